@@ -53,7 +53,7 @@ def list_transactions(
     wanted = list(states) or ["initial", "pending", "applied", "canceling"]
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
-        found = list(chosen.log.find(wanted, older_than, limit))
+        found = chosen.found(wanted, older_than, limit=limit)
     _list(ctx, found, f"No transaction is {' or '.join(wanted)}.", as_json=as_json)
 
 
@@ -218,8 +218,10 @@ def purge(
     Nobody can show or take them back then, and their ids may be used again. A compensation stays as long as what it
     takes back. All that is not final stays.
     """
+    from mongo_celery.twophase.final import FinalTransactions
+
     chosen = _chosen(ctx, name)
-    with one_sentence_errors(lambda: chosen.log.removal_concern):
+    with one_sentence_errors(lambda: FinalTransactions.concern_of(chosen.log)):
         found = chosen.purge(older_than, all=any_application, dry_run=True) if dry_run or not yes else None
         if found is not None and not dry_run and found.done + found.canceled:
             click.echo(_purged(found, "Would remove"), err=True)
@@ -273,7 +275,7 @@ def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
             identity = plain_id("id", reading, chosen.transactions.codec_options)
         except ConfigurationError:
             continue  # no document can have it
-        found = chosen.transactions.find_one({"_id": {"$eq": identity}})
+        found = chosen.stored(identity)
         if found is not None:
             return found
     raise click.ClickException(f"there is no transaction {text}; `transactions list` shows ids as they can be typed.")

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -106,7 +107,7 @@ class AcrossClusters:
 
     def _begin(self, transaction: Transaction, until: float, *, any_application: bool) -> Transaction:
         """Initial to pending. One whose own branch refuses at once is canceled, and nothing was done."""
-        fields = self._with_marked(begun_fields(transaction.parts), transaction.parts, transaction.id)
+        fields = self._with_marked(begun_fields(transaction.parts), transaction.parts)
 
         def claimed(session: ClientSession | None) -> tuple[Transaction, bool]:
             claim = self._log.claim(
@@ -134,10 +135,10 @@ class AcrossClusters:
             RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
             UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
         """
-        whole = self._with_marked(fields, parts, identity)
+        whole = self._with_marked(fields, parts)
         return self._with_home(parts, lambda session: self._log.insert_begun(whole, parts, identity, session), until)
 
-    def _with_marked(self, fields: Document, parts: tuple[Part, ...], identity: Any) -> Document:
+    def _with_marked(self, fields: Document, parts: tuple[Part, ...]) -> Document:
         """With the clusters that get markers, and the incarnations there, which are recorded before it is pending."""
         for part in parts:
             self._open(part)  # whoever does not know a cluster must not begin what it cannot finish
@@ -148,7 +149,7 @@ class AcrossClusters:
         return {
             **fields,
             "marked": sorted(marked),
-            "incarnations": self._marked.incarnations(parts, marked, identity),
+            "incarnations": self._marked.incarnations(parts, marked, fields["key"]),
         }
 
     def _with_home(
@@ -227,8 +228,11 @@ class AcrossClusters:
         return self._applied(transaction, plan, until)
 
     def _late(self, transaction: Transaction) -> Transaction:
-        if self.is_decided(transaction):
-            return transaction
+        decider = plan_for(transaction).decider
+        if decider is not None:
+            with _asked(decider):
+                if self.is_decided(transaction):
+                    return transaction
         return self._cancel(transaction, "it was not applied before its deadline")
 
     def _applied_branch(self, transaction: Transaction, branch: Branch, until: float) -> Receipt | None:
@@ -367,15 +371,8 @@ class AcrossClusters:
             raise unanswered
 
     def _void(self, transaction: Transaction, decider: Branch) -> Receipt:
-        try:
+        with _asked(decider):
             return self._receipts.void(transaction, decider)
-        except OperationFailure as error:
-            if not is_unwritable(error):
-                raise
-            raise StuckError(
-                f"its branch {decider}, which decides, cannot be asked ({brief(error)}): allow find, insert and update "
-                f"on the receipts there"
-            ) from error
 
     def _undo_home(self, transaction: Transaction, home: Branch, until: float) -> Transaction:
         """Canceling to canceled, and the own branch is taken back with it."""
@@ -417,6 +414,20 @@ class AcrossClusters:
                 part,
                 extra={"event": "participant_gone"},
             )
+
+
+@contextmanager
+def _asked(decider: Branch) -> Iterator[None]:
+    """Say of a branch that decides, and whose server will not say what, what is missing there."""
+    try:
+        yield
+    except OperationFailure as error:
+        if not is_unwritable(error):
+            raise
+        raise StuckError(
+            f"its branch {decider}, which decides, cannot be asked ({brief(error)}): allow find, insert and update on "
+            "the receipts there"
+        ) from error
 
 
 def _shares(transactions: Sequence[Transaction], index: int) -> list[Share]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from bson.codec_options import DatetimeConversion
 from pymongo import MongoClient, ReadPreference
 from pymongo.collection import Collection
+from pymongo.errors import ServerSelectionTimeoutError
 
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess
@@ -18,6 +21,27 @@ from mongo_celery.twophase.participants import Part
 
 _OPENED_MAX = 1000
 """Collections that are kept opened: some have a database for each customer."""
+
+_away: ContextVar[Container[str]] = ContextVar("mongo_celery_clusters_away", default=())
+
+
+class AwayError(ServerSelectionTimeoutError):
+    """A cluster that is known not to answer was not asked."""
+
+
+@contextmanager
+def without(clusters: Container[str]) -> Iterator[None]:
+    """Inside, nothing is asked of clusters that are known not to answer: what needs them fails with an AwayError."""
+    token = _away.set(clusters)
+    try:
+        yield
+    finally:
+        _away.reset(token)
+
+
+def is_away(cluster: str | None) -> bool:
+    """Whether a cluster is not to be asked."""
+    return cluster is not None and cluster in _away.get()
 
 
 class Clusters:
@@ -41,7 +65,10 @@ class Clusters:
 
         Raises:
             ConfigurationError: its cluster is not known here.
+            AwayError: it is not to be asked.
         """
+        if is_away(part.cluster):
+            raise AwayError(f"cluster {part.cluster!r} does not answer")
         place = (os.getpid(), part.cluster, part.namespace)
         found = self._opened.get(place)
         if found is None:

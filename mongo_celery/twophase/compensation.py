@@ -1,15 +1,98 @@
-"""The opposite of a transaction."""
+"""The opposite of a transaction, begun once."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from typing import Any
 
+from pymongo.client_session import ClientSession
+
 from mongo_celery.errors import TransactionStateError
+from mongo_celery.twophase.completion import Completion
+from mongo_celery.twophase.coordinator import BusyError
+from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
-from mongo_celery.twophase.states import Transaction
+from mongo_celery.twophase.states import State, Transaction
 
 _TAKES_BACK = "takesBack"
+
+
+class Compensations:
+    """
+    The compensations of one log's transactions.
+
+    Args:
+        log: of the transactions.
+        completion: of transactions of this log.
+    """
+
+    def __init__(self, log: TransactionLog, completion: Completion) -> None:
+        self._log = log
+        self._completion = completion
+
+    def begun(self, id: Any, deadline: float) -> Any:  # noqa: A002 - what it is
+        """
+        The id of the one compensation of a transaction that is not canceled; stored now, if there is none.
+
+        What is done already is read from the transaction itself: of a compensation that is gone nobody can tell.
+
+        Args:
+            id: of the transaction.
+            deadline: on the monotonic clock.
+
+        Raises:
+            TransactionStateError: it is not done, or its compensation is gone.
+            BusyError: it changed meanwhile; ask again.
+        """
+        seen = self._done(id, deadline)
+        before = noted_attempt(seen)
+        attempt = before or 1
+        while True:
+            identity = compensation_id(id, attempt)
+            found = self._log.find_one(identity)
+            if found is None and attempt == before:
+                raise TransactionStateError(
+                    f"transaction {id!r} was compensated by {identity!r}, of which nothing is known any more: it is "
+                    "not compensated again.",
+                    id=id,
+                )
+            if found is None:
+                self._store(seen, attempt, before, deadline)
+                return identity
+            is_its_own = attempt == before or takes_back(found, seen)
+            if is_its_own and found.state is not State.CANCELED:
+                if attempt != before and not self._log.note_compensated(seen, attempt, before, None):
+                    raise BusyError("it changed meanwhile")
+                return identity
+            attempt += 1
+
+    def _done(self, id: Any, deadline: float) -> Transaction:  # noqa: A002
+        seen = self._log.get(id)
+        if self._completion.is_decided(seen, deadline):  # the log has not followed yet
+            self._completion.to_the_end(seen, deadline)
+            seen = self._log.get(id)
+        if seen.state is not State.DONE:
+            raise TransactionStateError(
+                f"transaction {id!r} is {seen.state}: only one that is done can be compensated.",
+                id=id,
+                state=seen.state,
+            )
+        return seen
+
+    def _store(self, seen: Transaction, attempt: int, before: int | None, deadline: float) -> None:
+        """Store an attempt, and note it in what it compensates: in one MongoDB transaction, where there are any."""
+        fields, identity = opposite(seen), compensation_id(seen.id, attempt)
+
+        def both(session: ClientSession | None) -> None:
+            try:
+                self._log.insert(fields, identity, session=session)
+            except TransactionStateError as error:  # there is one of this id, since just now
+                raise BusyError("it changed meanwhile") from error
+            if not self._log.note_compensated(seen, attempt, before, session):
+                raise BusyError("it changed meanwhile")
+
+        self._log.prepare()
+        self._completion.in_one(both, deadline)
 
 
 def opposite(done: Transaction) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import pymongo
 from bson import ObjectId
 from bson.binary import Binary
 from pymongo import MongoClient
+from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
@@ -22,10 +23,11 @@ from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import explained, is_transient
 from mongo_celery.quantities import number
 from mongo_celery.twophase.across import AcrossClusters, begun_fields
-from mongo_celery.twophase.clusters import Clusters
+from mongo_celery.twophase.clusters import AwayError, Clusters, is_away, without
 from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
 from mongo_celery.twophase.follower import LogFollower
 from mongo_celery.twophase.in_the_way import in_the_way
+from mongo_celery.twophase.local import in_one
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import SessionPool, end_transactions, sessions_of
@@ -42,6 +44,9 @@ NOT_BEGUN = (
 )
 _PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
 _LOOKS = Pauses(first=0.01, longest=0.5)
+_LEAST_SECONDS = 0.05
+"""For what has no time left: PyMongo takes 0 for no limit."""
+
 _SHARES = 8
 """A participant that does not answer may use up such a part of a call's time while others are to be undone."""
 
@@ -80,24 +85,28 @@ class Completion:
         self._follower = LogFollower(self._followed)
 
     @contextmanager
-    def bounded(self, part: float = 1.0) -> Iterator[float]:
-        """No call to a server inside lasts beyond a part of the timeout; gives its end on the monotonic clock."""
-        seconds = self._timeout * part
-        with sessions_of(self._clusters, self._pool), pymongo.timeout(seconds):
-            yield time.monotonic() + seconds
+    def bounded(self, away: Container[str] = ()) -> Iterator[float]:
+        """
+        No call to a server inside lasts beyond the timeout; gives its end on the monotonic clock.
+
+        Args:
+            away: clusters that do not answer, as is known: nothing is asked of these.
+        """
+        with sessions_of(self._clusters, self._pool), without(away), pymongo.timeout(self._timeout):
+            yield time.monotonic() + self._timeout
 
     def end_others(self, transactions: Sequence[Transaction]) -> None:
         """End what other coordinators keep open for these, which is to be taken from them. It never fails."""
-        wanted: dict[str | None, list[Binary]] = {}
-        for each in transactions:
+        named = [each for each in transactions if each.sessions]
+        wanted: dict[str | None, dict[Binary, float]] = {}
+        # By the age of each: among many somebody has taken over one just now, and those of the others may be at work.
+        for each, age in self._log.ages_of(named) if named else ():
             for cluster, identity in each.sessions:
-                if self._clusters.knows(cluster):
-                    wanted.setdefault(cluster, []).append(identity)
-        if not wanted:
-            return
-        age = self._log.age_of([each.id for each in transactions])
-        for cluster, ids in wanted.items():
-            count = end_transactions(self._clusters.client(cluster), ids, age, self._timeout)
+                if self._clusters.knows(cluster) and not is_away(cluster):
+                    ages = wanted.setdefault(cluster, {})
+                    ages[identity] = min(age, ages.get(identity, age))
+        for cluster, ages in wanted.items():
+            count = end_transactions(self._clusters.client(cluster), ages, self._timeout)
             if count:
                 logger.warning(
                     "ended what another coordinator has kept open in %s: %s",
@@ -212,7 +221,9 @@ class Completion:
 
     def _followed(self, transactions: Sequence[Transaction], deadline: float | None) -> None:
         with self.bounded() as bound:
-            self.until_answered(lambda: self._across.follow(transactions), deadline or bound)
+            until = bound if deadline is None else min(bound, deadline)
+            with pymongo.timeout(max(until - time.monotonic(), _LEAST_SECONDS)):
+                self.until_answered(lambda: self._across.follow(transactions), until)
 
     def flush(self, until: float) -> bool:
         """Whether the log has followed all that this process has decided, before a time of the monotonic clock."""
@@ -223,6 +234,10 @@ class Completion:
         if transaction.key is None or transaction.state not in {State.PENDING, State.APPLIED}:
             return False
         return self.until_answered(lambda: self._across.is_decided(transaction), deadline, id=transaction.id)
+
+    def in_one(self, body: Callable[[ClientSession | None], Result], deadline: float) -> Result:
+        """Run a body on the log in one MongoDB transaction; without one where the log is on a standalone server."""
+        return body(None) if self._clusters.is_standalone(None) else in_one(self._client, body, deadline)
 
     def together(self, transactions: Sequence[Transaction], deadline: float) -> list[Transaction]:
         """Finish several that are alike; see `AcrossClusters.together`."""
@@ -367,7 +382,7 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any] |
 
 
 def _is_repeatable(error: Exception) -> bool:
-    return isinstance(error, BusyError) or is_transient(error)
+    return isinstance(error, BusyError) or (is_transient(error) and not isinstance(error, AwayError))
 
 
 def stuck(transaction: Transaction, error: StuckError) -> TransactionStateError:

@@ -201,7 +201,7 @@ class Coordinator:
         if known is not None:
             return known
         try:
-            if documents.apply(self._open(part), part, transaction.id, view.participant_version):
+            if documents.apply(self._open(part), part, transaction.marker, view.participant_version):
                 return True, None
         except WriteError as error:
             if is_transient(error):
@@ -231,7 +231,7 @@ class Coordinator:
         for part in transaction.parts:
             together.setdefault((part.cluster, part.namespace), []).append(part)
         for parts in together.values():
-            documents.settle(self._open(parts[0]), parts, transaction.id)
+            documents.settle(self._open(parts[0]), parts, transaction.marker)
         return self._advance(transaction, State.DONE)
 
     def _undo(self, transaction: Transaction) -> Transaction:
@@ -256,7 +256,7 @@ class Coordinator:
     def _undo_one(self, transaction: Transaction, index: int) -> None:
         part, recorded = transaction.parts[index], _recorded(transaction, index)
         try:
-            outcome = documents.undo(self._open(part), part, transaction.id, recorded)
+            outcome = documents.undo(self._open(part), part, transaction.marker, recorded)
         except OperationFailure as error:
             if is_transient(error):
                 raise
@@ -274,11 +274,11 @@ class Coordinator:
             )
 
     def _look(self, transaction: Transaction, part: Part, *, give: bool) -> View:
-        return self._look_of(transaction.id, part, give=give)
+        return self._look_of(transaction.marker, part, give=give)
 
-    def _look_of(self, identity: Any, part: Part, *, give: bool = True) -> View:
+    def _look_of(self, marker: Any, part: Part, *, give: bool = True) -> View:
         try:
-            return documents.look(self._open(part), part, identity, give=give)
+            return documents.look(self._open(part), part, marker, give=give)
         except WriteError as error:
             if is_transient(error):
                 raise
@@ -335,8 +335,8 @@ def _replaced(transaction: Transaction, part: Part, recorded: Any) -> StuckError
     )
     return StuckError(
         f"participant {part} was written back as a whole, or deleted and made anew, in the middle of it, so whether it "
-        f"has its change cannot be known; if it has, push {transaction.id!r} to its {MARKERS!r}, and in either case "
-        f"set its {PARTICIPANT_VERSION!r} to {{of: {recorded!r}, at: ObjectId()}}"
+        f"has its change cannot be known; if it has, push {transaction.marker!r} to its {MARKERS!r}, and in either "
+        f"case set its {PARTICIPANT_VERSION!r} to {{of: {recorded!r}, at: ObjectId()}}"
     )
 
 

@@ -39,6 +39,9 @@ QUEUE_MAX = 1000
 LINGER_SECONDS = 0.2
 """For so long the first one waits for others, unless a batch is full before."""
 
+INLINE_SECONDS = 2.0
+"""How long a caller whose transaction is done waits for the log, if there is no place in the queue."""
+
 CLOSE_SECONDS = 2.0
 """How long the end of a process may take."""
 
@@ -138,7 +141,8 @@ class LogFollower:
 
         Args:
             transaction: as it was decided.
-            deadline: of the monotonic clock, if there is no place in the queue, and it is finished here.
+            deadline: of the monotonic clock. If there is no place in the queue, it is finished here, as far as that
+                goes until then, and in two seconds.
 
         Raises:
             SoftTimeLimitExceeded: the task that calls this has run for too long; the transaction is done all the same.
@@ -148,7 +152,7 @@ class LogFollower:
         if self._close_until is None and lane.take(transaction):
             return
         try:
-            self._finish([transaction], deadline)
+            self._finish([transaction], min(deadline, time.monotonic() + INLINE_SECONDS))
         except SoftTimeLimitExceeded as error:  # of the task that this is called in
             note_left([transaction], error)
             raise

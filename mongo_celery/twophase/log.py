@@ -1,9 +1,9 @@
-"""The transactions' own documents: every query on them has its home here."""
+"""The transactions' own documents; which of them were left, and which may go, `abandoned` and `final` ask."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection as Container
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,13 +18,14 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
-from mongo_celery.errors import TransactionStateError
+from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.indexes import Indexes
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import named_sessions
-from mongo_celery.twophase.states import RECEIPTS, State, Transaction, read_transaction
+from mongo_celery.twophase.states import FINAL, RECEIPTS, State, Transaction, read_transaction
+from mongo_celery.twophase.values import to_text
 
 Document = dict[str, Any]
 
@@ -32,7 +33,11 @@ UNFINISHED = (State.PENDING, State.APPLIED, State.CANCELING)
 _OVERDUE_SECONDS = 30.0
 """Since the last step of what has passed its deadline: then it is abandoned, however long others may take."""
 
+_LATE_PART = 0.9
+"""Of the deadline, after which alone something may be purged: then nothing is stored that may have been before."""
+
 _MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
+IS_OVERDUE = {"$and": [{"$eq": [{"$type": "$deadline"}, "date"]}, {"$lte": ["$deadline", "$$NOW"]}]}
 _NOW = {"$currentDate": {"lastModified": True}}
 
 _KEYS = {
@@ -57,43 +62,6 @@ LOG_INDEXES = (
     ),
     IndexModel([("expiresAt", ASCENDING)], name="expired_transactions", expireAfterSeconds=0, sparse=True),
 )
-
-
-FINAL = {"done": State.DONE, "canceled": State.CANCELED, "cancelled": State.CANCELED}
-"""The states that are final, as they may be spelled in what is stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadUpTo:
-    """
-    Up to where transactions of one state were read, the oldest step first.
-
-    Attributes:
-        modified: when the last one of them had its last step.
-        ids: of those that had it then; of all, before the first whose time is one.
-    """
-
-    modified: Any
-    ids: tuple[Any, ...]
-
-    @property
-    def condition(self) -> Document:
-        """What those meet that come behind."""
-        since = {"lastModified": {"$gte": self.modified}} if isinstance(self.modified, datetime) else {}
-        return {**since, "_id": {"$nin": list(self.ids)}}
-
-    @staticmethod
-    def beyond(passed: Mapping[State, ReadUpTo], found: Iterable[Mapping[str, Any]]) -> dict[State, ReadUpTo]:
-        """Up to where it is, when these were read as well, in their order."""
-        after = dict(passed)
-        for each in found:
-            modified = each.get("lastModified")
-            for state in _states_of(each):
-                before = after.get(state)
-                is_later = isinstance(modified, datetime) and (before is None or before.modified != modified)
-                ids = () if before is None or is_later else before.ids
-                after[state] = ReadUpTo(modified, (*ids, each["_id"]))
-        return after
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +125,6 @@ class TransactionLog:
             "clusters, find, insert and update on transactionReceipts beside them",
         )
 
-    @property
-    def removal_concern(self) -> Concern:
-        """The same of whoever removes transactions."""
-        name = self.collection.full_name
-        return Concern(f"the transactions' collection {name}", f"find and remove on {name}")
-
     def insert(
         self,
         fields: Mapping[str, Any],
@@ -191,8 +153,10 @@ class TransactionLog:
 
         Raises:
             TransactionStateError: there is one of this id.
+            TransactionTimeoutError: this process stood still meanwhile; it may have been stored, and purged.
         """
         self.prepare()
+        self._refuse_late(mark, transaction_id)
         whole = {
             **fields,
             **({} if state is State.INITIAL else {"application": self._application}),
@@ -228,8 +192,10 @@ class TransactionLog:
 
         Raises:
             TransactionStateError: there is one of this id.
+            TransactionTimeoutError: this process stood still meanwhile; it may have been stored, and purged.
         """
         self.prepare()
+        self._refuse_late(fields["key"], transaction_id)
         named = named_sessions({None, *(each["cluster"] for each in fields["changes"])})
         marks = self._marks(ObjectId())  # made for this call alone
         whole = {**fields, **marks, "version": Int64(1), "sessions": named}
@@ -244,6 +210,22 @@ class TransactionLog:
         if found is None or found.get("key") != fields["key"]:
             raise _is_used(transaction_id)
         return read_transaction(found, self._accounts, parts), found.get("driver") == marks["driver"]
+
+    def _refuse_late(self, mark: ObjectId | None, transaction_id: Any) -> None:
+        """
+        Refuse what another attempt may have stored so long ago that it can have been purged by now.
+
+        The mark has the time of the first attempt, by the clock of this machine: another one would not know of a
+        machine that was suspended. If it was set meanwhile, this one is refused, and nothing is wrong.
+        """
+        late = self._deadline * _LATE_PART + 1  # a mark has whole seconds
+        if mark is not None and time.time() - mark.generation_time.timestamp() >= late:
+            raise TransactionTimeoutError(
+                f"this process stood still for too long while it stored transaction {transaction_id!r}, so whether it "
+                "was done is not known: look at what it changes before you ask for it again.",
+                id=transaction_id,
+                outcome="unknown",
+            )
 
     def _has(self, transaction_id: Any, fields: Mapping[str, Any]) -> bool:
         """Whether the stored one has these fields, byte for byte."""
@@ -283,15 +265,20 @@ class TransactionLog:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
 
-    def age_of(self, ids: Sequence[Any]) -> float:
-        """Seconds since the last step of the latest of some; 0 where that cannot be known."""
+    def ages_of(self, seen: Sequence[Transaction]) -> list[tuple[Transaction, float]]:
+        """Those that nobody has done a step of since they were read, each with the seconds since its last step."""
         age = {"$divide": [{"$subtract": ["$$NOW", _MODIFIED]}, 1000]}
         stages: list[Document] = [
-            {"$match": {"_id": {"$in": list(ids)}}},
-            {"$group": {"_id": None, "age": {"$min": age}}},
+            {"$match": {"_id": {"$in": [each.id for each in seen]}}},
+            {"$project": {"lastModified": 1, "age": age}},
         ]
-        found = next(iter(self.collection.aggregate(stages)), None)
-        return 0.0 if found is None else float(found["age"] or 0)
+        found = {to_text(each["_id"]): each for each in self.collection.aggregate(stages)}
+        unchanged = []
+        for each in seen:
+            now = found.get(to_text(each.id), {})
+            if now.get("age") is not None and now["lastModified"] == each.last_modified:
+                unchanged.append((each, float(now["age"])))
+        return unchanged
 
     def claim(
         self,
@@ -335,7 +322,7 @@ class TransactionLog:
         return {
             "_id": {"$eq": seen.id},
             "state": str(State.INITIAL),
-            **({} if any_application else self._ours()),
+            **({} if any_application else self.ours()),
         }
 
     def take_over(
@@ -357,9 +344,9 @@ class TransactionLog:
         """
         guard: Document = dict(seen.guard)
         if not any_application:
-            guard.update(self._ours())
+            guard.update(self.ours())
         if older_than is not None:
-            guard["$expr"] = self._is_abandoned(older_than)
+            guard["$expr"] = is_abandoned(older_than)
         sessions = {} if seen.key is None else {"sessions": named_sessions(seen.clusters)}
         return self._update(guard, None, {**self._marks(coordinator), **sessions}, version=True)
 
@@ -377,8 +364,8 @@ class TransactionLog:
             "_id": {"$in": list(ids)},
             "protocol": RECEIPTS,
             "state": {"$in": [str(State.PENDING), str(State.APPLIED)]},
-            "$expr": self._is_abandoned(older_than),
-            **({} if any_application else self._ours()),
+            "$expr": is_abandoned(older_than),
+            **({} if any_application else self.ours()),
         }
         marks = {**self._marks(coordinator), "sessions": named_sessions({None, *clusters})}
         change = {name: literal(value) for name, value in marks.items()}
@@ -470,69 +457,27 @@ class TransactionLog:
             False if nothing is left to do, or it is another application's.
         """
         states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
-        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **self._ours()}
+        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **self.ours()}
         # Marked already: another application may know neither its accounts nor its clusters.
         change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
         return bool(self.collection.update_one(guard, change).matched_count)
 
-    def abandoned(
-        self,
-        older_than: float,
-        *,
-        any_application: bool,
-        limit: int,
-        passed: Mapping[State, ReadUpTo] | None = None,
-        silent: Container[str] = (),
-    ) -> list[Document]:
-        """
-        Documents that were left unfinished, the oldest step first: what recovery takes over.
-
-        Args:
-            older_than: seconds since the last step, by the server's clock. From the deadline on fewer count.
-            any_application: also those of other applications.
-            limit: how many at most.
-            passed: behind which ones, by state.
-            silent: clusters, none of whose transactions are wanted.
-        """
-        condition: Document = {} if any_application else self._ours()
-        condition["$expr"] = self._is_abandoned(older_than)
-        if silent:
-            # By negation, so that whatever has no such fields is found.
-            named = {"$nin": list(silent)}
-            condition.update({"changes.cluster": named, "participants.cluster": named})
-        # Each state is asked for apart: see LOG_INDEXES.
-        found = []
-        for state in (*UNFINISHED, State.INITIAL):
-            more: Document = {"queuedAt": {"$exists": True}} if state is State.INITIAL else {}
-            if passed and state in passed:
-                more.update(passed[state].condition)
-            found.append(self._of_state(state, {**condition, **more}, limit))
-        return list(islice(heapq.merge(*found, key=_age_key), limit))
-
-    def _is_abandoned(self, older_than: float) -> Document:
-        overdue = [
-            {"$eq": [{"$type": "$deadline"}, "date"]},
-            {"$lte": ["$deadline", "$$NOW"]},
-            _is_older(min(older_than, _OVERDUE_SECONDS)),
-        ]
-        return {"$or": [_is_older(older_than), {"$and": overdue}]}
-
-    def _of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
+    def of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
         """Documents of a state, the oldest step first."""
         return self.collection.find({**_stored(state), **condition}).sort("lastModified", 1).limit(limit)
 
     def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
         """Documents for people to look at, the oldest step first."""
-        condition: Document = {} if older_than is None else {"$expr": _is_older(older_than)}
+        condition: Document = {} if older_than is None else {"$expr": is_older(older_than)}
         if not states:
             return self.collection.find(condition).sort("lastModified", 1).limit(limit)
-        found = [self._of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
-        return islice(heapq.merge(*found, key=_age_key), limit)
+        found = [self.of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
+        return islice(heapq.merge(*found, key=age_key), limit)
 
     def standing(self) -> dict[State, Standing]:
         """How the transactions stand that are not final, by state."""
         age = {"$subtract": ["$$NOW", _MODIFIED]}
-        abandoned = {"$sum": {"$cond": [self._is_abandoned(self._older_than), 1, 0]}}
+        abandoned = {"$sum": {"$cond": [is_abandoned(self._older_than), 1, 0]}}
         found: dict[State, Standing] = {}
         for state in (State.INITIAL, *UNFINISHED):
             stages: list[Document] = [
@@ -544,33 +489,8 @@ class TransactionLog:
                 found[state] = Standing(row["count"], max(row["oldest"] or 0, 0) / 1000, row["abandoned"])
         return found
 
-    # -- what is final -----------------------------------------------------------------------------
-
-    def final_since(self, older_than: float, *, any_application: bool) -> Document:
-        """The condition of those that are final for so many seconds, by the server's clock, however they spell it."""
-        whose: Document = {} if any_application else self._ours()
-        # Not a list of states, as damaged code may leave it: $in would find it by any of them.
-        return {"state": {"$in": list(FINAL), "$not": {"$type": "array"}}, "$expr": _is_older(older_than), **whose}
-
-    def batch(self, condition: Mapping[str, Any], last: Mapping[str, Any] | None, count: int) -> list[Document]:
-        """
-        Ids and states of some, and what compensates them, that meet a condition, in the order of their ids.
-
-        Args:
-            condition: of which ones.
-            last: the one before these, as it was found; None for the first ones.
-            count: how many at most.
-        """
-        # As an expression: a plain $gt would end at the last id of the same type.
-        behind: Document = {} if last is None else {"$expr": {"$gt": ["$_id", literal(last["_id"])]}}
-        which = {"$and": [dict(condition), behind]}
-        return list(self.collection.find(which, {"state": 1, "compensatedBy": 1}).sort("_id", 1).limit(count))
-
-    def remove(self, condition: Mapping[str, Any]) -> None:
-        """Remove those that meet a condition, for good."""
-        self.collection.delete_many(condition)
-
-    def _ours(self) -> Document:
+    def ours(self) -> Document:
+        """The condition of those of this application, and of nobody's."""
         return {"application": {"$in": [None, self._application]}}
 
     def _marks(self, coordinator: ObjectId) -> Document:
@@ -607,16 +527,16 @@ def _is_used(transaction_id: Any) -> TransactionStateError:
     )
 
 
-def _age_key(document: Mapping[str, Any]) -> float:
+def age_key(document: Mapping[str, Any]) -> float:
     """The time of the last step, for sorting; what is no time comes first, as with the server."""
     modified = document.get("lastModified")
     return modified.timestamp() if isinstance(modified, datetime) else float("-inf")
 
 
-def _states_of(document: Mapping[str, Any]) -> list[State]:
-    """By which states the server finds a document: what damaged code has left may be a list of them."""
-    stored = document.get("state")
-    return [state for state in State if state == stored or (isinstance(stored, list) and state in stored)]
+def is_abandoned(older_than: float) -> Document:
+    """By the server's clock: its last step was so long ago, or it has passed its deadline."""
+    overdue = {"$and": [IS_OVERDUE, is_older(min(older_than, _OVERDUE_SECONDS))]}
+    return {"$or": [is_older(older_than), overdue]}
 
 
 def _stored(state: State) -> Document:
@@ -625,6 +545,6 @@ def _stored(state: State) -> Document:
     return {"state": {"$in": spelled} if len(spelled) > 1 else str(state)}
 
 
-def _is_older(seconds: float) -> Document:
+def is_older(seconds: float) -> Document:
     """By the server's clock; a time that is missing or is no time counts as long ago."""
     return {"$lte": [_MODIFIED, {"$subtract": ["$$NOW", millis(seconds)]}]}

@@ -6,6 +6,9 @@ version, then proves that the transaction is still pending, whoever has it, and 
 version is the one that it saw. Two that do so at once are kept apart by the marker, one that comes too late by the
 version: it is renewed whenever a branch is settled or undone, and that happens only after the transaction has left
 `pending`. `tests/property/receipts_model.py` has it as a machine.
+
+The marker is the transaction's key, not its id: that may be used again once the transaction is purged, and a
+coordinator that stood still for so long would take its successor's change back.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+from bson import ObjectId
 
 from mongo_celery.twophase.branches import Branch
 from mongo_celery.twophase.coordinator import Coordinator, OvertakenError
@@ -24,13 +29,13 @@ from mongo_celery.twophase.states import State, Transaction
 class MarkedBranches(Coordinator):
     """Performs the steps of one branch at a time; what the log says of the whole is left to others."""
 
-    def incarnations(self, parts: Sequence[Part], marked: frozenset[str], identity: Any) -> list[Any]:
+    def incarnations(self, parts: Sequence[Part], marked: frozenset[str], key: ObjectId) -> list[Any]:
         """
         Of those participants that get markers, as they are before the transaction is begun; None for the others.
 
         One that has none is given one; errors as of `documents.look`.
         """
-        return [self._incarnation(part, identity) if part.cluster in marked else None for part in parts]
+        return [self._incarnation(part, key) if part.cluster in marked else None for part in parts]
 
     def perform(self, transaction: Transaction, branch: Branch) -> None:
         """
@@ -47,8 +52,8 @@ class MarkedBranches(Coordinator):
             recorded = tuple(recorded[index] for index in places)
         self.step(replace(transaction, parts=branch.parts, incarnations=recorded, deadline=None))
 
-    def _incarnation(self, part: Part, identity: Any) -> Any:
-        return self._look_of(identity, part).incarnation
+    def _incarnation(self, part: Part, key: ObjectId) -> Any:
+        return self._look_of(key, part).incarnation
 
     def _prove(self, transaction: Transaction) -> None:
         if not self._log.prove(transaction):

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from mongo_celery.twophase.compensation import compensation_id
-from mongo_celery.twophase.log import FINAL, TransactionLog
-from mongo_celery.twophase.states import State
+from mongo_celery.twophase.final import FinalTransactions, Page
+from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.states import FINAL, State
 
 Document = dict[str, Any]
 Result = TypeVar("Result")
 
-_BATCH = 1000
 _COMPENSATES = "_id.compensates"
 
 
@@ -64,9 +64,8 @@ class Purger:
     def __init__(
         self, log: TransactionLog, bounded: Bounded, age: float, *, any_application: bool, is_trial: bool
     ) -> None:
-        self._log = log
+        self._final = FinalTransactions(log, age, any_application=any_application)
         self._bounded = bounded
-        self._condition = log.final_since(age, any_application=any_application)
         self._is_trial = is_trial
         self._removed: Counter[State] = Counter()
         self._has_removed = False
@@ -81,42 +80,42 @@ class Purger:
 
     def _pass(self, *, is_compensation: bool) -> int:
         """Remove what may go; how many were kept."""
-        condition = {**self._condition, _COMPENSATES: {"$exists": is_compensation}}
+        wanted = {_COMPENSATES: {"$exists": is_compensation}}
         before, kept = self._removed.total(), 0
-        batch = self._found(condition)
-        while batch:
+        page = self._bounded(lambda: self._final.page(wanted, None))
+        while page.last is not None:
             going = [
                 each
-                for each in batch
+                for each in page.found
                 if not self._is_being_compensated(each) and (not is_compensation or self._may_go(each["_id"]))
             ]
-            kept += len(batch) - len(going)
+            kept += len(page.found) - len(going)
             self._remove(going)
-            batch = self._found(condition, batch[-1])
+            page = self._behind(wanted, page.last)
         self._has_removed = self._removed.total() > before
         return kept
 
-    def _found(self, condition: Mapping[str, Any], last: Document | None = None) -> list[Document]:
-        return self._bounded(lambda: self._log.batch(condition, last, _BATCH))
+    def _behind(self, wanted: Mapping[str, Any], last: Document) -> Page:
+        return self._bounded(lambda: self._final.page(wanted, last))
 
     def _is_being_compensated(self, found: Document) -> bool:
         if found.get("compensatedBy") is None:
             return False
         identity = compensation_id(found["_id"], found["compensatedBy"])
-        return bool(self._found({"_id": {"$eq": identity}, "state": {"$nin": list(FINAL)}}))
+        return self._bounded(lambda: self._final.has_open(identity))
 
     def _may_go(self, compensation_id: Mapping[str, Any]) -> bool:
         """Whether what it takes back is gone; of a trial, whether it would be."""
         taken_back = compensation_id["compensates"]
-        if not self._found({"_id": {"$eq": taken_back}}):
+        if not self._bounded(lambda: self._final.has_any(taken_back)):
             return True
-        if not self._is_trial or not self._found({**self._condition, "_id": {"$eq": taken_back}}):
+        if not self._is_trial or not self._bounded(lambda: self._final.holds(taken_back)):
             return False
         is_one_itself = isinstance(taken_back, Mapping) and "compensates" in taken_back
         return not is_one_itself or self._may_go(taken_back)
 
-    def _remove(self, batch: Sequence[Mapping[str, Any]]) -> None:
-        if batch and not self._is_trial:
-            ids = [each["_id"] for each in batch]
-            self._bounded(lambda: self._log.remove({**self._condition, "_id": {"$in": ids}}))
-        self._removed.update(FINAL[each["state"]] for each in batch)
+    def _remove(self, going: Sequence[Mapping[str, Any]]) -> None:
+        if going and not self._is_trial:
+            ids = [each["_id"] for each in going]
+            self._bounded(lambda: self._final.remove(ids))
+        self._removed.update(FINAL[each["state"]] for each in going)

@@ -9,6 +9,7 @@ recovery that may not write there recovers all the same.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections import Counter
@@ -26,10 +27,14 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
 
 logger = logging.getLogger("mongo_celery.twophase")
 
 COLLECTION = "transactionRecoveries"
+GOING_ON_SECONDS = 30.0
+"""A recovery that lasts says so at such intervals."""
+
 OUTCOMES = ("done", "canceled", "overdue")
 """What recovery brings a transaction to; `overdue` is one that is canceled since its deadline has passed."""
 
@@ -87,6 +92,7 @@ class LastRecovery:
         process: host and pid of the process.
         stopped: how many transactions it found that stay as they are until a person has put something right.
         silent: clusters that did not answer it.
+        sign_seconds: since one has ended, begun or gone on.
         outcomes: how many transactions recoveries have finished so far, by `OUTCOMES`.
     """
 
@@ -94,6 +100,7 @@ class LastRecovery:
     process: str
     stopped: int
     silent: tuple[str, ...]
+    sign_seconds: float
     outcomes: Mapping[str, int]
 
 
@@ -115,6 +122,7 @@ class RecoveryRecords:
             read_preference=transactions.read_preference,
         )
         self._id = f"{transactions.name}/{application}"
+        self._is_refused = False
 
     @property
     def full_name(self) -> str:
@@ -126,34 +134,62 @@ class RecoveryRecords:
         counts = Counter(each.outcome for each in report)
         note: dict[str, Any] = {
             "at": "$$NOW",
+            "goingOn": "$$REMOVE",
             "process": literal(f"{socket.gethostname()}:{os.getpid()}"),
             "stopped": sum(each.stopped for each in report),
             "silent": literal(sorted(silent)),
             **{name: {"$add": [{"$ifNull": [f"${name}", Int64(0)]}, counts[name]]} for name in OUTCOMES},
         }
+        self._write(note)
+
+    def note_going_on(self) -> None:
+        """Note that there is a recovery, which has not ended. It never fails."""
+        self._write({"goingOn": "$$NOW"})
+
+    def _write(self, note: Mapping[str, Any]) -> None:
         try:
             with pymongo.timeout(ANSWER_SECONDS):
                 self._collection.update_one({"_id": self._id}, [{"$set": note}], upsert=True)
         except PyMongoError as error:
-            logger.debug("a recovery of transactions is not noted: %s", short(error))
+            if verdict_on(error) is not Verdict.ACCESS or self._is_refused:
+                logger.debug("a recovery of transactions is not noted: %s", short(error))
+                return
+            self._is_refused = True
+            logger.warning(
+                "recoveries of transactions may not note themselves in %s (%s), so processes that begin some will say "
+                "that nobody recovers them; grant find, insert and update there",
+                self.full_name,
+                brief(error),
+                extra={"event": "recovery_unnoted"},
+            )
 
     def last(self) -> LastRecovery | None:
         """
-        The last recovery; None where there is no note of one.
+        The last recovery that has ended, or the first one, which has not; None where there is no note of one.
 
         Raises:
             PyMongoError: MongoDB did not answer, or refused it.
         """
-        seconds = {"$max": [0, {"$divide": [{"$subtract": ["$$NOW", "$at"]}, 1000]}]}
-        pipeline: list[dict[str, Any]] = [{"$match": {"_id": self._id}}, {"$set": {"seconds": seconds}}]
+        ages = {"seconds": _age({"$ifNull": ["$at", "$goingOn"]}), "sign": _age({"$max": ["$at", "$goingOn"]})}
+        pipeline: list[dict[str, Any]] = [{"$match": {"_id": self._id}}, {"$set": ages}]
         with pymongo.timeout(ANSWER_SECONDS):
             found = next(iter(self._collection.aggregate(pipeline)), None)
         if found is None:
             return None
         return LastRecovery(
-            seconds=float(found["seconds"]),
+            seconds=_seconds(found["seconds"]),
             process=str(found.get("process", "?")),
             stopped=int(found.get("stopped", 0)),
             silent=tuple(map(str, found.get("silent", ()))),
+            sign_seconds=_seconds(found["sign"]),
             outcomes={name: int(found.get(name, 0)) for name in OUTCOMES},
         )
+
+
+def _age(moment: Any) -> dict[str, Any]:
+    """Milliseconds since then, by the server's clock; null where there is none."""
+    return {"$subtract": ["$$NOW", moment]}
+
+
+def _seconds(age: Any) -> float:
+    return math.inf if age is None else max(float(age) / 1000, 0.0)

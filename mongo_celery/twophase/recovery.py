@@ -3,19 +3,21 @@ Recovery: finishing what a coordinator that died has left.
 
 What is in the same clusters has a lane of its own, so that one cluster holds up nobody but those that need it. Each
 cluster is asked for a sign of life when the first of its transactions is found; where that does not come, the lanes
-of that cluster are left for the next recovery, and the others do not wait for it. Of what has to be undone there, a few
-are taken at the very end all the same: whoever answers has back what is theirs.
+of that cluster are left for the next recovery, and the others do not wait for it. What has to be undone there is taken
+at the very end all the same, and nothing asked of that cluster: whoever answers has back what is theirs.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any, Self
 
 import pymongo
@@ -26,12 +28,12 @@ from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_unanswered
+from mongo_celery.twophase.abandoned import AbandonedTransactions, ReadUpTo
 from mongo_celery.twophase.across import likeness_of
-from mongo_celery.twophase.branches import Own, plan_of
 from mongo_celery.twophase.completion import Completion, Way
 from mongo_celery.twophase.coordinator import OvertakenError
-from mongo_celery.twophase.log import ReadUpTo, TransactionLog
-from mongo_celery.twophase.recoveries import Recovery, RecoveryRecords
+from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.recoveries import GOING_ON_SECONDS, Recovery, RecoveryRecords
 from mongo_celery.twophase.states import State, Transaction
 from mongo_celery.twophase.values import to_text
 
@@ -46,9 +48,8 @@ _TOGETHER = 50
 _SIDE_BY_SIDE = 4
 """How many of a lane are finished at once: most of the time is waiting for a majority."""
 
-_OWED = 4
-_OWED_PART = 1 / 3
-"""How many of a lane that is given up are taken all the same, and for what part of a call's time."""
+_OWED_SECONDS = 60.0
+"""For how long more are begun of what is owed beside clusters that do not answer."""
 
 _ASKED_AT_ONCE = 16
 """How many clusters are asked at once whether they answer."""
@@ -65,23 +66,13 @@ class RecoveryLane:
         clusters: these.
         waiting: documents, the oldest step first, with what they have in common.
         silence: why none of them is tried any more.
-        owed: a few of them that others may have paid for, who answer.
     """
 
     def __init__(self, clusters: frozenset[str | None]) -> None:
         self.clusters = clusters
         self.waiting: deque[tuple[Mapping[str, Any], Hashable]] = deque()
         self.silence: str | None = None
-        self.owed: list[Mapping[str, Any]] = []
         self._lock = threading.Lock()
-
-    def keep(self, document: Mapping[str, Any]) -> bool:
-        """Keep one as owed, if there are not enough."""
-        with self._lock:
-            if len(self.owed) >= _OWED:
-                return False
-            self.owed.append(document)
-            return True
 
     def next(self) -> list[Mapping[str, Any]]:
         """The next one, or several that are alike; none if nothing is left."""
@@ -160,6 +151,7 @@ class Recoverer:
         any_application: bool,
     ) -> None:
         self._log = log
+        self._abandoned = AbandonedTransactions(log)
         self._completion = completion
         self._records = records
         self._age = age
@@ -167,6 +159,7 @@ class Recoverer:
         self._lanes: dict[frozenset[str | None], RecoveryLane] = {}
         self._passed: dict[State, ReadUpTo] = {}
         self._seen: set[str] = set()
+        self._noted = -math.inf
 
     def recover(self, limit: int) -> list[Recovery]:
         """
@@ -176,41 +169,62 @@ class Recoverer:
             limit: how many are taken over at most. What cannot be read does not count, nor what is in a cluster that
                 does not answer: it stays the oldest, and would keep all others from their turn.
         """
-        report: list[Recovery] = []
-        with SignsOfClusters(self._completion.ask) as signs:
-            left = limit
-            while left > 0:
-                wanted = min(left - self._waiting(), _BATCH)
-                found = self._found(wanted, signs)
-                for document in found:
-                    self._line_up(document, signs)
-                is_last = len(found) < wanted
-                for taken, became in self._in_lanes(signs, all_=is_last or self._waiting() >= left):
-                    left -= taken
-                    if became is not None:
-                        report.append(became)
-                if is_last:
-                    break
-            report.extend(self._give_back())
-            silent = signs.silent | self._fallen_silent()
-        self._records.note(report, sorted(silent))
-        return report
+        report: dict[str, Recovery] = {}
+        silent: set[str] = set()
+        self._note_going_on()
+        try:
+            with SignsOfClusters(self._completion.ask) as signs:
+                self._recover(limit, signs, report)
+                fallen = self._fallen_silent(signs)
+                silent = signs.silent | fallen
+                self._give_back(signs.silent | self._still_silent(fallen), limit, report)
+        finally:  # also where a time limit ends it: what was done is done
+            self._records.note(list(report.values()), sorted(silent))
+        return list(report.values())
+
+    def _recover(self, limit: int, signs: SignsOfClusters, report: dict[str, Recovery]) -> None:
+        left = limit
+        while left > 0:
+            wanted = min(left - self._waiting(), _BATCH)
+            found = self._found(wanted, signs)
+            for document in found:
+                self._line_up(document, signs)
+            is_last = len(found) < wanted
+            for taken, became in self._in_lanes(signs, all_=is_last or self._waiting() >= left):
+                left -= taken
+                _add(report, became)
+            if is_last:
+                break
+
+    def _note_going_on(self) -> None:
+        """Note now and then that it has not ended; threads that race for it note it twice."""
+        now = time.monotonic()
+        if now - self._noted >= GOING_ON_SECONDS:
+            self._noted = now
+            self._records.note_going_on()
 
     def _waiting(self) -> int:
         """How many were found whose clusters have not answered yet."""
         return sum(len(lane.waiting) for lane in self._lanes.values())
 
-    def _fallen_silent(self) -> set[str]:
+    def _fallen_silent(self, signs: SignsOfClusters) -> set[str]:
         """Clusters that have answered at first, and not later: those of a lane that are in no other that goes on."""
         alive = {each for lane in self._lanes.values() if lane.silence is None for each in lane.clusters}
-        mute = {each for lane in self._lanes.values() if lane.silence is not None for each in lane.clusters}
+        given_up = [lane for lane in self._lanes.values() if lane.silence is not None]
+        mute = {each for lane in given_up if signs.silence_of(lane.clusters) is None for each in lane.clusters}
         return {each for each in mute - alive if each is not None}
+
+    def _still_silent(self, fallen: AbstractSet[str]) -> set[str]:
+        """Which of several it was that fell silent: asked once more."""
+        with SignsOfClusters(self._completion.ask) as signs:
+            signs.want(fallen)
+            return {each for each in fallen if signs.silence_of([each]) is not None}
 
     def _found(self, wanted: int, signs: SignsOfClusters) -> list[dict[str, Any]]:
         """The next ones; what is in clusters that are known not to answer is not even read."""
         with self._completion.bounded() as deadline:
             found = self._completion.until_answered(
-                lambda: self._log.abandoned(
+                lambda: self._abandoned.find(
                     self._age,
                     any_application=self._any_application,
                     limit=wanted,
@@ -254,6 +268,7 @@ class Recoverer:
         ended: list[tuple[bool, Recovery | None]] = []
         lane.silence = lane.silence or signs.silence_of(lane.clusters)
         while some := lane.next():
+            self._note_going_on()
             taken = self._together(some, lane) if len(some) > 1 and lane.silence is None else {}
             for document in some:
                 identity, before = document["_id"], str(document["state"])
@@ -262,29 +277,37 @@ class Recoverer:
                     ended.append((True, _recovered(identity, before, str(mine.state))))
                 elif lane.silence is None:
                     ended.append(self._one(document, lane, mine))
-                elif not (self._may_be_owed(document) and lane.keep(document)):
+                else:
                     ended.append((False, Recovery(identity, before, before, lane.silence)))
         return ended
 
-    def _may_be_owed(self, document: Mapping[str, Any]) -> bool:
-        """Whether others may have something back though a cluster does not answer: not where that one decides."""
-        with suppress(TransactionStateError):
-            read = self._log.read(document)
-            if read.key is not None and plan_of(read.parts).own is not Own.LAST:
-                return False
-            # By the clock here it is only chosen; whether it is late is judged by the server's.
-            is_late = read.deadline is not None and read.deadline <= datetime.now(UTC)
-            return read.state is State.CANCELING or (read.state is State.PENDING and is_late)
-        return False
+    def _give_back(self, silent: AbstractSet[str], limit: int, report: dict[str, Recovery]) -> None:
+        """Take what is owed beside clusters that do not answer, when all others have had their turn."""
+        if not silent:
+            return
+        until = time.monotonic() + _OWED_SECONDS
+        with self._completion.bounded() as deadline:
+            found = self._completion.until_answered(
+                lambda: self._abandoned.owed(self._age, silent, any_application=self._any_application, limit=limit),
+                deadline,
+            )
+        lane = RecoveryLane(frozenset(silent))
+        lane.waiting.extend((each, None) for each in found)
+        with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="mongo-celery-recovery") as threads:
+            runs = [threads.submit(self._give_some_back, lane, until) for _ in range(_SIDE_BY_SIDE)]
+            try:
+                for each in (each for run in runs for each in run.result()):
+                    _add(report, each)
+            except BaseException:
+                lane.waiting.clear()
+                raise
 
-    def _give_back(self) -> list[Recovery]:
-        """Take what is owed, when all others have had their turn: each costs some time, and gets no further."""
-        owed = [(document, lane) for lane in self._lanes.values() for document in lane.owed]
-        if not owed:
-            return []
-        with ThreadPoolExecutor(len(owed), thread_name_prefix="mongo-celery-recovery") as threads:
-            runs = [threads.submit(self._one, document, lane, part=_OWED_PART) for document, lane in owed]
-            return [became for _, became in (run.result() for run in runs) if became is not None]
+    def _give_some_back(self, lane: RecoveryLane, until: float) -> list[Recovery | None]:
+        became: list[Recovery | None] = []
+        while time.monotonic() < until and (some := lane.next()):
+            self._note_going_on()
+            became += [self._one(each, lane, away=lane.clusters)[1] for each in some]
+        return became
 
     def _together(self, documents: Sequence[Mapping[str, Any]], lane: RecoveryLane) -> dict[str, Transaction]:
         """Take several over and finish them at once, as far as that goes; what is left is taken one by one."""
@@ -307,12 +330,17 @@ class Recoverer:
         return taken
 
     def _one(
-        self, document: Mapping[str, Any], lane: RecoveryLane, taken: Transaction | None = None, *, part: float = 1.0
+        self,
+        document: Mapping[str, Any],
+        lane: RecoveryLane,
+        taken: Transaction | None = None,
+        *,
+        away: AbstractSet[str | None] = frozenset(),
     ) -> tuple[bool, Recovery | None]:
         """Whether it was taken over, and what to report; nothing if another was faster."""
         identity, before = document["_id"], str(document["state"])
         try:
-            with self._completion.bounded(part) as deadline:
+            with self._completion.bounded({each for each in away if each is not None}) as deadline:
                 taken = taken or self._taken(document)
                 if taken is None:
                     return False, None
@@ -346,6 +374,12 @@ class Recoverer:
             return coordinator.begin(read, any_application=self._any_application)
         except OvertakenError:
             return None
+
+
+def _add(report: dict[str, Recovery], became: Recovery | None) -> None:
+    """What has become of one last counts: what is owed beside a silent cluster is reported twice."""
+    if became is not None:
+        report[to_text(became.id)] = became
 
 
 def _recovered(identity: Any, before: str, after: str, *, overdue: bool = False) -> Recovery:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -149,18 +149,17 @@ def named_sessions(clusters: Iterable[str | None]) -> list[Document]:
     return [] if made is None else made.named(clusters)
 
 
-def end_transactions(client: MongoClient[Any], ids: Iterable[Binary], age: float, busy: float) -> int:
+def end_transactions(client: MongoClient[Any], ages: Mapping[Binary, float], busy: float) -> int:
     """
     End the open transactions of some sessions that are idle; how many there were. It never fails.
 
     Args:
         client: of the cluster.
-        ids: of the sessions.
-        age: seconds since their coordinator has done its last step.
+        ages: by the ids of the sessions, seconds since their coordinator has done its last step.
         busy: for how many seconds from then on it can have been at work.
     """
-    wanted = [Binary(each, 4) for each in ids]
-    match = {"lsid.id": {"$in": wanted}, "transaction.parameters.autocommit": False, "active": {"$ne": True}}
+    wanted = {Binary(each, 4): age for each, age in ages.items()}
+    match = {"lsid.id": {"$in": list(wanted)}, "transaction.parameters.autocommit": False, "active": {"$ne": True}}
     fields = {"lsid.id": 1, "transaction.timeOpenMicros": 1}
     admin = client.get_database(
         "admin",
@@ -176,7 +175,8 @@ def end_transactions(client: MongoClient[Any], ids: Iterable[Binary], age: float
             own = [
                 {"id": each["lsid"]["id"]}
                 for each in found
-                if age - busy <= each["transaction"].get("timeOpenMicros", 0) * _MICROS + _SLACK_SECONDS
+                if wanted[Binary(each["lsid"]["id"], 4)] - busy
+                <= each["transaction"].get("timeOpenMicros", 0) * _MICROS + _SLACK_SECONDS
             ]
             if own:
                 admin.command("killSessions", own)

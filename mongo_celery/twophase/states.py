@@ -55,6 +55,10 @@ class State(StrEnum):
         return self in {State.DONE, State.CANCELED}
 
 
+FINAL = {"done": State.DONE, "canceled": State.CANCELED, "cancelled": State.CANCELED}
+"""The states that are final, as they may be spelled in what is stored."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transaction:
     """
@@ -98,6 +102,11 @@ class Transaction:
     def clusters(self) -> set[str | None]:
         """Where something of it is: those of its participants, and the log's own."""
         return {None, *(part.cluster for part in self.parts)}
+
+    @property
+    def marker(self) -> Any:
+        """What stands in documents while they are changed; with receipts the key, whatever the id is used for later."""
+        return self.id if self.key is None else self.key
 
     @property
     def is_late(self) -> bool:

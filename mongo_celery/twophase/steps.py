@@ -11,6 +11,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.app import add_task, expiry
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.transaction.frames import outside
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase.coordinator import BusyError
 from mongo_celery.twophase.recoveries import Recovery
@@ -30,7 +31,8 @@ _PAUSES = Pauses(first=1.0, longest=60.0)
 def publish_step(app: Celery, name: str, transaction_id: Any, version: int | None) -> Any:
     """Ask for the next step of a transaction; the message carries its id, in BSON's own types, and the version."""
     task: Any = app.tasks[STEP_TASK]
-    return task.apply_async((name, to_text(transaction_id), version), serializer="json")
+    with outside():  # it is noted as queued already, whatever becomes of a transaction that the caller is in
+        return task.apply_async((name, to_text(transaction_id), version), serializer="json")
 
 
 def request_recovery(app: Celery, name: str, every: float, connection: Connection) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from bson import ObjectId
 from celery import Celery
-from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
@@ -18,11 +17,12 @@ from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.opening import Client, Source, collection_of
+from mongo_celery.twophase.abandoned import AbandonedTransactions
 from mongo_celery.twophase.clusters import Clusters, opened
-from mongo_celery.twophase.compensation import compensation_id, noted_attempt, opposite, takes_back
+from mongo_celery.twophase.compensation import Compensations
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine, stuck
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
-from mongo_celery.twophase.local import RefusedError, in_one
+from mongo_celery.twophase.local import RefusedError
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
 from mongo_celery.twophase.participants import Part, is_same, part_of
@@ -158,6 +158,10 @@ class TwoPhaseCommit:
     @per_process
     def _completion(self) -> Completion:
         return Completion(self.log, self._clusters, self._options.timeout, self._options.protocol)
+
+    @per_process
+    def _compensations(self) -> Compensations:
+        return Compensations(self.log, self._completion)
 
     # -- beginning ---------------------------------------------------------------------------------
 
@@ -317,6 +321,24 @@ class TwoPhaseCommit:
         """
         return self._completion.once_bounded(lambda: self.log.get(id))
 
+    def stored(self, id: Any) -> dict[str, Any] | None:  # noqa: A002
+        """The document of a transaction as it is stored now, whatever its shape; None if there is none."""
+        return self._completion.once_bounded(lambda: self.transactions.find_one({"_id": {"$eq": id}}))
+
+    def found(
+        self, states: Sequence[str] = (), older_than: Duration | None = None, *, limit: int = 50
+    ) -> list[dict[str, Any]]:
+        """
+        Transactions as they are stored, the oldest step first; for people to look at.
+
+        Args:
+            states: only in these; by default in any.
+            older_than: only those whose last step was so many seconds ago, by the server's clock.
+            limit: how many at most.
+        """
+        age = None if older_than is None else not_negative(older_than, "older_than")
+        return self._completion.once_bounded(lambda: list(self.log.find(states, age, limit)))
+
     def cancel(self, id: Any, reason: str = "canceled on request", *, all: bool = False) -> Transaction:  # noqa: A002
         """
         Roll a transaction back, as long as it is not applied.
@@ -373,59 +395,8 @@ class TwoPhaseCommit:
         """
         with self._completion.bounded() as deadline:
             return self._completion.until_answered(
-                lambda: self._compensated(id, deadline), deadline, hint="compensate it again", id=id
+                lambda: self._compensations.begun(id, deadline), deadline, hint="compensate it again", id=id
             )
-
-    def _compensated(self, id: Any, deadline: float) -> Any:  # noqa: A002
-        """What is done already is read from the transaction itself: of a compensation that is gone nobody can tell."""
-        seen = self.log.get(id)
-        if self._completion.is_decided(seen, deadline):  # the log has not followed yet
-            self._completion.to_the_end(seen, deadline)
-            seen = self.log.get(id)
-        if seen.state is not State.DONE:
-            raise TransactionStateError(
-                f"transaction {id!r} is {seen.state}: only one that is done can be compensated.",
-                id=id,
-                state=seen.state,
-            )
-        before = noted_attempt(seen)
-        attempt = before or 1
-        while True:
-            identity = compensation_id(id, attempt)
-            found = self.log.find_one(identity)
-            if found is None and attempt == before:
-                raise TransactionStateError(
-                    f"transaction {id!r} was compensated by {identity!r}, of which nothing is known any more: it is "
-                    "not compensated again.",
-                    id=id,
-                )
-            if found is None:
-                self._store_compensation(seen, attempt, before, deadline)
-                return identity
-            is_its_own = attempt == before or takes_back(found, seen)
-            if is_its_own and found.state is not State.CANCELED:
-                if attempt != before and not self.log.note_compensated(seen, attempt, before, None):
-                    raise BusyError("it changed meanwhile")
-                return identity
-            attempt += 1
-
-    def _store_compensation(self, seen: Transaction, attempt: int, before: int | None, deadline: float) -> None:
-        """Store an attempt, and note it in what it compensates: in one MongoDB transaction, where there are any."""
-        fields, identity = opposite(seen), compensation_id(seen.id, attempt)
-
-        def both(session: ClientSession | None) -> None:
-            try:
-                self.log.insert(fields, identity, session=session)
-            except TransactionStateError as error:  # there is one of this id, since just now
-                raise BusyError("it changed meanwhile") from error
-            if not self.log.note_compensated(seen, attempt, before, session):
-                raise BusyError("it changed meanwhile")
-
-        self.log.prepare()
-        if self._clusters.is_standalone(None):
-            both(None)
-        else:
-            in_one(self.transactions.database.client, both, deadline)
 
     def flush(self, timeout: Duration | None = None) -> bool:
         """
@@ -486,7 +457,8 @@ class TwoPhaseCommit:
             limit: how many at most.
         """
         age = self.older_than if older_than is None else not_negative(older_than, "older_than")
-        return self._completion.once_bounded(lambda: self.log.abandoned(age, any_application=all, limit=limit))
+        abandoned = AbandonedTransactions(self.log)
+        return self._completion.once_bounded(lambda: abandoned.find(age, any_application=all, limit=limit))
 
     def purge(self, older_than: Duration, *, all: bool = False, dry_run: bool = False) -> Purge:  # noqa: A002
         """

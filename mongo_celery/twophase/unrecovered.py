@@ -57,14 +57,15 @@ class RecoveryWatch:
             last = self._records().last()
         except PyMongoError:
             return None  # an outage has louder witnesses, and whoever may not read the notes knows nothing
-        if last is not None and last.seconds <= self._patience:
+        if last is not None and last.sign_seconds <= self._patience:
             return True
         self._due = time.monotonic() + _REPEAT_SECONDS
-        since = "yet" if last is None else f"for {duration(last.seconds)}"
+        since = "yet" if last is None else f"for {duration(last.sign_seconds)}"
         logger.error(
-            "transactions %s: nobody has recovered them %s, so what a crash or an outage leaves stays half done; run "
-            "`celery beat`, or the listener of a bridge, and a worker that import them, or `transactions recover`",
-            self._name, since,
+            "transactions %s: no recovery has noted itself %s, so what a crash or an outage leaves may stay half done; "
+            "run `celery beat`, or the listener of a bridge, and a worker that import them, or `transactions recover`. "
+            "If one runs, grant it find, insert and update on %s",
+            self._name, since, self._records().full_name,
             extra={"event": "nobody_recovers"},
         )  # fmt: skip
         return False

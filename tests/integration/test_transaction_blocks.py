@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -23,9 +26,10 @@ from pymongo.database import Database
 from pymongo.errors import InvalidOperation
 from pymongo.uri_parser import parse_uri
 
-from mongo_celery import OutboxCollection
+from mongo_celery import OutboxCollection, TwoPhaseCommit
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, transactional
+from mongo_celery.twophase.steps import STEP_TASK
 from tests.fixtures.proxy import Proxy
 from tests.integration.locking_rig import Document
 
@@ -136,6 +140,80 @@ def test_what_may_be_another_threads_is_not_committed_and_joined_by_nobody(
         notes.insert_one({"text": "alone"}, session=begun)
         other.submit(end).result(GENEROUS)  # there is only one again
     assert texts(notes) == ["later", "later", "alone"]
+    for session in sessions:
+        session.abort_transaction()
+
+
+class Worker:
+    """A thread as frameworks keep them: one loop calls whatever it is handed, in a copy of the asker's context."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        answer: Future[Any] = Future()
+        self._jobs.put((partial(copy_context().run, function), args, answer))
+        return answer.result(GENEROUS)
+
+    def _run(self) -> None:
+        while job := self._jobs.get():
+            function, args, answer = job
+            try:
+                answer.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001 - it is the asker's
+                answer.set_exception(error)
+
+    def end(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(GENEROUS)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["handed", "wrapped"])
+def test_what_a_pool_is_handed_to_leave_is_not_the_block_that_its_thread_has_entered(
+    notes: Collection[Document], client: Client, is_wrapped: bool
+) -> None:
+    """Its loop is the place of every block, and its thread is everybody's; alone, a block is known all the same."""
+    shared = transactional(client)
+    one, other = Worker(), Worker()
+
+    def leave(*details: Any) -> None:
+        shared.__exit__(*details)
+
+    end = leave if is_wrapped else shared.__exit__
+    try:
+        sessions = [worker.call(shared.__enter__) for worker in (one, other)]
+        for session, text in zip(sessions, ("bad", "good"), strict=True):
+            notes.insert_one({"text": text}, session=session)
+        with pytest.raises(TransactionError, match="Make an object for each block"):
+            other.call(end, ZeroDivisionError, ZeroDivisionError(), None)
+        assert sessions[1].in_transaction
+        with pytest.raises(TransactionError, match="Make an object for each block"):
+            one.call(end, None, None, None)
+        alone = transactional(client)
+        notes.insert_one({"text": "alone"}, session=one.call(alone.__enter__))
+        other.call(alone.__exit__, None, None, None)
+    finally:
+        one.end()
+        other.end()
+    assert texts(notes) == ["alone"]
+    for session in sessions:
+        session.abort_transaction()
+
+
+def test_a_pool_of_one_thread_does_not_end_the_last_block_for_the_first(
+    notes: Collection[Document], client: Client
+) -> None:
+    """As where two tasks have a single thread do their blocking calls."""
+    shared = transactional(client, own=True)
+    with ThreadPoolExecutor(1) as pool:
+        sessions = [pool.submit(shared.__enter__).result(GENEROUS) for _ in range(2)]
+        for session, text in zip(sessions, ("good", "bad"), strict=True):
+            notes.insert_one({"text": text}, session=session)
+        with pytest.raises(TransactionError, match="Make an object for each block"):
+            pool.submit(shared.__exit__, None, None, None).result(GENEROUS)
+    assert texts(notes) == []
     for session in sessions:
         session.abort_transaction()
 
@@ -265,6 +343,27 @@ def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
         with pytest.raises(ZeroDivisionError):
             outer.run(body)
         assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
+
+
+def test_a_step_of_a_two_phase_commit_waits_for_no_transaction_around(
+    notes: Collection[Document], client: Client
+) -> None:
+    """That it is queued is noted at once; in the box of a transaction that is aborted its message would be lost."""
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    bank = TwoPhaseCommit(app, notes.database["transactions"])
+    app.finalize()
+    stored = bank.transfer("A", "B", 1, run=False)
+    outer = transactional(client, outbox=OutboxCollection(app, notes.database["box"], at_once=False, sweep_every=None))
+
+    def body(_: ClientSession) -> None:
+        bank.delay(stored)
+        raise ZeroDivisionError
+
+    with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+        queue.clear()
+        with pytest.raises(ZeroDivisionError):
+            outer.run(body)
+        assert queue.get(timeout=GENEROUS).headers["task"] == STEP_TASK
 
 
 def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(

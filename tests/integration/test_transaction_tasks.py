@@ -8,10 +8,12 @@ of `test_transaction_retries.py` stand here once each.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
+import anyio
 import pytest
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
@@ -31,6 +33,7 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
 )
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
+from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
 from tests.integration.locking_rig import Document, Sent, held
 
@@ -478,6 +481,100 @@ def test_a_cancel_during_the_commit_waits_for_its_answer(
 
     on_loop(work, proxy.mongo_url)
     assert (texts(), called) == (["a"], ["callback"])
+
+
+def test_a_scope_of_anyio_waits_for_the_commit_and_for_callbacks(
+    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cancels again at each turn of the loop, which would turn without a pause until the answer comes."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+    called: list[str] = []
+    waits: list[int] = []
+    wait = asyncio.wait
+
+    def counted(*args: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_globals["__name__"].startswith("mongo_celery."):  # the driver waits so, too
+            waits.append(1)
+        return wait(*args, **options)
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+
+        async def callback() -> None:
+            await asyncio.sleep(0)
+            called.append("callback")
+
+        async def body(session: AsyncClientSession) -> None:
+            after_commit(callback)
+            await notes.insert_one({"text": "a"}, session=session)
+
+        async def release(scope: anyio.CancelScope) -> None:
+            await asyncio.to_thread(proxy.wait_until_held)
+            monkeypatch.setattr(asyncio, "wait", counted)
+            scope.cancel()
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            proxy.release()
+
+        await client.admin.command("ping")
+        proxy.hold(b"commitTransaction")
+        with anyio.CancelScope() as scope:
+            releasing = asyncio.create_task(release(scope))
+            await transactional(client).arun(body)
+            called.append("committed")
+            await asyncio.sleep(0)
+            called.append("never")
+        assert scope.cancelled_caught
+        await releasing
+
+    on_loop(work, proxy.mongo_url)
+    assert (texts(), called, waits) == (["a"], ["callback", "committed"], [])
+
+
+SUSPENDED = object()
+
+
+class Suspended:
+    """What no event loop resumes."""
+
+    def __await__(self) -> Generator[object]:
+        yield SUSPENDED
+
+
+class Driven:
+    """Awaits a coroutine until it is suspended so."""
+
+    def __init__(self, coroutine: Coroutine[Any, None, None]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[object]:
+        while (waited := self._coroutine.send(None)) is not SUSPENDED:
+            yield waited
+
+
+@pytest.mark.parametrize("as_block", [False, True])
+def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
+    on_loop: OnLoop, texts: Texts, sent: Sent, as_block: bool
+) -> None:
+    """By a task of its own; else Python would say that it has ignored its end."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def body(session: AsyncClientSession) -> None:
+            await notes.insert_one({"text": "a"}, session=session)
+            await Suspended()
+
+        async def block() -> None:
+            async with transactional(notes.database.client) as session:
+                await body(session)
+
+        coroutine = block() if as_block else transactional(notes.database.client).arun(body)
+        await Driven(coroutine)
+        coroutine.close()
+        await asyncio.to_thread(wait_for, lambda: sent.named("abortTransaction"))
+        assert current(notes.database.client) is None
+
+    on_loop(work)
+    assert texts() == []
 
 
 def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
+from mongo_celery.twophase.states import State
 from mongo_celery.twophase.steps import STEP_TASK
 from mongo_celery.twophase.values import to_text
 from tests.fixtures.process import wait_for
@@ -363,6 +364,17 @@ def test_a_transfer_whose_commit_was_done_and_told_otherwise_is_known_again(
     assert balances(database) == {"A": 899, "B": 1101}
     with pytest.raises(TransactionStateError, match="already"):
         bank.transfer("A", "B", 100, id=identity)
+
+
+def test_what_stood_still_for_so_long_that_it_may_be_purged_is_not_stored_again(database: Database[Document]) -> None:
+    """An attempt before may have been committed, and its transaction removed: it would be done twice."""
+    make_accounts(database, A=1000, B=1000)
+    bank = TwoPhaseCommit(None, database["transactions"])
+    mark = ObjectId.from_datetime(datetime.now(UTC) - timedelta(minutes=10))
+    with pytest.raises(TransactionTimeoutError, match="stood still for too long") as caught:
+        bank.log.insert({"source": "A"}, "order", state=State.DONE, mark=mark)
+    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
+    assert database["transactions"].find_one() is None
 
 
 @pytest.mark.parametrize("state", ["pending", "canceling"])

@@ -616,6 +616,21 @@ def test_what_the_same_process_does_next_is_ended_by_nobody(clusters: Clusters) 
     assert clusters.balances() == UNTOUCHED
 
 
+def test_of_many_each_is_judged_by_its_own_age(clusters: Clusters) -> None:
+    """One was stepped just now; what others' coordinators have open is of later transactions of theirs."""
+    young, old, stepped = (clusters.begin("own", "east", value=1) for _ in range(3))
+    for identity in (young, old, stepped):
+        clusters.stepped(identity, 1)
+    with clusters.clients["own"].start_session() as session, session.start_transaction():
+        named = {"sessions": [{"cluster": None, "id": session.session_id["id"]}], "lastModified": LONG_AGO}
+        clusters.log.update_many({"_id": {"$in": [old, stepped]}}, {"$set": named})
+        seen = [clusters.bank.read(identity) for identity in (young, old, stepped)]
+        clusters.log.update_one({"_id": stepped}, {"$currentDate": {"lastModified": True}})
+        clusters.accounts("own").update_one({}, {"$set": {"noted": True}}, session=session)
+        clusters.bank._completion.end_others(seen)
+    assert clusters.accounts("own").find_one()["noted"]
+
+
 def test_sessions_of_coordinators_serve_other_coordinators(clusters: Clusters) -> None:
     """A server keeps each for half an hour: there are as many as calls at once."""
     named = [clusters.log.find_one({"_id": clusters.begin("own", "east", value=1, run=True)}) for _ in range(5)]

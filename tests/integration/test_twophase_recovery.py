@@ -11,7 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from bson import ObjectId
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from prometheus_client import CollectorRegistry
 from pymongo import MongoClient
 from pymongo.database import Database
@@ -20,7 +22,8 @@ from redis import Redis
 from mongo_celery import ConfigurationError, Participant, TransactionStateError, TwoPhaseCommit
 from mongo_celery.bridge.listener.recovering import RecoveryRequests
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.twophase import unrecovered
+from mongo_celery.twophase import final, recovery, unrecovered
+from mongo_celery.twophase.across import plan_for
 from mongo_celery.twophase.prometheus import TransactionCollector
 from mongo_celery.twophase.purge import Purge
 from mongo_celery.twophase.steps import RECOVER_TASK
@@ -135,6 +138,37 @@ def test_what_has_passed_its_deadline_need_not_be_old(clusters: Clusters) -> Non
     assert last.outcomes == {"done": 0, "canceled": 0, "overdue": 1}
 
 
+def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
+    clusters: Clusters, other_cluster: MongoReplicaSet
+) -> None:
+    """All of it, and nobody waits for the cluster: of that nothing is asked."""
+    count = 30
+    owed = [clusters.begin("west", "east", "own", value=1) for _ in range(count)]
+    for identity in owed:
+        clusters.bank.step(identity, None)
+        read = clusters.bank.read(identity)
+        clusters.bank._completion._across._receipts.apply(
+            read, plan_for(read).remote[0], time.monotonic() + clusters.bank._options.timeout
+        )
+    paid = {"own": START, "east": START, "west": START - 2 * count}
+    assert clusters.balances() == paid
+    clusters.log.update_many({}, {"$set": {"deadline": LONG_AGO, "lastModified": LONG_AGO}})
+    clients = {**clusters.clients, "east": MongoClient[Document](other_cluster.url)}
+    blind = clusters.coordinator(clients)
+    other_cluster.pause()
+    try:
+        report = blind.recover()
+    finally:
+        other_cluster.resume()
+        clients["east"].close()
+
+    assert {each.id: (each.before, each.after) for each in report} == dict.fromkeys(owed, ("pending", "canceling"))
+    assert all("cluster 'east' does not answer" in (each.error or "") for each in report)
+    assert clusters.balances() == {"own": START, "east": START, "west": START}
+    assert {each.after for each in clusters.bank.recover(0)} == {"canceled"}
+    assert clusters.balances() == {"own": START, "east": START, "west": START}
+
+
 def test_a_lost_answer_puts_off_none_of_many(clusters: Clusters) -> None:
     """They are known by who has taken them."""
     identities = [clusters.begin("own", "west", value=1) for _ in range(5)]
@@ -222,12 +256,50 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
         clusters.begin("own", "east", run=True)
     assert looked.wait(60)
     assert said(caplog) == ["nobody_recovers"]
-    assert "nobody has recovered them yet" in caplog.text
+    assert "no recovery has noted itself yet" in caplog.text
 
     clusters.bank.recover()
     patient = unrecovered.RecoveryWatch("bank", lambda: clusters.bank.recoveries, 600.0)
     assert patient.look() is True
     assert said(caplog) == ["nobody_recovers"]
+
+
+def test_a_recovery_that_lasts_is_one_all_the_same(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so while it goes on, and what it has done is noted also where a time limit ends it."""
+    seen: list[tuple[bool | None, float]] = []
+    watch = unrecovered.RecoveryWatch("bank", lambda: clusters.bank.recoveries, 600.0)
+
+    def ended(*_: object) -> None:
+        last = clusters.bank.recoveries.last()
+        assert last is not None
+        seen.append((watch.look(), last.sign_seconds))
+        raise SoftTimeLimitExceeded
+
+    identity = clusters.begin("own", "west", value=1)
+    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    monkeypatch.setattr(recovery.Recoverer, "_give_back", ended)
+    with pytest.raises(SoftTimeLimitExceeded):
+        clusters.bank.recover()
+
+    ((is_recovered, sign),) = seen
+    assert is_recovered
+    assert 0 <= sign < 600
+    last = clusters.bank.recoveries.last()
+    assert last is not None
+    assert last.outcomes == {"done": 1, "canceled": 0, "overdue": 0}
+
+
+def test_a_recovery_that_may_not_note_itself_says_so_once(
+    bank: TwoPhaseCommit, failpoint: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else who begins transactions would say that nobody recovers them, and nobody why."""
+    refused = {"failCommands": ["update"], "namespace": bank.recoveries.full_name, "errorCode": 13}
+    with failpoint(mode="alwaysOn", **refused):
+        for _ in range(2):
+            assert bank.recover() == []
+    events = [getattr(each, "event", "") for each in caplog.records]
+    assert events.count("recovery_unnoted") == 1
+    assert bank.recoveries.last() is None
 
 
 def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCommit) -> None:
@@ -355,6 +427,25 @@ def test_a_purge_leaves_what_has_several_states(bank: TwoPhaseCommit) -> None:
     )
     assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=1, canceled=0, kept=0)
     assert [each["_id"] for each in bank.transactions.find().sort("_id", 1)] == [0, 1]
+
+
+def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are that stay, of whatever type their ids are; else a call of a large log ends by its time."""
+    monkeypatch.setattr(final, "_READ_AT_ONCE", 50)
+    old = {"state": "done", "lastModified": LONG_AGO}
+    ids: list[Any] = [*range(120), *map(str, range(120)), *(ObjectId() for _ in range(120)), {"compensates": "gone"}]
+    bank.transactions.insert_many([{"_id": each, "state": "done", "lastModified": "young"} for each in ids[:300]])
+    bank.transactions.update_many({}, {"$currentDate": {"lastModified": True}})
+    bank.transactions.insert_many([{"_id": each, **old} for each in ids[300:]])
+    profiled = bank.transactions.database
+    profiled.command({"profile": 2})
+    assert bank.purge(3600) == Purge(done=61, canceled=0, kept=0)
+    profiled.command({"profile": 0})
+
+    assert bank.transactions.count_documents({}) == 300
+    pages = list(profiled["system.profile"].find({"command.aggregate": "transactions"}))
+    assert len(pages) >= 2 * 300 / 50
+    assert max(each["docsExamined"] for each in pages) <= 51
 
 
 def test_no_compensation_expires_before_what_it_takes_back(database: Database[Document]) -> None:

@@ -125,6 +125,19 @@ def test_the_soft_time_limit_of_the_callers_task_is_not_lost(
     assert [vars(each)["event"] for each in caplog.records] == ["log_behind"]
 
 
+def test_a_caller_waits_for_two_seconds_at_most_where_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transaction is done; it has more to do than to wait for a log that does not answer."""
+    monkeypatch.setattr(follower, "QUEUE_MAX", 0)
+    given: list[float | None] = []
+    handed = LogFollower(lambda _, deadline: given.append(deadline))
+    handed.take(decided(1), in_time())
+    soon = time.monotonic()
+    handed.take(decided(2), soon)
+    assert given[0] is not None
+    assert given[0] <= time.monotonic() + follower.INLINE_SECONDS
+    assert given[1] == soon
+
+
 def test_what_cannot_be_finished_is_said_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Wherever it fails, nobody is told that a transaction failed which is done."""
     log = Log()

@@ -4,7 +4,11 @@ The transactions of asyncio, over `AsyncMongoClient`: as `blocking`, with two th
 A task may be canceled at each `await`. In the body that is an error like any other: aborted, and passed on. Not so
 during a commit and an abort: whoever left these in the middle would not know what is committed, or would leave
 documents locked. They run in tasks of their own, which a cancel does not reach; it is kept until they have ended, which
-they do within their time.
+they do within their time. anyio cancels again at each turn of the event loop for as long as a task goes on; so it is
+told to wait, too, where a program uses it.
+
+A coroutine that is thrown away (`close`, or an event loop that is gone) may not await anything any more. Its
+transaction is aborted by a task of its own, where there is a loop left; else the server ends it.
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
 
 import pymongo
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -32,6 +39,8 @@ from mongo_celery.mongo.verdicts import standalone_refused
 Result = TypeVar("Result")
 Cancel = asyncio.CancelledError | None
 """A cancel that came while nothing could be left; to be raised once the callbacks have run."""
+
+_abandoning: set[asyncio.Task[None]] = set()
 
 
 async def repeat(
@@ -55,7 +64,7 @@ async def repeat(
             check_time(frame, session)
             canceled = await commit(frame, session)
         except GeneratorExit:
-            raise  # the coroutine is thrown away, and must not await anything any more
+            raise  # the coroutine is thrown away; who has made the session abandons it
         except BaseException as error:
             await abort(session)
             pause = pause_before_body(frame, error)
@@ -103,6 +112,41 @@ async def abort(session: AsyncClientSession) -> None:
         raise canceled
 
 
+def abandon(session: AsyncClientSession, *, is_own: bool) -> None:
+    """
+    Free what is locked without awaiting anything.
+
+    Args:
+        session: whose transaction is aborted.
+        is_own: whether it is ended, too.
+    """
+    with contextlib.suppress(RuntimeError):  # no event loop runs here any more
+        loop = asyncio.get_running_loop()
+        abandoning = loop.create_task(_abandoned(session, is_own), context=contextvars.Context())
+        _abandoning.add(abandoning)  # a loop keeps only weak references to its tasks
+        abandoning.add_done_callback(_abandoning.discard)
+
+
+async def _abandoned(session: AsyncClientSession, is_own: bool) -> None:
+    await _abort_within_its_time(session)
+    if is_own:
+        await session.end_session()
+
+
+def waiting_for_callbacks() -> AbstractContextManager[object]:
+    """Inside, a cancel by anyio that came during the commit waits, as one by asyncio does."""
+    anyio = sys.modules.get("anyio")
+    is_canceled = anyio is not None and anyio.current_effective_deadline() == -math.inf
+    return _waited_for_by_anyio() if is_canceled else contextlib.nullcontext()
+
+
+def _waited_for_by_anyio() -> AbstractContextManager[object]:
+    anyio = sys.modules.get("anyio")
+    if anyio is None:
+        return contextlib.nullcontext()
+    return cast("AbstractContextManager[object]", anyio.CancelScope(shield=True))
+
+
 async def _commit(frame: Frame, session: AsyncClientSession) -> None:
     while True:
         try:
@@ -124,9 +168,10 @@ async def _abort_within_its_time(session: AsyncClientSession) -> None:
 async def _ended(task: asyncio.Task[None]) -> Cancel:
     """Wait until a task has ended, whatever happens to who waits; the last cancel that did."""
     canceled = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})  # which leaves the task alone when it is canceled
-        except asyncio.CancelledError as error:
-            canceled = error
+    with _waited_for_by_anyio():
+        while not task.done():
+            try:
+                await asyncio.wait({task})  # which leaves the task alone when it is canceled
+            except asyncio.CancelledError as error:
+                canceled = error
     return canceled

@@ -6,6 +6,9 @@ time, and be left elsewhere: web frameworks run the two halves of a dependency i
 the same is the function, or the generator, in which the `with` stands. Where an object enters and leaves it by methods
 of its own, as an ExitStack or a unit of work does, it is that object. Where neither is any help, it must be the only
 one that it can be, or the last one of the only thread and task that has any.
+
+Who enters and leaves by one and the same instruction calls whatever it is handed, as the loop of a pool's thread does:
+its function, its object and its thread are everybody's. What was entered there must be the only one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
 
 import pymongo
@@ -28,13 +31,15 @@ from pymongo.client_session import ClientSession
 from mongo_celery.errors import TransactionError
 from mongo_celery.mongo.transaction import asynchronous, blocking
 from mongo_celery.mongo.transaction.ending import check_time, doom_of, raise_locked, raise_timed_out
-from mongo_celery.mongo.transaction.frames import Frame, Owner, owner_here
+from mongo_celery.mongo.transaction.frames import Frame, Owner, is_known_here, owner_here
 from mongo_celery.mongo.verdicts import refuse_standalone
 
 _LEAST = 0.001
 """Seconds of a limit for which no time is left: PyMongo takes 0 for none."""
 
 AnySession = TypeVar("AnySession", ClientSession, AsyncClientSession)
+Call = tuple[CodeType, int]
+"""An instruction of some function."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +49,7 @@ class Block(Generic[AnySession]):
 
     Attributes:
         place: the function or generator in which it stands.
+        entered_by: the instruction there that has entered it.
         session: what it has given.
         frame: its transaction; None where it has joined one.
         seconds: for the end of a block that nothing limits.
@@ -54,6 +60,7 @@ class Block(Generic[AnySession]):
     """
 
     place: FrameType
+    entered_by: Call
     session: AnySession
     frame: Frame | None
     seconds: float
@@ -66,11 +73,20 @@ class Block(Generic[AnySession]):
         """Ask now: by its end, the method may have given the name to something else."""
         self.subject = _subject_of(self.place)
 
+    def is_of(self, owner: Owner) -> bool:
+        """Whether the thread and task of an owner have entered it: a pool's thread does so in a context of its own."""
+        return self.owner == owner and (self.frame is None or is_known_here(self.frame))
+
     def begin_to_end(self) -> Frame | None:
         """Its own transaction, which has a limit from here on; None where it is a part of another one."""
         if self.frame is not None and self.frame.deadline == math.inf:
             self.frame.deadline = time.monotonic() + self.seconds
         return self.frame
+
+    @property
+    def may_await(self) -> bool:
+        """Whether it may while it is thrown away: only an async generator may."""
+        return bool(self.place.f_code.co_flags & inspect.CO_ASYNC_GENERATOR)
 
     def close_box(self, error: BaseException | None) -> None:
         """Have written what goes with the commit, or dropped."""
@@ -123,6 +139,9 @@ class Blocks:
 
     def _candidates(self, place: FrameType) -> list[Block[Any]]:
         """The one that is left now; or all that it may be."""
+        handed = [each for each in self._entered if each.entered_by == call_at(place)]
+        if handed:
+            return handed
         here = [each for each in self._entered if each.place is place]
         if here:
             return here[-1:]
@@ -131,10 +150,15 @@ class Blocks:
         if same:
             return same[-1:] if len({each.owner for each in same}) == 1 else same
         running = _running()
-        found = [each for each in self._entered if each.owner == owner or id(each.place) not in running]
+        found = [each for each in self._entered if each.is_of(owner) or id(each.place) not in running]
         if found and all(each.owner == owner for each in found):
             return found[-1:]
         return found or self._entered[:]
+
+
+def call_at(place: FrameType) -> Call:
+    """The instruction of a function or generator that is being carried out now."""
+    return place.f_code, place.f_lasti
 
 
 def _subject_of(place: FrameType) -> object:
@@ -210,6 +234,10 @@ async def leave_async(block: Block[AsyncClientSession], error: BaseException | N
     if frame is None:
         block.close_around(error)
         return
+    if isinstance(error, GeneratorExit) and not block.may_await:
+        block.close_around(error)
+        asynchronous.abandon(block.session, is_own=True)
+        return
     canceled = None
     try:
         with block.around:
@@ -217,7 +245,8 @@ async def leave_async(block: Block[AsyncClientSession], error: BaseException | N
     finally:
         await block.session.end_session()
     if error is None:
-        await frame.await_callbacks()
+        with asynchronous.waiting_for_callbacks():
+            await frame.await_callbacks()
     if canceled is not None:
         raise canceled
 

@@ -171,7 +171,7 @@ class Frame:
         limit = None
         for callback in self._taken():
             try:
-                with _outside():
+                with outside():
                     _awaited_nowhere(callback())
             except SoftTimeLimitExceeded as error:  # the task's, which wherever it arrives is to end the task
                 limit = error
@@ -182,14 +182,14 @@ class Frame:
 
     async def await_callbacks(self) -> None:
         """As `run_callbacks`, for callbacks that may have to be awaited; who is canceled meanwhile is so at the end."""
-        canceled = None
+        canceled: BaseException | None = None
         for callback in self._taken():
             try:
-                with _outside():
+                with outside():
                     result = callback()
                     if inspect.isawaitable(result):
                         await result
-            except asyncio.CancelledError as error:
+            except (asyncio.CancelledError, SoftTimeLimitExceeded) as error:
                 canceled = error
             except Exception as error:  # noqa: BLE001 - whatever a user's function raises
                 _log_failed(error)
@@ -316,14 +316,22 @@ def _around() -> Iterator[Frame]:
         frame = _open_one(frame.outer)
 
 
+def is_known_here(frame: Frame) -> bool:
+    """Whether this context has entered a frame, or is a copy of one that had."""
+    around = _open_one(_innermost.get())
+    while around is not None and around is not frame:
+        around = _open_one(around.outer)
+    return around is frame
+
+
 def belongs_to_transactions(variable: ContextVar[Any]) -> None:
     """What it holds belongs to a transaction in progress, and is None in what is called after another one's commit."""
     _belonging.append(variable)
 
 
 @contextmanager
-def _outside() -> Iterator[None]:
-    """Inside, nothing belongs to a transaction around, as it has to be in a callback of one that has own=True."""
+def outside() -> Iterator[None]:
+    """Inside, nothing belongs to a transaction around: what is sent there is sent at once, whatever becomes of that."""
     tokens = [(variable, variable.set(None)) for variable in _belonging]
     try:
         yield

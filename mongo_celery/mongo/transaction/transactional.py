@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import pymongo
@@ -32,7 +32,7 @@ from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import AsyncClient, Client, client_of
 from mongo_celery.mongo.transaction import asynchronous, blocking
-from mongo_celery.mongo.transaction.blocks import Block, Blocks, leave, leave_async, limited
+from mongo_celery.mongo.transaction.blocks import Block, Blocks, Call, call_at, leave, leave_async, limited
 from mongo_celery.mongo.transaction.frames import current, entered, part_of
 
 Result = TypeVar("Result")
@@ -229,13 +229,19 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         if joined is not None:
             with part_of(joined), limited(self._seconds) if self._is_limited else contextlib.nullcontext():
                 return await body(joined)
-        async with contextlib.AsyncExitStack() as stack:
-            if given is None:
-                given = await stack.enter_async_context(client.start_session())
-            frame = stack.enter_context(entered(given, self._seconds))
-            stack.enter_context(limited(self._seconds))
-            result, canceled = await asynchronous.repeat(frame, given, body, self._options)
-        await frame.await_callbacks()
+        used = client.start_session() if given is None else given
+        try:
+            with entered(used, self._seconds) as frame, limited(self._seconds):
+                result, canceled = await asynchronous.repeat(frame, used, body, self._options)
+        except GeneratorExit:
+            asynchronous.abandon(used, is_own=given is None)
+            raise
+        except BaseException:
+            await _end(used, given)
+            raise
+        await _end(used, given)
+        with asynchronous.waiting_for_callbacks():
+            await frame.await_callbacks()
         if canceled is not None:
             raise canceled
         return result
@@ -257,7 +263,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 around.enter_context(limited(self._seconds))
             if frame is not None:
                 session.start_transaction(**self._options)
-            block = Block(place, session, frame, self._seconds, around)
+            block = Block(place, call_at(place), session, frame, self._seconds, around)
             with pymongo.timeout(self._seconds):
                 block.box.enter_context(self._collecting(session))
             self._blocks.add(block)
@@ -270,14 +276,15 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         leave(self._blocks.take(sys._getframe(1)), error)  # noqa: SLF001
 
     def __aenter__(self) -> Coroutine[Any, Any, AsyncClientSession]:
-        return self._enter_async(sys._getframe(1))  # noqa: SLF001
+        place = sys._getframe(1)  # noqa: SLF001
+        return self._enter_async(place, call_at(place))
 
     def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Coroutine[Any, Any, None]:
         return leave_async(self._blocks.take(sys._getframe(1)), error)  # noqa: SLF001
 
-    async def _enter_async(self, place: Any) -> AsyncClientSession:
+    async def _enter_async(self, place: FrameType, entered_by: Call) -> AsyncClientSession:
         joined, _, client = self._found(None, AsyncClientSession)
         with ExitStack() as around:
             frame = None
@@ -291,7 +298,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 around.enter_context(limited(self._seconds))
             if frame is not None:
                 await session.start_transaction(**self._options)
-            block = Block(place, session, frame, self._seconds, around.pop_all())
+            block = Block(place, entered_by, session, frame, self._seconds, around.pop_all())
         self._blocks.add(block)
         return block.session
 
@@ -322,6 +329,12 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     def _collecting(self, session: ClientSession) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._outbox is None else self._outbox.collect(session)
+
+
+async def _end(used: AsyncClientSession, given: AsyncClientSession | None) -> None:
+    """End a session that was made here."""
+    if given is None:
+        await used.end_session()
 
 
 def _other_kind(*, is_async: bool) -> ConfigurationError:

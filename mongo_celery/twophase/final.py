@@ -1,0 +1,98 @@
+"""The documents of transactions that are final: to be read in their order, and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.twophase.log import TransactionLog, is_older
+from mongo_celery.twophase.states import FINAL
+
+Document = dict[str, Any]
+
+_READ_AT_ONCE = 2000
+"""However many of them are wanted: a call reads no more, so that it ends in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """
+    What was found among some documents.
+
+    Attributes:
+        found: ids and states, and what compensates them, in the order of their ids.
+        last: the last one that was read, whether it is wanted or not; None where none was left to read.
+    """
+
+    found: Sequence[Document]
+    last: Document | None
+
+
+class FinalTransactions:
+    """
+    Those of one log that have been final for some time.
+
+    Args:
+        log: of the transactions.
+        older_than: seconds since the last step, by the server's clock.
+        any_application: also those of other applications.
+    """
+
+    def __init__(self, log: TransactionLog, older_than: float, *, any_application: bool) -> None:
+        self._collection = log.collection
+        whose: Document = {} if any_application else log.ours()
+        # Not a list of states, as damaged code may leave it: $in would find it by any of them.
+        is_final = {"$in": list(FINAL), "$not": {"$type": "array"}}
+        self._condition: Document = {"state": is_final, "$expr": is_older(older_than), **whose}
+
+    @staticmethod
+    def concern_of(log: TransactionLog) -> Concern:
+        """Whom an error of MongoDB concerns, and what whoever removes transactions needs."""
+        name = log.collection.full_name
+        return Concern(f"the transactions' collection {name}", f"find and remove on {name}")
+
+    def page(self, condition: Mapping[str, Any], last: Document | None) -> Page:
+        """
+        Read on, in the order of the ids.
+
+        Args:
+            condition: which of them are wanted.
+            last: the last one that was read; None at the beginning.
+        """
+        # As an expression: a plain $gt would end at the last id of the same type.
+        behind: list[Document] = (
+            [] if last is None else [{"$match": {"$expr": {"$gt": ["$_id", literal(last["_id"])]}}}]
+        )
+        wanted = [{"$match": {**self._condition, **condition}}, {"$project": {"state": 1, "compensatedBy": 1}}]
+        read = [{"$group": {"_id": None, "last": {"$last": "$_id"}}}]
+        # Only behind the limit: by a condition of its own a call would read all that does not meet it.
+        stages = [
+            *behind,
+            {"$sort": {"_id": 1}},
+            {"$limit": _READ_AT_ONCE},
+            {"$facet": {"found": wanted, "read": read}},
+        ]
+        answer = next(iter(self._collection.aggregate(stages)))
+        return Page(answer["found"], {"_id": answer["read"][0]["last"]} if answer["read"] else None)
+
+    def holds(self, identity: Any) -> bool:
+        """Whether the transaction of that id is one of them."""
+        return self._finds({**self._condition, "_id": {"$eq": identity}})
+
+    def has_any(self, identity: Any) -> bool:
+        """Whether there is a transaction of that id, final or not."""
+        return self._finds({"_id": {"$eq": identity}})
+
+    def has_open(self, identity: Any) -> bool:
+        """Whether there is a transaction of that id that is not final."""
+        return self._finds({"_id": {"$eq": identity}, "state": {"$nin": list(FINAL)}})
+
+    def remove(self, ids: Sequence[Any]) -> None:
+        """Remove some, for good, as far as they are such ones."""
+        self._collection.delete_many({**self._condition, "_id": {"$in": list(ids)}})
+
+    def _finds(self, condition: Document) -> bool:
+        return self._collection.find_one(condition, {"_id": 1}) is not None
