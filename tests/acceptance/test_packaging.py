@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -25,7 +25,7 @@ def _run(*command: str | Path, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give the folder with both distributions, built from what git would hand over."""
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
@@ -36,7 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     _run(sys.executable, "-m", "build", "--outdir", folder, source, folder=folder)
-    yield folder
+    return folder
 
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_source_distribution_has_what_the_wheel_is_built_of(built: Path) -> 
 
 
 def test_the_wheel_runs_in_a_clean_place(built: Path, tmp_path: Path) -> None:
-    """With nothing but its dependencies: the commands, Celery's plug-ins, every public name, and servers by an extra."""
+    """With nothing but its dependencies: the commands, Celery's plug-ins, and every public name."""
     _run(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
     programs = tmp_path / "venv" / "bin"
     (wheel,) = built.glob("*.whl")
@@ -78,7 +78,7 @@ def test_every_extra_is_there_and_no_dependency_has_an_upper_bound() -> None:
     """A cap needs a reason, which this test would have to name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    bounds = [line.partition(";")[0] for line in (*project["dependencies"], *sum(extras.values(), []))]
+    bounds = [line.partition(";")[0] for line in chain(project["dependencies"], *extras.values())]
 
     assert set(extras) >= EXTRAS
     assert [line for line in bounds if "<" in line or "==" in line or "~=" in line] == []
