@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +33,9 @@ _SYSTEM_PACKAGES: dict[BinaryName, str] = {"mongod": "mongodb-org-server", "redi
 _MISSING_LIBRARY = re.compile(r"loading shared libraries: (\S+?): cannot open")
 
 _LIBRARY_PACKAGES = {"libcurl.so.4": "libcurl4", "libssl.so.3": "libssl3", "libcrypto.so.3": "libssl3"}
+
+_VERSION = re.compile(r"db version v(\d+)\.(\d+)")
+_VERSION_SECONDS_MAX = 30.0
 
 _QUOTED_LOG_LINES_MAX = 5
 
@@ -66,6 +72,23 @@ def find_binary(name: BinaryName, path: str | os.PathLike[str] | None = None) ->
         f"package {_SYSTEM_PACKAGES[name]}, or name the program in {variable}.",
         binary=name,
     )
+
+
+@cache
+def mongod_version(program: Path) -> tuple[int, int]:
+    """
+    Give the major and minor version of a mongod, as it says it itself.
+
+    One that does not say it counts as newer than all: why it does not run is told when it is started.
+    """
+    try:
+        said = subprocess.run(  # noqa: S603 - the program that will be started as a server
+            [program, "--version"], capture_output=True, check=False, text=True, timeout=_VERSION_SECONDS_MAX
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return sys.maxsize, 0
+    found = _VERSION.search(said.stdout)
+    return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
 
 
 def explain_failed_start(name: str, returncode: int | None, log: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.embedded.binaries import find_binary, mongod_version
 from mongo_celery.embedded.directory import DataDirectory
 from mongo_celery.embedded.ports import HOST
 from mongo_celery.embedded.server import Server, polls
@@ -23,6 +24,7 @@ REPLICA_SET_NAME = "rs0"
 PRIMARY_SECONDS_MAX = 60.0
 _ANSWER_MILLISECONDS_MAX = 2000
 _FAREWELL_MILLISECONDS = 100  # a primary's grace for its clients at a regular shutdown; by default 15 s
+_FAREWELL_SINCE = (5, 0)  # servers refuse parameters that they do not know
 _ALREADY_INITIALIZED = 23
 _SETTINGS = {"electionTimeoutMillis": 1000, "heartbeatIntervalMillis": 300}
 
@@ -85,8 +87,9 @@ class MongoServer(Server):
         arguments = [
             *("--bind_ip", HOST, "--port", str(port), "--nounixsocket", "--dbpath", str(directory)),
             *("--wiredTigerCacheSizeGB", "0.5", "--setParameter", "diagnosticDataCollectionEnabled=false"),
-            *("--setParameter", f"shutdownTimeoutMillisForSignaledShutdown={_FAREWELL_MILLISECONDS}"),
         ]
+        if mongod_version(find_binary(self.binary_name, self._binary)) >= _FAREWELL_SINCE:
+            arguments += ["--setParameter", f"shutdownTimeoutMillisForSignaledShutdown={_FAREWELL_MILLISECONDS}"]
         if self._replica_set is not None:
             arguments += ["--replSet", self._replica_set, "--oplogSize", str(self._oplog_mb)]
         if self._sync_delay is not None:

@@ -10,7 +10,7 @@ SHIFT = 1 << 20
 """Versions and fences count in units of 2^-20 of a second of cluster time."""
 
 CLUSTER_SECONDS: dict[str, Any] = {
-    "$toLong": {"$floor": {"$divide": [{"$toLong": {"$toDate": "$$CLUSTER_TIME"}}, 1000]}},
+    "$toLong": {"$floor": {"$divide": [{"$toLong": {"$toDate": {"$dateToString": {"date": "$$CLUSTER_TIME"}}}}, 1000]}},
 }
 
 

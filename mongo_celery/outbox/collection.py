@@ -55,8 +55,9 @@ class OutboxCollection(AnyOutbox):
     document in common; two others may go out in either order. Without a key there is an order within each transaction
     only.
 
-    Not promised: that an entry is dispatched only once (see `once`); an order between keys. It needs MongoDB 5.0, and
-    the right to read and write its collection and the one beside it (`<name>_keys`, for `serialize`).
+    Not promised: that an entry is dispatched only once (see `once`); an order between keys. It needs MongoDB 5.0 (an
+    older one is refused when something is to be stored), and the right to read and write its collection and the one
+    beside it (`<name>_keys`, for `serialize`).
 
     Args:
         app: the Celery app.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pymongo
 from pymongo.client_session import ClientSession
 
+from mongo_celery.errors import DeploymentError
 from mongo_celery.forking import per_process
 from mongo_celery.outbox.backing import Backing
 from mongo_celery.outbox.box import Contents
@@ -17,6 +19,10 @@ from mongo_celery.outbox.index import OutboxIndexes
 from mongo_celery.outbox.parcel_relay import ParcelRelay
 from mongo_celery.outbox.parcel_store import INDEX, ParcelStore
 from mongo_celery.outbox.parcels import ParcelHead
+
+_ANSWER_SECONDS = 5.0
+_OLDEST = (5, 0)
+"""The first MongoDB that reads at a time of one's choice outside of a transaction (read concern `snapshot`)."""
 
 
 class ParcelDispatcher(OutboxDispatcher):
@@ -47,6 +53,7 @@ class ParcelBacking(Backing):
     """The parts of one `OutboxCollection`; each process makes each of them when it first needs it."""
 
     _looked_at: Sequence[ParcelHead] = ()
+    _is_new_enough = False
 
     @property
     def index_name(self) -> str:
@@ -75,7 +82,22 @@ class ParcelBacking(Backing):
         return self._parcel_relay
 
     def prepare(self) -> None:
-        """Have the indexes before a transaction writes: one that is created later waits for it, and others behind."""
+        """
+        Have the indexes before a transaction writes: one that is created later waits for it, and others behind.
+
+        Raises:
+            DeploymentError: the server is too old to say in which order transactions were committed: what would be
+                stored now could never be delivered.
+        """
+        if not self._is_new_enough:
+            with pymongo.timeout(_ANSWER_SECONDS):
+                found = self.plain.database.client.server_info()["version"]
+            self._is_new_enough = tuple(map(int, found.split(".")[:2])) >= _OLDEST
+            if not self._is_new_enough:
+                raise DeploymentError(
+                    f"An OutboxCollection needs MongoDB {_OLDEST[0]}.{_OLDEST[1]} or newer, and this is {found}: "
+                    "upgrade it, or use an Outbox, which keeps entries in the documents themselves."
+                )
         self.indexes.ensure(patiently=False)
 
     @per_process

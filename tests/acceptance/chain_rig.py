@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
+import pytest
 import redis
 from pymongo import MongoClient
 
@@ -21,6 +22,7 @@ from mongo_celery.embedded import RedisServer
 from tests.fixtures.forked import run_celery
 from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
+from tests.fixtures.rabbitmq import QUEUES, virtual_host
 
 Document = dict[str, Any]
 
@@ -73,12 +75,14 @@ class Chain:
         self.facts = client[f"{self.name}_facts"]
         self.state = client[f"{self.name}_state"]
         self.redis = RedisServer()
+        self._other_broker = virtual_host(self.name)
         self.partitions: int = {**SHORT_TIMES, **(options or {})}["partitions"]
         self.written: list[Due] = []
         self._spare: Counter[Due] = Counter()
         self._without_effect: set[Due] = set()
         self._standing: set[Due] = set()
         self._url = url
+        own = {"confirm_publish": True} if self._other_broker else _PROMPT_RESTORE
         self._gates = directory / f"{self.name}-gates"
         self._gates.mkdir()
         self._directory = directory / self.name
@@ -90,8 +94,8 @@ class Chain:
             "CHAIN_GATES": str(self._gates),
             "CHAIN_HANDLERS": ",".join(handlers),
             "CHAIN_OPTIONS": json.dumps({**SHORT_TIMES, **(options or {})}),
-            "CHAIN_TRANSPORT": json.dumps({"visibility_timeout": 60, **_PROMPT_RESTORE, **(transport or {})}),
-            "CHAIN_CONF": json.dumps({"worker_prefetch_multiplier": 4, **(conf or {})}),
+            "CHAIN_TRANSPORT": json.dumps({"visibility_timeout": 60, **own, **(transport or {})}),
+            "CHAIN_CONF": json.dumps({"worker_prefetch_multiplier": 4, **_queues(), **(conf or {})}),
             **(environment or {}),
         }
 
@@ -115,7 +119,7 @@ class Chain:
 
     def _variables(self, process: str) -> dict[str, str]:
         url = f"{self._url}&appName={self.app_name(process)}"
-        return {"CHAIN_BROKER": self.redis.url, "CHAIN_MONGO": url, **self._environment}
+        return {"CHAIN_BROKER": self._other_broker or self.redis.url, "CHAIN_MONGO": url, **self._environment}
 
     def changes(self, command: str, *arguments: str) -> Document:
         """Run `celery -A app changes COMMAND --json` to its end, and return what it says."""
@@ -169,6 +173,8 @@ class Chain:
     @property
     def broker(self) -> Any:
         """A `redis.Redis` of the own server; use it in a `with`."""
+        if self._other_broker is not None:
+            pytest.skip("it looks into Redis")
         return redis.Redis.from_url(self.redis.url)
 
     def open_gate(self, name: str) -> None:
@@ -335,6 +341,13 @@ def frozen(process: ProjectProcess, pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def _queues() -> dict[str, Any]:
+    """Celery's settings for the type of queues that the tests are to have on RabbitMQ."""
+    if os.environ.get(QUEUES) != "quorum":
+        return {}
+    return {"task_create_missing_queue_type": "quorum", "task_default_queue_type": "quorum"}
 
 
 def _generation(fact: Mapping[str, Any]) -> int:

@@ -89,6 +89,7 @@ def test_a_retry_may_name_its_time(chain: Chain) -> None:
     assert _seconds_between(chain.starts(item))[0] >= 1.1
 
 
+@pytest.mark.needs_mongodb(6, 0)
 def test_autoretry_backs_off_with_jitter_and_counts(chain: Chain) -> None:
     """`autoretry_for`, `retry_backoff` and `retry_jitter` keep Celery's own logic: at most 1 s, then at most 2 s."""
     with chain.state["partitions"].watch() as stream:

@@ -208,6 +208,7 @@ def test_a_rival_that_changes_the_generation_between_two_statements_does_not_swa
 # ---------------------------------------------------------------- what is stored
 
 
+@pytest.mark.needs_mongodb(5, 0)
 @pytest.mark.parametrize("exists", [False, True])
 def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(
     target: Collection[Document], exists: bool
@@ -234,7 +235,7 @@ def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(
         [{"$set": {"n": 1, "x": 2}}, {"$project": {"n": 1}}],
         [{"$set": {"n": 1, "x": 2}}, {"$project": {"x": 0}}],
         [{"$set": {"n": 1, "x": {"y": 2}}}, {"$project": {"x": {"y": 0}, "_id": 0}}, {"$unset": ["x"]}],
-        [{"$set": {"n": "$$amount"}}],
+        pytest.param([{"$set": {"n": "$$amount"}}], marks=pytest.mark.needs_mongodb(5, 0)),
     ],
 )
 def test_a_pipeline_may_drop_every_field_but_the_fence(
@@ -244,7 +245,8 @@ def test_a_pipeline_may_drop_every_field_but_the_fence(
     kept = (found or {}).get(FENCE, {})
     if found is not None:
         target.insert_one(found)
-    view(target, 5).update_one({"_id": 1}, stages, upsert=True, let={"amount": 1})
+    variables = {"let": {"amount": 1}} if "$$amount" in str(stages) else {}
+    view(target, 5).update_one({"_id": 1}, stages, upsert=True, **variables)
     assert stored(target) == {"_id": 1, "n": 1, FENCE: {**kept, **stamp(5)}}
 
 

@@ -34,6 +34,8 @@ from tests.integration.outbox_rig import Rig
 
 Document = dict[str, Any]
 
+pytestmark = pytest.mark.needs_mongodb(5, 0)
+
 
 class ParcelRig(Rig):
     """The rig with outboxes in a collection `outbox`."""

@@ -120,6 +120,7 @@ def test_the_first_of_a_sort_is_the_one_that_is_updated(rig: Rig, database: Data
     assert rig.sent() == [[1, 1], [2, 2]]
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_a_replacement_keeps_what_is_pending(rig: Rig, database: Database[Document]) -> None:
     """Also one that carries no entries of its own, and whose values look like expressions."""
     outbox = rig.outbox(at_once=False)

@@ -32,6 +32,8 @@ from mongo_celery.errors import CommandRefusedError
 from tests.integration.snapshot_rig import HANDLER, World, keys_of, worlds
 
 Document = dict[str, Any]
+
+pytestmark = pytest.mark.needs_mongodb(5, 0)
 MIXED = [
     1, 2.5, Int64(7), float("nan"), Decimal128("3.3"), "abc", "ABC", "$abc", "", ObjectId(), {"a": 1}, {"b": [1, 2]},
     None, True, False, dt.datetime(2026, 1, 1, tzinfo=dt.UTC), Timestamp(1, 2), Binary(b"x"), Binary(b"y" * 16, 4),

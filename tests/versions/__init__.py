@@ -1,0 +1,1 @@
+"""The core of the tests against every version that is promised, each in an environment of its own."""
