@@ -26,7 +26,8 @@ BOUND = Bindings()
 _SHARED: dict[tuple[str, str | None], Registration] = {}
 """By the handler's name and the bridge's, in the order of their declaration."""
 
-_lock = threading.RLock()
+LOCK = threading.RLock()
+"""Held while a bridge is bound or a handler declared: none of them is to miss the other."""
 
 
 def shared_change(
@@ -89,13 +90,13 @@ def taken_up_by(wiring: Wiring) -> list[Registration]:
     Raises:
         ConfigurationError: the app has another bridge, and a handler does not say which of them it is for.
     """
-    with _lock:
+    with LOCK:
         return [each for each in _SHARED.values() if _is_for(each, wiring)]
 
 
 def shared_with_others(names: Collection[str]) -> list[tuple[str, str]]:
     """Handlers that name a bridge, and none of these: the function, and what it names."""
-    with _lock:
+    with LOCK:
         found = [(each, name) for (_, name), each in _SHARED.items() if name is not None and name not in names]
     return [(_name_of(each), name) for each, name in found]
 
@@ -120,7 +121,7 @@ def _share(shared: Registration) -> None:
     """Keep it for bridges to come, and give it to those that are there: to all of them, or to none."""
     alone = shared.handler(None)
     key = alone.name, shared.shared_with
-    with _lock:
+    with LOCK:
         _refuse_another(alone, _SHARED.get(key))
         handlers = _given_to_all_that_live(shared)
         _SHARED[key] = shared
