@@ -39,7 +39,7 @@ import django
 django.setup()
 from celery import Celery
 from django.db import connections, models
-from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError, OutboxCollection
+from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError, Outbox, OutboxCollection
 from mongo_celery.contrib.django import celery_app, instance, transactional
 from mongo_celery.testing import BridgeRunner
 
@@ -249,6 +249,25 @@ except KeyError:
 assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6] and not Note.objects.exists()
 assert outbox.status().pending == 3
 
+seats = Outbox(
+    app, lambda: documents.get_collection("shop_seat"), name="seats", sweep_every=None, at_once=False
+)
+
+@transactional()
+def reserve(number, *, fails=False):
+    seats.save(Seat(number=number), tasks=[ticket.s(number)])
+    if fails:
+        raise KeyError
+
+reserve(7)
+try:
+    reserve(8, fails=True)
+    raise SystemExit("what has failed was committed")
+except KeyError:
+    pass
+assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6, 7]
+assert seats.status().pending == 1
+
 bridge = Bridge(app, url, name="shop")
 def output(*words):
     stream = io.StringIO()
@@ -264,12 +283,13 @@ def refusal(*words):
 
 print(json.dumps({
     "queues": json.loads(output("changes", "queues", "--json")),
-    "pending": json.loads(output("outbox", "status", "--json"))["pending"],
+    "pending": json.loads(output("outbox", "status", "--name", "outbox", "--json"))["pending"],
     "unknown bridge": refusal("changes", "queues", "--bridge", "ship"),
     "usage": refusal("outbox", "stat"),
     "status": refusal("listener", "--bridge", "ship"),
 }))
 outbox.backing.close()
+seats.backing.close()
 """
 )
 
