@@ -39,7 +39,7 @@ import django
 django.setup()
 from celery import Celery
 from django.db import connections, models
-from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError, OutboxCollection
+from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError, Outbox, OutboxCollection
 from mongo_celery.contrib.django import celery_app, instance, transactional
 from mongo_celery.testing import BridgeRunner
 
@@ -107,6 +107,11 @@ seen, found = [], {}
 def handle(change):
     seen.append((change.operation_type, instance(change, Order), instance(change, Urgent), change))
 
+from celery import signals
+around = []                     # as Celery's fixup for Django listens, which closes connections there
+signals.task_prerun.connect(lambda sender, **_: around.append(("before", sender.name)), weak=False)
+signals.task_postrun.connect(lambda sender, **_: around.append(("behind", sender.name)), weak=False)
+
 assert celery_app() is app
 values = ("Ann", "12.50", datetime.datetime(2026, 3, 1, 12, 30, tzinfo=datetime.timezone.utc))
 with BridgeRunner(bridge, url=url) as runner:
@@ -139,6 +144,8 @@ with BridgeRunner(bridge, url=url) as runner:
     Order.objects.all().delete()
     runner.deliver()
     assert seen[-1][:3] == ("delete", None, None)
+    task = bridge.handlers[0].task_name
+    assert [when for when, name in around if name == task] == ["before", "behind"] * len(seen), around
 
 def refused(kind, *arguments):
     try:
@@ -242,6 +249,25 @@ except KeyError:
 assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6] and not Note.objects.exists()
 assert outbox.status().pending == 3
 
+seats = Outbox(
+    app, lambda: documents.get_collection("shop_seat"), name="seats", sweep_every=None, at_once=False
+)
+
+@transactional()
+def reserve(number, *, fails=False):
+    seats.save(Seat(number=number), tasks=[ticket.s(number)])
+    if fails:
+        raise KeyError
+
+reserve(7)
+try:
+    reserve(8, fails=True)
+    raise SystemExit("what has failed was committed")
+except KeyError:
+    pass
+assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6, 7]
+assert seats.status().pending == 1
+
 bridge = Bridge(app, url, name="shop")
 def output(*words):
     stream = io.StringIO()
@@ -257,12 +283,13 @@ def refusal(*words):
 
 print(json.dumps({
     "queues": json.loads(output("changes", "queues", "--json")),
-    "pending": json.loads(output("outbox", "status", "--json"))["pending"],
+    "pending": json.loads(output("outbox", "status", "--name", "outbox", "--json"))["pending"],
     "unknown bridge": refusal("changes", "queues", "--bridge", "ship"),
     "usage": refusal("outbox", "stat"),
     "status": refusal("listener", "--bridge", "ship"),
 }))
 outbox.backing.close()
+seats.backing.close()
 """
 )
 
