@@ -11,15 +11,14 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Unpack
 
 from mongo_celery.bridge.bindings import Bindings
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.registration import Registration, checked_sources, registration
+from mongo_celery.bridge.signatures import Bulk, HandlerOptions, Single
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.errors import ConfigurationError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 BOUND = Bindings()
 """All bridges of all apps of this process."""
@@ -30,7 +29,9 @@ _SHARED: dict[tuple[str, str | None], Registration] = {}
 _lock = threading.RLock()
 
 
-def shared_change(*sources: object, bridge: str | None = None, **options: Any) -> Callable[[F], F]:
+def shared_change(
+    *sources: object, bridge: str | None = None, **options: Unpack[HandlerOptions]
+) -> Callable[[Single], Single]:
     """
     Register a handler for changes without an app or a bridge: as `Bridge.on_change`, in a module that imports neither.
 
@@ -50,7 +51,7 @@ def shared_change(*sources: object, bridge: str | None = None, **options: Any) -
     """
     checked_sources(sources, "shared_change")
 
-    def decorate(function: F) -> F:
+    def decorate(function: Single) -> Single:
         _share(registration(function, sources, options, shared_with=bridge))
         return function
 
@@ -58,8 +59,8 @@ def shared_change(*sources: object, bridge: str | None = None, **options: Any) -
 
 
 def shared_changes(
-    *sources: object, bridge: str | None = None, batch_size: int = 500, **options: Any
-) -> Callable[[F], F]:
+    *sources: object, bridge: str | None = None, batch_size: int = 500, **options: Unpack[HandlerOptions]
+) -> Callable[[Bulk], Bulk]:
     """
     Register a bulk handler without an app or a bridge: as `shared_change`, of lists as `Bridge.on_changes` gives them.
 
@@ -74,7 +75,7 @@ def shared_changes(
     """
     checked_sources(sources, "shared_changes")
 
-    def decorate(function: F) -> F:
+    def decorate(function: Bulk) -> Bulk:
         _share(registration(function, sources, options, batch_size=batch_size, shared_with=bridge))
         return function
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pymongo.database import Database
 
 from tests.acceptance.chain_rig import QUIET
@@ -27,8 +28,9 @@ CELERY_MONGO_CELERY_LEASE_TTL = 2
 AUDIT = """
 from django.db import connection, connections
 from mongo_celery import shared_change
+from shop.models import Order
 
-@shared_change("*.shop_order")
+@shared_change(Order)
 def audit(change):
     books = connections["books"]
     connection.database["audit"].insert_one({"was_open": books.connection is not None})
@@ -57,6 +59,7 @@ def write_project(directory: Path, *urls: str) -> None:
         (directory / path).write_text(text)
 
 
+@pytest.mark.slow
 def test_the_project_of_the_page_runs(
     processes: Processes,
     database: Database[Any],
@@ -65,7 +68,11 @@ def test_the_project_of_the_page_runs(
     redis_url: str,
     tmp_path: Path,
 ) -> None:
-    """Checks, listener, worker: a sale in a transaction, its task and its summary, by handlers of two applications."""
+    """
+    Listener, worker, checks that miss beat; a sale, its task and its summary, by handlers of two applications.
+
+    In short, without processes: tests/integration/test_django_changes.py, and tests/unit/test_autodiscovery.py.
+    """
     project = tmp_path / "project"
     write_project(project, mongo_url, redis_url)
     names = {"database": database.name, "state": state_database, "books": str(tmp_path / "books.sqlite3")}
@@ -78,23 +85,32 @@ def test_the_project_of_the_page_runs(
         environment = {"DJANGO_SETTINGS_MODULE": "shop.tested"}
         return processes.python(name, *words, environment=environment, directory=project)
 
-    run("listener", "-m", "django", "listener")
-    run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")
-    checked = run("check", "-m", "django", "check", "--fail-level", "WARNING")
+    listener = run("listener", "-m", "django", "listener")
+    worker = run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")
+    checked = run("check", "-m", "django", "check", "--deploy", "--tag", "mongo_celery")
     sold = run("sell", "-c", SELL)
     assert sold.wait() == 0, sold.text
-    assert checked.wait() == 0, checked.text
 
     orders = sold.text.split()
-    summaries = database["shop_summary"]
-    wait_for(
-        lambda: summaries.count_documents({"title": "confirmed"}) == len(orders),
-        message=lambda: str([*summaries.find()]),
-    )
-    wait_for(lambda: database["audit"].count_documents({}) == len(orders), message="both orders were audited")
-    assert {str(each["_id"]) for each in summaries.find()} == set(orders)
-    assert [each["was_open"] for each in database["audit"].find()] == [False, False]
+    audited = database["audit"]
+
+    def are_done() -> bool:
+        assert listener.running, "the listener has ended"
+        assert worker.running, "the worker has ended"
+        confirmed = database["shop_order"].count_documents({"confirmed": True})
+        titles = [each["title"] for each in database["shop_summary"].find()]
+        return (confirmed, titles) == (2, ["Ann: 12.50 EUR (confirmed)"] * 2) and audited.count_documents({}) >= len(
+            orders
+        )
+
+    wait_for(are_done, message=lambda: f"{[*database['shop_summary'].find()]}, {[*audited.find()]}")
+    assert {str(each["_id"]) for each in database["shop_summary"].find()} == set(orders)
+    assert {each["was_open"] for each in audited.find()} == {False}
     assert [seat["customer"] for seat in database["shop_seat"].find()] == ["Ann", "Ann"]
+
+    assert checked.wait() == 1, checked.text
+    assert not re.search(r"mongo_celery\.[EW]0", checked.text), "the page's settings and code are sound"
+    assert "outbox outbox: (mongo_celery.E103) sweep: Nobody has swept this outbox yet" in checked.text  # no beat runs
 
 
 def test_the_commands_of_the_page_are_those_of_django() -> None:

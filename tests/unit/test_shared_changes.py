@@ -125,7 +125,7 @@ def test_what_is_written_wrong_says_how() -> None:
     with pytest.raises(ConfigurationError, match=r'write @shared_changes\("db.collection"\) above'):
         shared_changes(count)
     with pytest.raises(ConfigurationError, match="needs a function, not method"):
-        shared_change("shop.orders")(Change.build)
+        shared_change("shop.orders")(Change.build)  # type: ignore[type-var]
 
 
 def test_a_name_is_taken_once() -> None:
