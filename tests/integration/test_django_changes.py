@@ -107,6 +107,11 @@ seen, found = [], {}
 def handle(change):
     seen.append((change.operation_type, instance(change, Order), instance(change, Urgent), change))
 
+from celery import signals
+around = []                     # as Celery's fixup for Django listens, which closes connections there
+signals.task_prerun.connect(lambda sender, **_: around.append(("before", sender.name)), weak=False)
+signals.task_postrun.connect(lambda sender, **_: around.append(("behind", sender.name)), weak=False)
+
 assert celery_app() is app
 values = ("Ann", "12.50", datetime.datetime(2026, 3, 1, 12, 30, tzinfo=datetime.timezone.utc))
 with BridgeRunner(bridge, url=url) as runner:
@@ -139,6 +144,8 @@ with BridgeRunner(bridge, url=url) as runner:
     Order.objects.all().delete()
     runner.deliver()
     assert seen[-1][:3] == ("delete", None, None)
+    task = bridge.handlers[0].task_name
+    assert [when for when, name in around if name == task] == ["before", "behind"] * len(seen), around
 
 def refused(kind, *arguments):
     try:
