@@ -356,6 +356,10 @@ def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) 
     assert letters() == [letter]
     assert states() == {"collect": "flowing", "stop": "flowing"}
     assert project.transfers.read(identity).state == "initial"
+    for address in (f"{BRIDGES}show/", f"{LETTERS}show/?bridge=shop", f"{OUTBOXES}show/", f"{TRANSACTIONS}show/?id=1"):
+        assert browser.get(address).status_code == 302, "back to the list, with a sentence"
+    twice = f"{LETTERS}show/?bridge=shop&letter={quote(letter)}&letter={quote(letter)}"
+    assert browser.get(twice).status_code == 200
     operators = quote('{"$gt": ""}')
     for address in (f"{LETTERS}?key={operators}", f"{LETTERS}?handler=no", f"{TRANSACTIONS}?state=no"):
         assert browser.get(address).status_code == 200

@@ -60,7 +60,7 @@ class DeadLetterAdmin(OperationsAdmin):
 
     def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
         """One with its traceback, and with its change for who may see it."""
-        wiring, found, (letter,) = _named(request)
+        wiring, found, (letter, *_) = _named(request)
         change = commands.change_of(wiring, letter) if self.may_see_contents(request) else {}
         contents = document(change["event"]) if change.get("event") is not None else shown(change.get("raw") or "")
         return (

@@ -258,7 +258,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
 
     def _done(self, request: HttpRequest, name: str, action: PageAction) -> HttpResponse:
         """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
-        target = action.target(request.POST)
+        target = visible(action.target(request.POST))  # databases refuse some of what is hidden
         entry = self._begun(request, name, target)
         try:
             outcome, sentence = self._told(request, lambda: action.run(request))
@@ -278,7 +278,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         logger.info(
             "%s of %s, asked for in the admin by user %s",
             name,
-            visible(target),
+            target,
             request.user.pk,
             extra={"event": "admin_action", "action": name, "target": target, "user": str(request.user.pk)},
         )
@@ -286,7 +286,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             user_id=request.user.pk,
             content_type=ContentType.objects.get_for_model(self.model),
             object_id=target,
-            object_repr=visible(target)[:_REPRESENTATION_MAX],
+            object_repr=target[:_REPRESENTATION_MAX],
             action_flag=CHANGE,
             change_message=f"{name} was begun.",
         )
