@@ -19,7 +19,7 @@ from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
 from mongo_celery.bridge.registration import LateTask, Registration, checked_sources, registration
-from mongo_celery.bridge.shared import BOUND, taken_up_by
+from mongo_celery.bridge.shared import BOUND, LOCK, taken_up_by
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges, TaskOptions
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
@@ -70,7 +70,8 @@ class Bridge:
         self._bindings = Bindings()
         self._only: Wiring | None = None
         if app is not None:
-            self._only = self._bind(app, self)
+            with LOCK:
+                self._only = self._bind(app, self)
 
     def __repr__(self) -> str:
         declared = self._only or self._declared
@@ -91,8 +92,9 @@ class Bridge:
                 f"bridge {self.name} is already bound to an app; make it without one, Bridge(), to call init_app for "
                 "each of several.",
             )
-        if self._bindings.of(app) is None:
-            self._bind(app)
+        with LOCK:
+            if self._bindings.of(app) is None:
+                self._bind(app)
 
     def of(self, app: Celery) -> Bridge:
         """
@@ -223,7 +225,8 @@ class Bridge:
         }
 
         def decorate(function: Function) -> Any:
-            return self._register(registration(function, sources, {**arguments, **task_options}))
+            with LOCK:
+                return self._register(registration(function, sources, {**arguments, **task_options}))
 
         return decorate
 
@@ -248,7 +251,8 @@ class Bridge:
         checked_sources(sources, "on_changes")
 
         def decorate(function: Function) -> Any:
-            return self._register(registration(function, sources, options, batch_size=batch_size))
+            with LOCK:
+                return self._register(registration(function, sources, options, batch_size=batch_size))
 
         return decorate
 
@@ -280,9 +284,10 @@ class Bridge:
                 "make it by bridge.of(app).outbox(...) for the app that is just made.",
             )
         _check_outbox(options)
-        self._outboxes[called] = lambda bridge: bridge.outbox(namespace, watch=watch, name=called, **options)
-        for wiring in self._bindings.alive():
-            wiring.outboxes[called] = self._outboxes[called](wiring.public)
+        with LOCK:
+            self._outboxes[called] = lambda bridge: bridge.outbox(namespace, watch=watch, name=called, **options)
+            for wiring in self._bindings.alive():
+                wiring.outboxes[called] = self._outboxes[called](wiring.public)
         outbox: Any = Proxy(lambda: self._outbox_of_app(called))
         return cast("Outbox", outbox)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Unpack
 
 from mongo_celery.bridge.bindings import Bindings
@@ -26,7 +26,8 @@ BOUND = Bindings()
 _SHARED: dict[tuple[str, str | None], Registration] = {}
 """By the handler's name and the bridge's, in the order of their declaration."""
 
-_lock = threading.RLock()
+LOCK = threading.RLock()
+"""Held while a bridge is bound or a handler declared: none of them is to miss the other."""
 
 
 def shared_change(
@@ -89,8 +90,19 @@ def taken_up_by(wiring: Wiring) -> list[Registration]:
     Raises:
         ConfigurationError: the app has another bridge, and a handler does not say which of them it is for.
     """
-    with _lock:
+    with LOCK:
         return [each for each in _SHARED.values() if _is_for(each, wiring)]
+
+
+def shared_with_others(names: Collection[str]) -> list[tuple[str, str]]:
+    """Handlers that name a bridge, and none of these: the function, and what it names."""
+    with LOCK:
+        found = [(each, name) for (_, name), each in _SHARED.items() if name is not None and name not in names]
+    return [(_name_of(each), name) for each, name in found]
+
+
+def _name_of(shared: Registration) -> str:
+    return f"{shared.function.__module__}.{shared.function.__qualname__}"
 
 
 def _is_for(shared: Registration, wiring: Wiring) -> bool:
@@ -98,9 +110,8 @@ def _is_for(shared: Registration, wiring: Wiring) -> bool:
         return shared.shared_with == wiring.name
     names = {wiring.name, *(other.name for other in BRIDGES.of(wiring.app))}
     if len(names) > 1:
-        function = shared.function
         raise ConfigurationError(
-            f"shared handler {function.__module__}.{function.__qualname__} names no bridge, and an app has "
+            f"shared handler {_name_of(shared)} names no bridge, and an app has "
             f"{len(names)} ({', '.join(sorted(names))}): write shared_change(..., bridge='...').",
         )
     return True
@@ -110,7 +121,7 @@ def _share(shared: Registration) -> None:
     """Keep it for bridges to come, and give it to those that are there: to all of them, or to none."""
     alone = shared.handler(None)
     key = alone.name, shared.shared_with
-    with _lock:
+    with LOCK:
         _refuse_another(alone, _SHARED.get(key))
         handlers = _given_to_all_that_live(shared)
         _SHARED[key] = shared

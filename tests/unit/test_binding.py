@@ -135,7 +135,7 @@ def test_a_handler_that_one_of_the_apps_refuses_is_in_none() -> None:
     """All of them, or none."""
     bridge = Bridge(url=URL, name="shop")
     first, second = made_app(bridge, "first"), made_app(bridge, "second")
-    bridge.of(second).on_change("shop.carts", name="carts")(lambda change: change)
+    bridge.of(second).on_change("shop.carts", name="carts")(handle_later)
     with pytest.raises(ConfigurationError, match="already has a handler named 'carts'"):
         bridge.on_change("shop.orders", name="carts")(summarise)
     assert bridge.of(first).handlers == []

@@ -162,6 +162,7 @@ def test_an_option_that_would_replace_what_is_ours_is_refused(bridge: Bridge, op
         ("handle", {}, "needs a function, not str"),
         (lambda: None, {}, "must take 1 argument: the change"),
         (lambda change, more: (change, more), {}, "must take 1 argument: the change"),
+        (lambda change: change, {}, "Celery cannot make a task of a lambda"),
         (handle_without, {}, "must take 1 argument: the change"),
         (handle, {"bind": True}, "must take 2 arguments: the task and the change"),
     ],
