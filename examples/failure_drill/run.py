@@ -22,7 +22,7 @@ from pymongo import MongoClient
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 HERE = Path(__file__).parent
-CUSTOMERS, PRICE = 3, 10
+CUSTOMERS, PRICE, ATTEMPTS = 3, 10, 3
 DEADLINE_SECONDS = 90
 
 
@@ -48,10 +48,8 @@ class Shop(AbstractContextManager["Shop"]):
         self.environment = {**os.environ, **addresses}
         self.database = database
         self.orders = 0
-        self.listeners = [self.start("listener")]
+        self.listeners = [self.start("listener") for _ in range(2)]
         self.workers = [self.start("worker", "--pool", "solo") for _ in range(2)]
-        self.wait("a listener leads", lambda: self.leader() is not None)
-        self.listeners.append(self.start("listener"))
 
     def __exit__(self, *_: object) -> None:
         self.end([*self.listeners, *self.workers])
@@ -136,9 +134,11 @@ def poison_a_change(shop: Shop) -> None:
     """One that the handler cannot understand; those behind it are none the worse."""
     poisoned = shop.order(1, price="ten")
     shop.order(3)
-    shop.wait("there is a dead letter", lambda: shop.changes("dead-letters", "list").get("count") == 1)
     shop.wait("all others are booked", lambda: shop.booked() == shop.orders - 1)
-    (letter,) = shop.changes("dead-letters", "list")["letters"]
+    shop.wait("it has had all attempts", lambda: len(shop.starts(poisoned)) == ATTEMPTS)
+    while not (letters := shop.changes("dead-letters", "list").get("letters")):
+        time.sleep(0.1)
+    (letter,) = letters
     print(f"order {poisoned} is a dead letter after {len(shop.starts(poisoned))} attempts: {letter['error']}")
     print(f"those behind it went on; {shop.booked()} of {shop.orders} are booked")
 

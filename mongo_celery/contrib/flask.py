@@ -42,7 +42,8 @@ def celery_init_app(app: Flask, *, base: type[Task[Any, Any]] = Task) -> Celery:
 
         bridge.init_app(celery_init_app(app))
 
-    Not promised: a context for what Celery calls around a task, such as `on_failure`.
+    Not promised: a context for what Celery calls around a task, such as `on_failure`, nor for a task or handler with a
+    `base=` of its own, which takes the place of the app's class.
 
     Args:
         app: the Flask app.

@@ -13,7 +13,7 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery import Bridge
+from mongo_celery import Bridge, Change
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.stream.source import (
     Filter,
@@ -74,6 +74,10 @@ def test_a_source_reads_as_it_is_written(source: Source, text: str) -> None:
     assert source_of(text, None) == source
 
 
+def summarise(change: Change) -> None:
+    """A handler."""
+
+
 class DerivedCollection(Collection[dict[str, Any]]):
     """As Flask-PyMongo derives one."""
 
@@ -82,7 +86,7 @@ def test_a_source_may_be_given_by_a_lambda_that_is_asked_late() -> None:
     """What an application factory makes is not there when the module of the handlers is imported."""
     places: dict[str, Any] = {}
     bridge = Bridge(name="late", autodiscover=False)
-    bridge.on_change(lambda: places["orders"], name="summarise")(lambda _change: None)
+    bridge.on_change(lambda: places["orders"], name="summarise")(summarise)
     bridge.init_app(Celery("late", set_as_current=False))
     with pytest.raises(
         ConfigurationError, match=r"failed by KeyError\('orders'\); it is asked when the listener starts"
@@ -106,7 +110,7 @@ def test_a_collection_of_a_derived_class_is_a_source() -> None:
     with MongoClient[dict[str, Any]]("mongodb://localhost:1", connect=False) as client:
         collection = DerivedCollection(client["shop"], "orders")
         bridge = Bridge(name="derived", autodiscover=False)
-        bridge.on_change(collection, name="summarise")(lambda _change: None)
+        bridge.on_change(collection, name="summarise")(summarise)
         assert bridge.handlers[0].targets == (collection,)
         assert source_of(collection, None) == ORDERS
 
