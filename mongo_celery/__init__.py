@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from mongo_celery.outbox.once import once  # by itself: mypy takes the package's for the module of that name
     from mongo_celery.twophase import Participant, TwoPhaseCommit
 
+    __version__: str
+
 _HOMES = {
     "Bridge": "bridge.bridge",
     "Change": "bridge.change",

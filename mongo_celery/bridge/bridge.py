@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from celery import Celery
 from celery.local import Proxy
@@ -20,6 +20,7 @@ from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
 from mongo_celery.bridge.registration import LateTask, Registration, checked_sources, registration
 from mongo_celery.bridge.shared import BOUND, taken_up_by
+from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges, TaskOptions
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
 from mongo_celery.bridge.worker.tasks import register_commit
@@ -165,8 +166,8 @@ class Bridge:
         commit: str | None = None,
         coalesce: bool = False,
         bookkeeping: bool = False,
-        **task_options: Any,
-    ) -> Callable[[Function], Any]:
+        **task_options: Unpack[TaskOptions],
+    ) -> OnChange:
         """
         Register a handler for changes: a Celery task, and its subscription with a position of its own.
 
@@ -225,7 +226,7 @@ class Bridge:
 
         return decorate
 
-    def on_changes(self, *sources: object, batch_size: int = 500, **options: Any) -> Callable[[Function], Any]:
+    def on_changes(self, *sources: object, batch_size: int = 500, **options: Unpack[HandlerOptions]) -> OnChanges:
         """
         Register a bulk handler: as `on_change`, but what it is given is a list of consecutive changes of one partition.
 
@@ -333,9 +334,11 @@ class Bridge:
         bridge._only = wiring  # noqa: SLF001 - its own
         return bridge
 
-    def _register(self, given: Registration) -> Any:
+    def _register(self, given: Registration) -> HandlerTask[Any, Any]:
+        task: HandlerTask[Any, Any]
         if self._only is not None:
-            return given.make_task_in(self._only, given.declare_in(self._only))
+            task = given.make_task_in(self._only, given.declare_in(self._only))
+            return task
         wirings = self._bindings.alive()
         handlers = [given.handler_in(wiring) for wiring in wirings]
         for wiring, handler in zip(wirings, handlers, strict=True):
@@ -346,7 +349,9 @@ class Bridge:
         for wiring, handler in zip(wirings, handlers, strict=True):
             wiring.add(handler)
             given.make_task_in(wiring, handler)
-        return LateTask(lambda: self._task_of_app(declared.name), self._bindings, given)
+        late: Any = LateTask(lambda: self._task_of_app(declared.name), self._bindings, given)
+        task = late
+        return task
 
     def _task_of_app(self, name: str) -> Any:
         wiring = self.wiring

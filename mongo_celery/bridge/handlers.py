@@ -357,6 +357,8 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
         raise ConfigurationError(
             f"handler {function.__name__} must take {wanted} argument{'s' * (wanted > 1)}: {text}.",
         ) from None
+    if not function.__name__.isidentifier():
+        raise ConfigurationError("a change handler must be defined with def: Celery cannot make a task of a lambda.")
 
 
 def _is_task(function: object) -> bool:

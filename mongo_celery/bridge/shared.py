@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection
+from typing import Unpack
 
 from mongo_celery.bridge.bindings import Bindings
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.registration import Registration, checked_sources, registration
+from mongo_celery.bridge.signatures import Bulk, HandlerOptions, Single
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.errors import ConfigurationError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 BOUND = Bindings()
 """All bridges of all apps of this process."""
@@ -30,7 +29,9 @@ _SHARED: dict[tuple[str, str | None], Registration] = {}
 _lock = threading.RLock()
 
 
-def shared_change(*sources: object, bridge: str | None = None, **options: Any) -> Callable[[F], F]:
+def shared_change(
+    *sources: object, bridge: str | None = None, **options: Unpack[HandlerOptions]
+) -> Callable[[Single], Single]:
     """
     Register a handler for changes without an app or a bridge: as `Bridge.on_change`, in a module that imports neither.
 
@@ -50,7 +51,7 @@ def shared_change(*sources: object, bridge: str | None = None, **options: Any) -
     """
     checked_sources(sources, "shared_change")
 
-    def decorate(function: F) -> F:
+    def decorate(function: Single) -> Single:
         _share(registration(function, sources, options, shared_with=bridge))
         return function
 
@@ -58,8 +59,8 @@ def shared_change(*sources: object, bridge: str | None = None, **options: Any) -
 
 
 def shared_changes(
-    *sources: object, bridge: str | None = None, batch_size: int = 500, **options: Any
-) -> Callable[[F], F]:
+    *sources: object, bridge: str | None = None, batch_size: int = 500, **options: Unpack[HandlerOptions]
+) -> Callable[[Bulk], Bulk]:
     """
     Register a bulk handler without an app or a bridge: as `shared_change`, of lists as `Bridge.on_changes` gives them.
 
@@ -74,7 +75,7 @@ def shared_changes(
     """
     checked_sources(sources, "shared_changes")
 
-    def decorate(function: F) -> F:
+    def decorate(function: Bulk) -> Bulk:
         _share(registration(function, sources, options, batch_size=batch_size, shared_with=bridge))
         return function
 
@@ -92,14 +93,24 @@ def taken_up_by(wiring: Wiring) -> list[Registration]:
         return [each for each in _SHARED.values() if _is_for(each, wiring)]
 
 
+def shared_with_others(names: Collection[str]) -> list[tuple[str, str]]:
+    """Handlers that name a bridge, and none of these: the function, and what it names."""
+    with _lock:
+        found = [(each, name) for (_, name), each in _SHARED.items() if name is not None and name not in names]
+    return [(_name_of(each), name) for each, name in found]
+
+
+def _name_of(shared: Registration) -> str:
+    return f"{shared.function.__module__}.{shared.function.__qualname__}"
+
+
 def _is_for(shared: Registration, wiring: Wiring) -> bool:
     if shared.shared_with is not None:
         return shared.shared_with == wiring.name
     names = {wiring.name, *(other.name for other in BRIDGES.of(wiring.app))}
     if len(names) > 1:
-        function = shared.function
         raise ConfigurationError(
-            f"shared handler {function.__module__}.{function.__qualname__} names no bridge, and an app has "
+            f"shared handler {_name_of(shared)} names no bridge, and an app has "
             f"{len(names)} ({', '.join(sorted(names))}): write shared_change(..., bridge='...').",
         )
     return True

@@ -6,6 +6,7 @@ Parts take the wiring, never the `Bridge`: that is what users see of it, and it 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import os
@@ -407,15 +408,25 @@ def _client_of(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, A
     client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(_url_options(url)))
     owner = wiring()
     assert owner is not None, "it asks for its client"
-    weakref.finalize(owner, _close, client, os.getpid()).atexit = False  # its server may be gone by then
+    weakref.finalize(owner, _close_elsewhere, client, os.getpid()).atexit = False  # its server may be gone by then
     return client
 
 
-def _close(client: MongoClient[dict[str, Any]], pid: int) -> None:
-    """Without waiting long for a server that may be gone; a child leaves what its parent has made to the parent."""
-    if pid != os.getpid():
-        return
-    with pymongo.timeout(_CLOSING_SECONDS):
+def _close_elsewhere(client: MongoClient[dict[str, Any]], pid: int) -> None:
+    """
+    Close a client of which the garbage collector has found that its bridge is gone.
+
+    By a thread of its own: the collector may have interrupted one that holds a lock of this very client, such as its
+    monitor, and would wait for it for ever. A child leaves what its parent has made to the parent.
+    """
+    if pid == os.getpid():
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            _thread.start_new_thread(_close, (client,))  # one of `threading` is waited for when it starts
+
+
+def _close(client: MongoClient[dict[str, Any]]) -> None:
+    """Without waiting long for a server that may be gone."""
+    with contextlib.suppress(Exception), pymongo.timeout(_CLOSING_SECONDS):
         client.close()
 
 

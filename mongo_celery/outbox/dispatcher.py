@@ -19,6 +19,7 @@ Callers never wait for the broker. They hand over a document that their write ha
   whether the broker is back. Then the index says what waits.
 - A document that MongoDB does not answer for in time, since somebody's open transaction has written to it, has its turn
   later, and so has its removal; one that MongoDB refuses is left to the sweep. The others go on.
+- With nothing to do for some seconds the thread ends, since it keeps its outbox and so its app; a write starts another.
 - After a fork the child makes a dispatcher of its own; what the parent's queue holds is the parent's to deliver.
 - At the end of a process what is queued is published for a second, what was published is removed, and claims are let
   go, also of documents of which a message is under way; after two seconds the process ends in any case.
@@ -68,6 +69,9 @@ _LOOK = 100
 
 _REFUSED_SECONDS = 30.0
 """For so long what this process could not publish is not taken from the index again; the sweep takes it."""
+
+_IDLE_SECONDS = 5.0
+"""After which a thread with nothing to do ends."""
 
 _FAILURES = Pauses(first=1.0, longest=60.0)
 
@@ -317,11 +321,13 @@ class OutboxDispatcher:
                 self._forget_queue()
             finally:
                 self._step_since = None
+        if self._thread is not threading.current_thread():
+            return  # it had nothing to do, and may have a successor by now
         with suppress(Exception), pymongo.timeout(CLOSE_SECONDS / 4):
             self._let_go()
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to do; False when the process ends and nothing is left to publish."""
+        """Wait until there is something to do; False if there is nothing for long, or the process ends."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -332,8 +338,14 @@ class OutboxDispatcher:
                 if due is not None and due <= now:
                     return True
                 self._sleeps_until = math.inf if due is None else due
-                self._changed.wait(None if due is None else due - now)
+                is_woken = self._changed.wait(_IDLE_SECONDS if due is None else due - now)
                 self._sleeps_until = None
+                if due is None and not is_woken and self._is_idle():
+                    self._thread = None
+                    return False
+
+    def _is_idle(self) -> bool:
+        return self._closing_by is None and self._next_at(time.monotonic()) is None
 
     def _next_at(self, now: float) -> float | None:
         """When there is something to do; None if nothing is planned."""

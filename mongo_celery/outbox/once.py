@@ -66,7 +66,7 @@ def once(
     claim_ttl: Duration = 60.0,
     key: Callable[..., Any] | None = None,
     outbox: Collects | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """
     Decorate a Celery task's function so that a repeated delivery of the same message does not run it again.
 
@@ -109,7 +109,7 @@ def once(
         )
     marks = Marks(collection, kept, claimed)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         _refuse(function)
         signature = inspect.signature(function)
         if "session" in signature.parameters:

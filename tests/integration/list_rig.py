@@ -162,12 +162,12 @@ def lists_on(
         run_seconds=run_seconds,
     )
     made = Lists(rig, bridge)
-    register = bridge.on_change if single else bridge.on_changes
+    register: Any = bridge.on_change if single else bridge.on_changes
 
-    @register("shop.orders", name=SUBSCRIPTION, **{"failure_policy": "dead_letter", **options})
     def record(given: Any) -> None:
         made.got(Changes([given]) if single else given)
 
+    register("shop.orders", name=SUBSCRIPTION, **{"failure_policy": "dead_letter", **options})(record)
     app.finalize()
     with closing(bridge.client):
         yield made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -71,3 +73,30 @@ def test_turns_are_apart_so_that_something_gathers_unless_there_is_enough_or_som
         assert dispatcher._next_at(now) != now
         dispatcher._queue.append(number, QueuedDocument(number))
     assert dispatcher._next_at(now) == now
+
+
+def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep an outbox alive, and so an app that nobody else has any more."""
+    monkeypatch.setattr("mongo_celery.outbox.dispatcher._IDLE_SECONDS", 0.05)
+    looks = list[int]()
+
+    def waiting(_most: int, _but: Any) -> list[Any]:
+        looks.append(1)
+        return []
+
+    given: dict[str, Any] = {"relay": object, "waiting": waiting, "answers": bool, "codec": object}
+    dispatcher = OutboxDispatcher(lambda: "orders", claim_ttl=10, **given)
+    for times in (1, 2):
+        dispatcher.hint()
+        thread = dispatcher._thread
+        assert thread is not None
+        thread.join(30)
+        assert not thread.is_alive()
+        assert (len(looks), dispatcher._thread) == (times, None)
+    dispatcher.hint()
+    dispatcher.close()  # while there is one
+    assert dispatcher._thread is None
+    gone = weakref.ref(dispatcher)
+    del dispatcher
+    gc.collect()
+    assert gone() is None

@@ -11,6 +11,7 @@ import pytest
 from mongo_celery import Bridge, Change, Changes, shared_change, shared_changes
 from mongo_celery.bridge import shared
 from mongo_celery.bridge.bindings import Bindings
+from mongo_celery.bridge.operations.preflight import _check_celery
 from mongo_celery.errors import ConfigurationError
 from tests.unit.binding_rig import URL, made_app, summarise
 
@@ -68,7 +69,14 @@ def test_it_is_for_the_bridge_that_it_names() -> None:
     shared_changes("shop.carts", bridge="late")(count)
     late = Bridge(app, URL, name="late", autodiscover=False)
     assert (names(orders), names(carts), names(late)) == (["summarise"], [], ["count"])
-    assert names(Bridge(made_app(None, "another"), URL)) == []
+    another = Bridge(made_app(None, "another"), URL)
+    assert names(another) == []
+    told = [finding.message for finding in _check_celery(another.wiring) if finding.name == "shared_handlers"]
+    assert [message.split(", ")[0] for message in told] == [
+        "tests.unit.binding_rig.summarise is shared with bridge 'orders'",
+        "tests.unit.test_shared_changes.count is shared with bridge 'late'",
+    ]
+    assert [finding for finding in _check_celery(late.wiring) if finding.name == "shared_handlers"] == []
 
 
 def test_with_several_bridges_it_has_to_name_one() -> None:
@@ -125,7 +133,7 @@ def test_what_is_written_wrong_says_how() -> None:
     with pytest.raises(ConfigurationError, match=r'write @shared_changes\("db.collection"\) above'):
         shared_changes(count)
     with pytest.raises(ConfigurationError, match="needs a function, not method"):
-        shared_change("shop.orders")(Change.build)
+        shared_change("shop.orders")(Change.build)  # type: ignore[type-var]
 
 
 def test_a_name_is_taken_once() -> None:

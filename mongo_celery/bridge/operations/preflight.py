@@ -8,7 +8,6 @@ stream is opened and closed. A server that does not answer is a finding, and the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
 from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
@@ -18,12 +17,11 @@ from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_workers
+from mongo_celery.bridge.shared import shared_with_others
+from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
-from mongo_celery.findings import Finding, error, ok
+from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.examining import guarded
-
-if TYPE_CHECKING:
-    from mongo_celery.bridge.wiring import Wiring
 
 _TASK_PROTOCOL = 2
 
@@ -78,6 +76,7 @@ def _check_celery(wiring: Wiring) -> Iterable[Finding]:
     if conf.task_protocol != _TASK_PROTOCOL:
         yield error("task_protocol", "task_protocol=1 cannot carry chains; use Celery's default, 2.")
     yield _check_handlers(wiring)
+    yield from _check_shared(wiring)
     overridden = overridden_attributes(wiring.app)
     for task, attributes in sorted(overridden.items()):
         yield error(
@@ -97,3 +96,14 @@ def _check_handlers(wiring: Wiring) -> Finding:
         "None is registered: import the module with the @bridge.on_change functions, for example with include=[...] "
         "of the Celery app.",
     )
+
+
+def _check_shared(wiring: Wiring) -> Iterable[Finding]:
+    """A handler for a bridge that nobody has made is a subscription that silently does not exist."""
+    names = {bridge.name for bridge in BRIDGES.of(wiring.app)}
+    for function, name in shared_with_others(names):
+        yield warning(
+            "shared_handlers",
+            f"{function} is shared with bridge {name!r}, which this app has not; unless it is for another app's, write "
+            f"bridge={min(names)!r}.",
+        )

@@ -1,0 +1,121 @@
+"""Users' code: a bridge at module level, handlers, shared handlers. It is checked, and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, assert_type
+
+from bson import ObjectId
+from celery import Celery
+from pymongo import MongoClient, UpdateOne
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+
+from mongo_celery import (
+    Bridge,
+    Change,
+    Changes,
+    Fence,
+    FencedCollection,
+    HandlerUsageError,
+    shared_change,
+    shared_changes,
+)
+
+app = Celery("shop", broker="redis://localhost:6379/0")
+bridge = Bridge(app, "mongodb://localhost:27017/?replicaSet=rs0", name="shop", claim_ttl=timedelta(seconds=20))
+late = Bridge(name="late")
+
+
+def create_app() -> Celery:
+    """A factory."""
+    made = Celery("late")
+    late.init_app(made)
+    assert_type(late.of(made), Bridge)
+    assert_type(late.app, Celery)
+    assert_type(late.client, MongoClient[dict[str, Any]])
+    assert_type(late.collection("shop.orders"), Collection[dict[str, Any]])
+    return made
+
+
+@bridge.on_change("shop.orders", fields={"lines"}, max_retries=5)
+def summarise(change: Change) -> int:
+    """A handler: what it returns is known."""
+    document = change.full_document
+    if document is None:
+        return 0
+    target = change.fenced("shop.summaries")
+    assert_type(target, FencedCollection)
+    assert_type(change.operation_type, str)
+    assert_type(change.document_key, Mapping[str, Any])
+    assert_type(change.fencing_token, int)
+    target.replace_one({"_id": document["_id"]}, {"total": 1}, upsert=True)
+    return 1
+
+
+@bridge.on_change("shop.orders", bind=True, transactional=True, autoretry_for=(ConnectionError,))
+def bill(self: Any, change: Change) -> ObjectId:
+    """A handler with its task, called without it."""
+    if self.request.retries > 3:
+        raise self.retry(countdown=5)
+    assert_type(change.session, ClientSession | None)
+    return ObjectId()
+
+
+@late.on_changes("shop.carts", batch_size=100, coalesce=True)
+def count(changes: Changes) -> dict[str, int]:
+    """A bulk handler."""
+    for change in changes:
+        assert_type(change, Change)
+        if not change.full_document:
+            raise changes.failed_at(change)
+    changes.fenced("shop.counts").bulk_write([UpdateOne({"_id": 1}, {"$inc": {"n": len(changes)}})])
+    return {}
+
+
+@shared_change("shop.orders", bridge="shop", group="mails")
+def mail(change: Change, subject: str = "") -> str:
+    """A shared handler stays the function."""
+    return subject + change.namespace
+
+
+@shared_change("shop.orders", bind=True)
+def mail_bound(self: Any, change: Change) -> str:
+    """With its task."""
+    return f"{self.name} {change.namespace}"
+
+
+@shared_changes("shop.carts", batch_size=7)
+def mails(changes: Changes) -> int:
+    """A shared bulk handler."""
+    return len(changes)
+
+
+def use() -> None:
+    """As a unit test does."""
+    fence = Fence("shop/summarise", 0, 0, 1)
+    change = Change.build("insert", ns="shop.orders", full_document={"_id": 1}, fence=fence)
+    assert_type(summarise(change), int)
+    assert_type(summarise.name, str)
+    assert_type(bill(change), ObjectId)
+    assert_type(count([change]), dict[str, int])
+    assert_type(mail(change, subject="paid"), str)
+    assert_type(mail_bound(None, change), str)
+    assert_type(mails(Changes([change])), int)
+    assert_type([handler.name for handler in bridge.handlers], list[str])
+    summarise("no change")  # type: ignore[arg-type]
+    summarise.delay(change)  # type: ignore[attr-defined] # the listener dispatches it
+    count(change)  # type: ignore[arg-type]
+    mail("no change")  # type: ignore[arg-type]
+    error: HandlerUsageError = HandlerUsageError()
+    assert_type(error.retryable, bool)
+
+
+@bridge.on_change("shop.orders")  # type: ignore[arg-type] # a change is no text
+def wrong(change: str) -> None:
+    """A handler of something else."""
+
+
+bridge.on_change("shop.orders", max_retires=5)  # type: ignore[call-arg] # misspelt
+shared_change("shop.orders", max_retries="5")  # type: ignore[arg-type]

@@ -1,0 +1,41 @@
+"""Users' code: tests of their handlers, by `mongo_celery.testing`. It is checked, and never run."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from mongo_celery import Bridge, Change, shared_change
+from mongo_celery.testing import (
+    BridgeRunner,
+    DeliveredChanges,
+    HandlerCall,
+    SentTask,
+    build_change,
+    deleted,
+    drain,
+    inserted,
+    replaced,
+    updated,
+)
+
+
+@shared_change("shop.orders")
+def note(change: Change) -> str:
+    """A handler."""
+    return change.operation_type
+
+
+def test_note(bridge: Bridge, bridge_runner: BridgeRunner) -> None:
+    """Alone, in the process of the test, and by a worker."""
+    assert_type(note(inserted("shop.orders", {"_id": 1})), str)
+    for change in (deleted("shop.orders", 1), replaced("shop.orders", {"_id": 1})):
+        assert_type(change, Change)
+    assert_type(updated("shop.orders", {"_id": 1}, {"total": 2}), Change)
+    assert_type(build_change("insert", ns="shop.orders", full_document={"_id": 1}), Change)
+    delivered = bridge_runner.deliver()
+    assert_type(delivered, DeliveredChanges)
+    assert_type(delivered.of("note"), tuple[HandlerCall, ...])
+    assert_type(bridge_runner.sent(), list[SentTask])
+    with BridgeRunner(bridge, url="mongodb://localhost:27017/?replicaSet=rs0") as runner:
+        runner.crash()
+    drain(bridge, timeout=5)
