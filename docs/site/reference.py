@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+import mongo_celery
 from mongo_celery import errors
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions
 from mongo_celery.cli import changes, listener, locks, outbox, tools, transactions
@@ -54,9 +55,10 @@ def generated(page: str) -> str:
 
 
 def _api(module: str, *names: str) -> Iterator[str]:
-    """Classes and functions of a module, those of one name after the other."""
-    for name in names:
-        value = getattr(importlib.import_module(module), name)
+    """Classes and functions of a module, one after the other; without names all that the package itself has not."""
+    home = importlib.import_module(module)
+    for name in names or [each for each in home.__all__ if each not in mongo_celery.__all__]:
+        value = getattr(home, name)
         kind, members = ("class", "   :members:") if inspect.isclass(value) else ("function", "")
         if not callable(value):
             kind = "data"
