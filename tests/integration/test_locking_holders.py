@@ -176,7 +176,7 @@ def test_a_dead_holder_is_ended_by_who_waits(
     del soon
     holder = holder_of(processes, things, mongo_url)
     client, name = things.database.client, things.database.name
-    wait = {"wait": 4 * SHORT}
+    wait = {"wait": 2 * SHORT}
     with pytest.raises(DocumentLockedError):
         way.lock("select_for_update", things, {"_id": 1}, **wait)
     wait_for(lambda: named(client, name)[0].silent_seconds >= SHORT, message="silence")
