@@ -11,10 +11,13 @@ from itertools import islice
 from typing import Any
 
 from mongo_celery.twophase.branches import Own
-from mongo_celery.twophase.log import IS_OVERDUE, UNFINISHED, TransactionLog, age_key, is_abandoned
+from mongo_celery.twophase.log import IS_OVERDUE, UNFINISHED, TransactionLog, age_key, is_abandoned, is_older
 from mongo_celery.twophase.states import State
 
 Document = dict[str, Any]
+
+_AGAIN_SECONDS = 300.0
+"""Between two attempts to give back what is owed beside a cluster that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,12 @@ class AbandonedTransactions:
                 {"$or": [{"changes.cluster": named}, {"participants.cluster": named}]},
                 {"$or": [{"own": str(Own.LAST)}, {"key": None}]},
             ],
-            "$expr": is_abandoned(older_than),
             **({} if any_application else self._log.ours()),
         }
-        late: Document = {**condition, "$expr": {"$and": [condition["$expr"], IS_OVERDUE]}}
-        found = [self._log.of_state(State.CANCELING, condition, limit), self._log.of_state(State.PENDING, late, limit)]
+        # What is being undone already has been so far as others answered: it is taken again after some minutes.
+        tried = {**condition, "$expr": is_older(min(older_than, _AGAIN_SECONDS))}
+        late = {**condition, "$expr": {"$and": [is_abandoned(older_than), IS_OVERDUE]}}
+        found = [self._log.of_state(State.CANCELING, tried, limit), self._log.of_state(State.PENDING, late, limit)]
         return list(islice(heapq.merge(*found, key=age_key), limit))
 
 

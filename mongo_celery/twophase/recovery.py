@@ -346,9 +346,13 @@ class Recoverer:
                     return False, None
                 ended = self._completion.to_the_end(taken, deadline, any_application=self._any_application)
         except Exception as error:  # noqa: BLE001 - whatever one transaction does, the others have their turn
-            logger.error(
-                "transaction %r could not be recovered: %s", identity, short(error), extra={"event": "recovery_failed"}
-            )
+            if not away:  # that it gets no further is known
+                logger.error(
+                    "transaction %r could not be recovered: %s",
+                    identity,
+                    short(error),
+                    extra={"event": "recovery_failed"},
+                )
             self._note_silence(error, lane)
             after = _state_of(self._log, identity, before)
             stopped = isinstance(error, TransactionStateError | ConfigurationError)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +20,13 @@ from pymongo import MongoClient
 from pymongo.database import Database
 from redis import Redis
 
-from mongo_celery import ConfigurationError, Participant, TransactionStateError, TwoPhaseCommit
+from mongo_celery import (
+    ConfigurationError,
+    Participant,
+    TransactionStateError,
+    TransactionTimeoutError,
+    TwoPhaseCommit,
+)
 from mongo_celery.bridge.listener.recovering import RecoveryRequests
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.twophase import final, recovery, unrecovered
@@ -118,6 +125,20 @@ def test_a_thousand_beside_a_dead_cluster_do_not_wait_for_it(
     assert {each.error for each in report if each.id in near} == {None}
     assert {each.id for each in report if each.after == "done"} == set(near)
     assert seconds < 60
+
+
+def test_looking_ends_with_the_time_too(other_cluster: MongoReplicaSet) -> None:
+    """What commands and pages show: nobody waits for a log that does not answer."""
+    with MongoClient[Document](other_cluster.url) as client:
+        bank = TwoPhaseCommit(None, client["looks"]["transactions"], timeout=0.5)
+        assert bank.found(["pending"], 60, limit=1) == []
+        other_cluster.pause()
+        try:
+            for look in (bank.found, partial(bank.stored, 1), bank.abandoned):
+                with pytest.raises(TransactionTimeoutError):
+                    look()
+        finally:
+            other_cluster.resume()
 
 
 def test_what_has_passed_its_deadline_need_not_be_old(clusters: Clusters) -> None:

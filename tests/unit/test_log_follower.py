@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
 from mongo_celery.exits import Closing
 from mongo_celery.twophase import follower
-from mongo_celery.twophase.follower import BATCH, LogFollower
+from mongo_celery.twophase.follower import BATCH, FollowerLane, LogFollower
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import State, Transaction
 from tests.fixtures.process import wait_for
@@ -123,6 +123,27 @@ def test_the_soft_time_limit_of_the_callers_task_is_not_lost(
     with pytest.raises(SoftTimeLimitExceeded):
         LogFollower(finish).take(decided(1), in_time())
     assert [vars(each)["event"] for each in caplog.records] == ["log_behind"]
+
+
+def test_it_waits_on_while_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of few costs as much as one of many; what comes alone does not wait for long."""
+    monkeypatch.setattr(follower, "LONGEST_SECONDS", PATIENCE_SECONDS)
+    lane, waits = FollowerLane(Log().finish), [0.0]
+    lane._waiting = [decided(0)]
+
+    def wait_for(is_enough: Callable[[], bool], seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) < 5:
+            lane._waiting.append(decided(len(waits)))
+        return is_enough()
+
+    monkeypatch.setattr(lane._changed, "wait_for", wait_for)
+    lane._linger()
+    assert (len(waits), len(lane._waiting)) == (5, 4)
+    monkeypatch.setattr(follower, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(follower, "LINGER_SECONDS", 0.0)
+    lane._linger()
+    assert len(waits) == 5
 
 
 def test_a_caller_waits_for_two_seconds_at_most_where_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
