@@ -78,7 +78,7 @@ def run_cell(cell: Cell, folder: Path, arguments: tuple[str, ...] = ()) -> Outco
     report = folder / f"{cell.name}.xml"
     report.unlink(missing_ok=True)
     # Warnings of versions that are no longer developed, or not yet looked at, are the concern of the daily suite.
-    command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    command: list[str | Path] = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
     started = time.monotonic()
     with (folder / f"{cell.name}.txt").open("wb") as output, _broker(cell, folder) as broker:
         subprocess.run(
