@@ -32,7 +32,9 @@ def _flow(chain: Chain) -> None:
     chain.judge()
 
 
-@pytest.mark.parametrize("pool", ["threads", pytest.param("solo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pool", ["threads", *(pytest.param(each, marks=pytest.mark.slow) for each in ("solo", "gevent"))]
+)
 def test_other_pools_keep_the_same_promises(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
 ) -> None:

@@ -245,7 +245,7 @@ def test_a_pipeline_may_drop_every_field_but_the_fence(
     kept = (found or {}).get(FENCE, {})
     if found is not None:
         target.insert_one(found)
-    variables = {"let": {"amount": 1}} if "$$amount" in str(stages) else {}
+    variables: dict[str, Any] = {"let": {"amount": 1}} if "$$amount" in str(stages) else {}
     view(target, 5).update_one({"_id": 1}, stages, upsert=True, **variables)
     assert stored(target) == {"_id": 1, "n": 1, FENCE: {**kept, **stamp(5)}}
 

@@ -214,6 +214,7 @@ def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(databa
     assert runs == [None, None, ["a", 1], "$where", re.compile("a")]
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_what_a_function_sends_goes_with_its_mark(app: Celery, database: Database[Document]) -> None:
     """The inbox and the outbox are one transaction: effect, mark and messages are there together or not at all."""
     outbox = OutboxCollection(app, database["outbox"], sweep_every=None, at_once=False)

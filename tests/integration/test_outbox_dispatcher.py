@@ -347,6 +347,7 @@ def test_a_process_that_ends_while_the_broker_is_silent_lets_its_claims_go(
     assert [owner == NOBODY for owner in owners] == [True, True, True]
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_an_outbox_of_transactions_that_is_closed_then_lets_its_claims_go_too(
     rig: Rig, database: Database[Document]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from tests.versions.environment import PROJECT
 from tests.versions.matrix import CELLS, SHORT
-from tests.versions.report import as_json, as_table, record
+from tests.versions.report import as_json, as_table, keep, kept, record
 from tests.versions.run import Outcome, run_cell
 
 PAGE = PROJECT / "docs" / "versions.md"
@@ -31,7 +30,7 @@ _FOLDER = Path(tempfile.gettempdir()) / "mongo_celery_versions"
 @click.option("-n", "processes", default="2", show_default=True, help="Processes of pytest, or `auto`.")
 @click.option("-k", "chosen", help="As pytest takes it.")
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--record", "wants_record", is_flag=True, help=f"Write the table into docs/{PAGE.name}.")
+@click.option("--record", "wants_record", is_flag=True, help=f"Write what all have last come to into docs/{PAGE.name}.")
 def versions(
     cells: tuple[str, ...],
     short: bool,
@@ -56,9 +55,10 @@ def versions(
         console.print(f"{name} ...")
         outcome = run_cell(CELLS[name], folder.absolute(), arguments)
         console.print(_sentence(outcome, folder), markup=False)
+        keep(outcome, folder)
         outcomes.append(outcome)
     if wants_record:
-        record(outcomes, f"{datetime.now(UTC):%Y-%m-%d}", PAGE)
+        record(kept(folder), PAGE)
     if wants_json:
         click.echo(as_json(outcomes))
     else:

@@ -69,7 +69,16 @@ def make_environment(folder: Path, python: Path, packages: Mapping[str, str]) ->
         pins = folder / "pins.txt"
         pins.write_text("".join(f"{name}{pin}\n" for name, pin in packages.items()), encoding="utf-8")
         wanted = [*needed_requirements(), *(f"{name}{pin}" for name, pin in packages.items())]
-        command = [interpreter, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", pins]
+        command: list[str | Path] = [
+            interpreter,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "-c",
+            pins,
+        ]
         installed = subprocess.run(
             [*command, "-e", f"{PROJECT}[metrics,otel]", *wanted], capture_output=True, text=True, check=False
         )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -28,6 +29,7 @@ class Outcome:
 
     Attributes:
         cell: which.
+        on: the day, in UTC.
         versions: what really ran, by name.
         passed: tests that passed.
         failed: names of tests that failed, or had an error.
@@ -37,6 +39,7 @@ class Outcome:
     """
 
     cell: Cell
+    on: str
     versions: dict[str, str] = field(default_factory=dict)
     passed: int = 0
     failed: tuple[str, ...] = ()
@@ -59,14 +62,14 @@ def run_cell(cell: Cell, folder: Path, arguments: tuple[str, ...] = ()) -> Outco
         folder: for servers and environments, kept from run to run.
         arguments: more of them for pytest.
     """
-    servers = Servers(folder)
+    servers, today = Servers(folder), f"{datetime.now(UTC):%Y-%m-%d}"
     try:
         mongod, redis_server = servers.mongod(cell.mongodb), servers.redis_server(cell.redis)
         python = find_python(cell.python)
         environment = folder / f"venv-{cell.name.removesuffix('-short')}"
         interpreter = make_environment(environment, python, cell.packages)
     except MissingError as error:
-        return Outcome(cell, missing=str(error))
+        return Outcome(cell, today, missing=str(error))
     versions = {**versions_in(interpreter), "mongod": _said(mongod), "redis-server": _said(redis_server)}
     variables = {
         **{name: value for name, value in os.environ.items() if name not in {"CI", "PYTHONHOME", "PYTHONPATH"}},
@@ -78,7 +81,16 @@ def run_cell(cell: Cell, folder: Path, arguments: tuple[str, ...] = ()) -> Outco
     report = folder / f"{cell.name}.xml"
     report.unlink(missing_ok=True)
     # Warnings of versions that are no longer developed, or not yet looked at, are the concern of the daily suite.
-    command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    command: list[str | Path] = [
+        interpreter,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "filterwarnings=default",
+    ]
     started = time.monotonic()
     with (folder / f"{cell.name}.txt").open("wb") as output, _broker(cell, folder) as broker:
         subprocess.run(
@@ -91,9 +103,9 @@ def run_cell(cell: Cell, folder: Path, arguments: tuple[str, ...] = ()) -> Outco
         )
     seconds = time.monotonic() - started
     if not report.exists():
-        return Outcome(cell, versions, failed=("pytest itself",), seconds=seconds)
+        return Outcome(cell, today, versions, failed=("pytest itself",), seconds=seconds)
     passed, failed, skipped = _read(report)
-    return Outcome(cell, versions, passed, failed, skipped, seconds)
+    return Outcome(cell, today, versions, passed, failed, skipped, seconds)
 
 
 @contextmanager
