@@ -171,7 +171,6 @@ class Recoverer:
         """
         report: dict[str, Recovery] = {}
         silent: set[str] = set()
-        self._note_going_on()
         try:
             with SignsOfClusters(self._completion.ask) as signs:
                 self._recover(limit, signs, report)
@@ -179,7 +178,8 @@ class Recoverer:
                 silent = signs.silent | fallen
                 self._give_back(signs.silent | self._still_silent(fallen), limit, report)
         finally:  # also where a time limit ends it: what was done is done
-            self._records.note(list(report.values()), sorted(silent))
+            if math.isfinite(self._noted):
+                self._records.note(list(report.values()), sorted(silent))
         return list(report.values())
 
     def _recover(self, limit: int, signs: SignsOfClusters, report: dict[str, Recovery]) -> None:
@@ -187,6 +187,7 @@ class Recoverer:
         while left > 0:
             wanted = min(left - self._waiting(), _BATCH)
             found = self._found(wanted, signs)
+            self._note_going_on()  # whoever cannot read the log has not recovered
             for document in found:
                 self._line_up(document, signs)
             is_last = len(found) < wanted

@@ -322,8 +322,14 @@ class TwoPhaseCommit:
         return self._completion.once_bounded(lambda: self.log.get(id))
 
     def stored(self, id: Any) -> dict[str, Any] | None:  # noqa: A002
-        """The document of a transaction as it is stored now, whatever its shape; None if there is none."""
-        return self._completion.once_bounded(lambda: self.transactions.find_one({"_id": {"$eq": id}}))
+        """
+        The document of a transaction as it is stored now, whatever its shape; None if there is none.
+
+        Raises:
+            PyMongoError: MongoDB did not answer in time, or refused it; asked once.
+        """
+        with self._completion.bounded():
+            return self.transactions.find_one({"_id": {"$eq": id}})
 
     def found(
         self, states: Sequence[str] = (), older_than: Duration | None = None, *, limit: int = 50
@@ -335,9 +341,13 @@ class TwoPhaseCommit:
             states: only in these; by default in any.
             older_than: only those whose last step was so many seconds ago, by the server's clock.
             limit: how many at most.
+
+        Raises:
+            PyMongoError: as of `stored`.
         """
         age = None if older_than is None else not_negative(older_than, "older_than")
-        return self._completion.once_bounded(lambda: list(self.log.find(states, age, limit)))
+        with self._completion.bounded():
+            return list(self.log.find(states, age, limit))
 
     def cancel(self, id: Any, reason: str = "canceled on request", *, all: bool = False) -> Transaction:  # noqa: A002
         """
