@@ -43,6 +43,7 @@ class FinalTransactions:
 
     def __init__(self, log: TransactionLog, older_than: float, *, any_application: bool) -> None:
         self._collection = log.collection
+        self._older_than = older_than
         whose: Document = {} if any_application else log.ours()
         # Not a list of states, as damaged code may leave it: $in would find it by any of them.
         is_final = {"$in": list(FINAL), "$not": {"$type": "array"}}
@@ -92,7 +93,10 @@ class FinalTransactions:
 
     def remove(self, ids: Sequence[Any]) -> None:
         """Remove some, for good, as far as they are such ones."""
-        self._collection.delete_many({**self._condition, "_id": {"$in": list(ids)}})
+        # Asked for: MongoDB 4.4 does not know $$NOW in deletes.
+        now = self._collection.database.client.admin.command("hello")["localTime"]
+        is_old = {"$expr": is_older(self._older_than, now=now)}
+        self._collection.delete_many({**self._condition, **is_old, "_id": {"$in": list(ids)}})
 
     def _finds(self, condition: Document) -> bool:
         return self._collection.find_one(condition, {"_id": 1}) is not None

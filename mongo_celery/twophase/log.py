@@ -545,6 +545,6 @@ def _stored(state: State) -> Document:
     return {"state": {"$in": spelled} if len(spelled) > 1 else str(state)}
 
 
-def is_older(seconds: float) -> Document:
+def is_older(seconds: float, *, now: object = "$$NOW") -> Document:
     """By the server's clock; a time that is missing or is no time counts as long ago."""
-    return {"$lte": [_MODIFIED, {"$subtract": ["$$NOW", millis(seconds)]}]}
+    return {"$lte": [_MODIFIED, {"$subtract": [now, millis(seconds)]}]}
