@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any, Unpack, cast
 
 from celery import Celery
-from celery.local import Proxy
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
@@ -18,7 +17,7 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
-from mongo_celery.bridge.registration import LateTask, Registration, checked_sources, registration
+from mongo_celery.bridge.registration import Late, LateTask, Registration, checked_sources, registration
 from mongo_celery.bridge.shared import BOUND, LOCK, taken_up_by
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges, TaskOptions
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
@@ -288,7 +287,7 @@ class Bridge:
             self._outboxes[called] = lambda bridge: bridge.outbox(namespace, watch=watch, name=called, **options)
             for wiring in self._bindings.alive():
                 wiring.outboxes[called] = self._outboxes[called](wiring.public)
-        outbox: Any = Proxy(lambda: self._outbox_of_app(called))
+        outbox: Any = Late(lambda: self._outbox_of_app(called))
         return cast("Outbox", outbox)
 
     def _make_outbox(self, namespace: str, name: str, options: Mapping[str, Any], *, watch: bool) -> Outbox:

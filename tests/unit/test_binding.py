@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 import gc
+import inspect
 import threading
+import unittest
 import weakref
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from celery import Celery
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.outbox import OUTBOXES
+from mongo_celery.outbox.outbox import OUTBOXES, Outbox
 from tests.fixtures.process import wait_for
 from tests.unit.binding_rig import URL, made_app, summarise
 
@@ -199,6 +203,26 @@ def test_an_outbox_may_be_declared_before_there_is_an_app() -> None:
         assert (orders.app, carts.app) == (app, app)
         assert [each.name for each in bridge.handlers] == ["outbox-shop-orders"]
         assert orders.collection.database.client is bridge.client
+
+
+def test_what_goes_through_the_names_of_a_module_needs_no_app() -> None:
+    """Test runners, `celery -A` and pydoc ask everything that they find in it whether it is one of theirs."""
+    bridge = Bridge(url=URL, name="shop")
+    orders, task = bridge.outbox("shop.orders"), bridge.on_change("shop.orders")(summarise)
+    module = ModuleType("extensions")
+    vars(module).update(bridge=bridge, orders=orders, summarise=task)
+    assert inspect.getmembers(module, inspect.isclass) == []
+    assert doctest.DocTestFinder().find(module, module=module) == []
+    assert unittest.defaultTestLoader.loadTestsFromModule(module).countTestCases() == 0
+    for each in (orders, task):
+        assert each
+        assert not hasattr(each, "__wrapped__")
+        assert "bridge shop has no app yet" in repr(each)
+        with pytest.raises(ConfigurationError, match="bridge shop has no app yet"):
+            each.name  # noqa: B018 - asked for
+    app = made_app(bridge, "shop")
+    assert isinstance(orders, Outbox)
+    assert isinstance(task, app.Task)
 
 
 def test_what_a_factory_has_made_is_gone_with_its_app() -> None:
