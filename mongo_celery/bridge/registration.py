@@ -127,7 +127,11 @@ def registration(
     return Registration(function, sources, arguments, task_options, shared_with)
 
 
-class Late(Proxy):  # type: ignore[type-arg] # generic in its stubs alone
+_Proxy: Any = Proxy
+"""Its stubs leave out what is overridden here."""
+
+
+class Late(_Proxy):  # type: ignore[misc] # see above
     """
     What stands at module level for a thing that each app has: that of the app that is meant when it is used.
 
@@ -151,7 +155,7 @@ class Late(Proxy):  # type: ignore[type-arg] # generic in its stubs alone
             raise
 
     @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override] # as in its base
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override] # as in the proxy
         try:
             return cast("dict[str, Any]", self._get_current_object().__dict__)
         except ConfigurationError as error:
@@ -159,19 +163,19 @@ class Late(Proxy):  # type: ignore[type-arg] # generic in its stubs alone
 
     def __repr__(self) -> str:
         try:
-            return super().__repr__()
+            return str(super().__repr__())
         except ConfigurationError as error:
             return f"<{type(self).__name__}: {error}>"
 
     def __dir__(self) -> list[str]:
         try:
-            return super().__dir__()
+            return list(super().__dir__())
         except ConfigurationError:
             return []
 
     def __bool__(self) -> bool:
         try:
-            return super().__bool__()
+            return bool(super().__bool__())
         except ConfigurationError:
             return True
 

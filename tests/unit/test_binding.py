@@ -10,12 +10,13 @@ import unittest
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from celery import Celery
 
 from mongo_celery import Bridge, Change
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.outbox import OUTBOXES, Outbox
@@ -148,6 +149,38 @@ def test_a_handler_that_one_of_the_apps_refuses_is_in_none() -> None:
     assert [len(bridge.of(app).handlers) for app in (first, second)] == [1, 2]
 
 
+def test_an_app_that_refuses_an_outbox_of_a_bridge_knows_nothing_of_the_bridge() -> None:
+    """A half of one would be there, whose name is taken when it is tried again."""
+    bridge, twice = Bridge(url=URL, name="shop"), Bridge(url=URL, name="twice")
+    for each in (bridge.on_change("shop.orders"), twice.on_change("shop.orders")):
+        each(summarise)
+    bridge.outbox("shop.orders")
+    twice.outbox("shop.orders", name="one")
+    twice.outbox("shop.orders", name="two")
+    app = made_app(None, "shop")
+    Bridge(app, URL, name="other").outbox("shop.orders")
+    with pytest.raises(ConfigurationError, match=r"already has an outbox named 'shop\.orders'"):
+        bridge.init_app(app)
+    with pytest.raises(ConfigurationError, match="handler 'outbox-shop-orders' of bridge twice"):
+        twice.init_app(made_app(None, "another"))
+    assert [each.name for each in BRIDGES.of(app)] == ["other"]
+    assert not [name for name in app.tasks if name.endswith("summarise")]
+    bridge.init_app(made_app(None, "late"))
+    assert [each.name for each in bridge.handlers] == ["outbox-shop-orders", "summarise"]
+
+
+def test_an_outbox_that_one_of_the_apps_refuses_is_in_none() -> None:
+    """Nor is its name taken."""
+    bridge = Bridge(url=URL, name="shop")
+    first, second = made_app(bridge, "first"), made_app(bridge, "second")
+    theirs = Bridge(second, URL, name="other").outbox("shop.orders")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"the app already has an outbox named 'shop\.orders'"):
+            bridge.outbox("shop.orders")
+    assert [OUTBOXES.of(first), OUTBOXES.of(second)] == [[], [theirs]]
+    assert [bridge.of(app).handlers for app in (first, second)] == [[], []]
+
+
 def test_a_handler_inside_the_factory_belongs_to_one_app() -> None:
     """Celery keeps the first task of a name: the first app's function would run for the second."""
     bridge = Bridge(url=URL, name="shop")
@@ -222,7 +255,7 @@ def test_what_goes_through_the_names_of_a_module_needs_no_app() -> None:
             each.name  # noqa: B018 - asked for
     app = made_app(bridge, "shop")
     assert isinstance(orders, Outbox)
-    assert isinstance(task, app.Task)
+    assert isinstance(cast("Any", task), app.Task)
 
 
 def test_what_a_factory_has_made_is_gone_with_its_app() -> None:
