@@ -106,9 +106,9 @@ def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Wat
 
 
 def test_an_outbox_needs_the_bridges_app_and_a_collection() -> None:
-    """Said when it is made, not when the first order is lost."""
+    """Said when it is made, not when the first order is lost; without an app, before an order is written."""
     with pytest.raises(ConfigurationError, match="no app"):
-        Bridge(url="mongodb://localhost/", autodiscover=False).outbox("shop.orders")
+        Bridge(url="mongodb://localhost/", autodiscover=False).outbox("shop.orders").insert_one({})
     bridge = Bridge(Celery("unbound", broker="memory://"), "mongodb://localhost/", autodiscover=False)
     with pytest.raises(ConfigurationError, match="collection"):
         bridge.outbox(42)

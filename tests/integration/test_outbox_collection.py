@@ -408,7 +408,10 @@ def test_stored_ids_and_documents_beyond_the_limit_are_refused(rig: ParcelRig) -
     outbox.add([rig.add.s(1, "x" * 3_000_000) for _ in range(3)], key="k")
     outbox.add([rig.add.s(2, each) for each in range(700)], key="k")
     assert len(rig.stored) == 5
-    assert outbox.sweep(older_than=0).dispatched == 703
+    dispatched = [outbox.sweep(older_than=0).dispatched]
+    while rig.stored and dispatched[-1]:  # a turn ends by time
+        dispatched.append(outbox.sweep(older_than=0).dispatched)
+    assert sum(dispatched) == 703
     assert [n for key, n in rig.sent() if key == 2] == list(range(700))
 
 
