@@ -10,7 +10,7 @@ import pytest
 
 from tests.fixtures import rabbitmq
 from tests.versions.environment import NEEDED, needed_requirements
-from tests.versions.matrix import CELLS, MATRIX, NEWEST, SHORT, Cell
+from tests.versions.matrix import CELLS, MATRIX, NEWEST, Cell
 from tests.versions.report import BEGIN, END
 from tests.versions.run import run_cell
 from tests.versions.servers import MONGODB, REDIS_PACKAGES, REDIS_WHEELS
