@@ -6,6 +6,8 @@ has Django's settings. What stands and what was set aside is a real bridge's, le
 # ruff: noqa: E402 - Django has to be set up before what needs it is imported
 from __future__ import annotations
 
+import io
+import json
 import os
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -21,6 +23,8 @@ django.setup()
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
+from django.contrib.contenttypes.models import ContentType
+from django.core.checks import run_checks
 from django.core.management import call_command
 from django.test import Client
 from django.test.utils import override_settings, setup_test_environment
@@ -241,6 +245,22 @@ def test_contents_are_shown_to_who_may_see_them(runner: BridgeRunner) -> None:
     assert CARD not in operator().post(f"{BRIDGES}act/", head).content.decode()
     both = user("both", *named("view"), *named("act_on"), *named("see_contents_of"))
     assert CARD in both.post(f"{BRIDGES}act/", head).content.decode()
+
+
+def test_nothing_of_djangos_own_asks_for_the_rows_of_the_pages_models() -> None:
+    """They have no tables: for the admin's link to an object they have none, and `dumpdata` goes past them."""
+    types = ContentType.objects.filter(app_label="mongo_celery")
+    assert sorted(each.model for each in types) == sorted(PAGES)
+    for each in types:
+        assert user("nobody").get(f"/admin/r/{each.pk}/1/").status_code == 404
+        assert each.get_all_objects_for_this_type().count() == 0
+    dumped = io.StringIO()
+    call_command("dumpdata", "auth", "mongo_celery", stdout=dumped)
+    assert {each["model"] for each in json.loads(dumped.getvalue())} >= {"auth.permission"}
+    for page in PAGES:
+        for address in ("1/history/", "1/delete/", "1/change/", "add/"):
+            assert user("root", *named("view")).get(f"/admin/mongo_celery/{page}/{address}").status_code == 404
+    assert [each for each in run_checks() if (each.id or "").startswith("models.")] == []
 
 
 # -- how something is done ---------------------------------------------------------------------------
