@@ -44,6 +44,8 @@ urlpatterns = [path("admin/", admin.site.urls)]
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202etxt"
 CARD = "card-4111"
+NO_IDS = ("99999999999999999999", '"\\ud800"', '{"a\\u0000": 1}', '{"$numberDecimal": "x"}', "[" * 3000)
+"""JSON, or near to it, that BSON cannot hold."""
 PAGES = ("changebridge", "changedeadletter", "taskoutbox", "twophasetransaction")
 BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS = (f"/admin/mongo_celery/{name}/" for name in PAGES)
 ACTIONS = {
@@ -367,6 +369,7 @@ def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) 
         (OUTBOXES, {"action": "discard", "outbox": "orders", "letter": "none"}),
         (TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": '{"$gt": ""}'}),
         (TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": "not json"}),
+        *((TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": text}) for text in NO_IDS),
         (TRANSACTIONS, {"action": "compensate", "name": "transfers", "id": f'"{identity}"'}),
     ]
     for page, fields in wrong:
@@ -381,8 +384,31 @@ def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) 
     twice = f"{LETTERS}show/?bridge=shop&letter={quote(letter)}&letter={quote(letter)}"
     assert browser.get(twice).status_code == 200
     operators = quote('{"$gt": ""}')
+    for text in NO_IDS:
+        assert browser.get(LETTERS, {"key": text}).status_code == 200
+        assert browser.get(f"{TRANSACTIONS}show/", {"name": "transfers", "id": text}).status_code == 302
     for address in (f"{LETTERS}?key={operators}", f"{LETTERS}?handler=no", f"{TRANSACTIONS}?state=no"):
         assert browser.get(address).status_code == 200
+
+
+def test_a_letter_that_somebody_else_has_written_does_not_hide_the_others() -> None:
+    """Shown as far as it goes, and discarded."""
+    entry = outbox_letter()
+    kept = project.outbox.dead_letters
+    (sound,) = kept.find()
+    database, _, name = kept.full_name.partition(".")
+    for number, wrong in enumerate(({"at": "yesterday"}, {"entry": [1]}, {"entry": {"attempts": "x", "bind": 3}})):
+        identity = str(sound["_id"]).replace(entry, str(number))
+        project.client[database][name].insert_one({"_id": identity, "outbox": sound["outbox"], **wrong})
+    browser = operator()
+    page = browser.get(f"{OUTBOXES}show/", {"outbox": "orders"}).content.decode()
+    assert entry in page
+    names = ["0", "1", "2"]
+    for name in names:
+        assert browser.get(f"{OUTBOXES}show/", {"outbox": "orders", "letter": name}).status_code == 200
+    assert len(said(confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=names))) == 4
+    confirmed(browser, OUTBOXES, action="discard", outbox="orders", letter=names)
+    assert kept.count() == 1
 
 
 # -- outboxes and transactions -----------------------------------------------------------------------
