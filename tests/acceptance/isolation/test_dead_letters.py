@@ -370,7 +370,8 @@ def test_a_parked_key_waits_in_order_while_others_flow_until_it_is_released(make
     chain.open_gate("hold")
     _wait_gone(chain, "parked")
     chain.write("parked", "bad", 11)
-    wait_for(lambda: _copy_of(chain, "parked", "bad") == 11)
+    wait_for(lambda: chain.facts["end"].find_one({"key": "bad", "n": 11}))  # which follows the copy
+    assert _copy_of(chain, "parked", "bad") == 11
     ends = [each["n"] for each in chain.facts["end"].find({"key": "bad"}).sort("at")]
     assert ends == list(range(1, 12))
     assert len(chain.starts(bad)) == 2
