@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import rabbitmq
-from tests.versions.environment import NEEDED, needed_requirements
+from tests.versions.environment import NEEDED, find_python, needed_requirements
 from tests.versions.matrix import CELLS, MATRIX, NEWEST, Cell
 from tests.versions.report import BEGIN, END
 from tests.versions.run import run_cell
-from tests.versions.servers import MONGODB, REDIS_PACKAGES, REDIS_WHEELS
+from tests.versions.servers import MONGODB, REDIS_PACKAGES, REDIS_WHEELS, MissingError
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +68,15 @@ def test_a_server_that_does_not_run_here_is_said_and_the_other_cells_go_on(tmp_p
     outcome = run_cell(Cell("tried", python=NEWEST), folder)
 
     assert outcome.missing == "mongod does not run here: libcurl.so.4: cannot open"
+
+
+def test_a_python_that_cannot_make_environments_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian has `venv` everywhere, and what it needs in a package of its own."""
+    _program(tmp_path / "bin/python3.14", 'case "$2" in *ensurepip*) exit 1; esac')
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    with pytest.raises(MissingError, match=r"no Python 3\.14 on this machine that makes"):
+        find_python("3.14")
 
 
 def test_a_broker_that_is_not_here_is_said_for_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
