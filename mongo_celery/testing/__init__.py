@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from mongo_celery.testing.draining import drain
     from mongo_celery.testing.once import OnceRuns, assert_once, once_runs
     from mongo_celery.testing.pending import PendingEntry, assert_pending, pending_entries, undispatched
+    from mongo_celery.testing.processes import BridgeWorkers
     from mongo_celery.testing.runner import BridgeRunner, DeliveredChanges
     from mongo_celery.testing.sent_tasks import SentTask
 
 _HOMES = {
     "BridgeRunner": "runner",
+    "BridgeWorkers": "processes",
     "DeliveredChanges": "runner",
     "HandlerCall": "calls",
     "OnceRuns": "once",
@@ -45,6 +47,7 @@ _HOMES = {
 
 __all__ = [
     "BridgeRunner",
+    "BridgeWorkers",
     "DeliveredChanges",
     "HandlerCall",
     "OnceRuns",

@@ -9,6 +9,7 @@ from pymongo.collection import Collection
 from mongo_celery import Bridge, Change, Outbox, OutboxCollection, shared_change
 from mongo_celery.testing import (
     BridgeRunner,
+    BridgeWorkers,
     DeliveredChanges,
     HandlerCall,
     OnceRuns,
@@ -62,3 +63,10 @@ def test_tasks(outbox: Outbox, others: OutboxCollection, marks: Collection[dict[
     assert_pending(others, "order.paid", times=0)
     assert_once(marks, "an-id")
     assert_once(lambda: marks, 7, task="shop.parcel", ran=False)
+
+
+def test_deployment(bridge_workers: BridgeWorkers) -> None:
+    """By a real worker."""
+    bridge_workers.start("shop.celery", "-c", "1", environment={"MONGO_URL": "mongodb://db/"}, timeout=30)
+    bridge_workers.drain(timeout=60)
+    assert_type(bridge_workers.output, str)
