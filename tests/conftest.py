@@ -6,6 +6,7 @@ Tests run in several processes, each with servers of its own: most of their time
 
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -47,13 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
-def pytest_sessionstart() -> None:
-    """Collect tests without collecting garbage: what is made then stays, and looking through it is a quarter of it."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """
+    Collect tests without collecting garbage: what is made then stays, and looking through it is a quarter of it.
+
+    From then on there is garbage, and nothing of what was collected is; also in the process that xdist is led from.
+    """
     gc.disable()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """From now on there is garbage, and nothing of what was collected is."""
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

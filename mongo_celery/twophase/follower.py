@@ -129,9 +129,10 @@ class FollowerLane:
         """Wait for others."""
         until = time.monotonic() + max(LINGER_SECONDS, LONGEST_SECONDS)
         count = 0
-        while len(self._waiting) > count and time.monotonic() < until:
+        while len(self._waiting) > count and (left := until - time.monotonic()) > 0:
             count = len(self._waiting)
-            if self._changed.wait_for(lambda: self._hurried or len(self._waiting) >= BATCH, LINGER_SECONDS):
+            seconds = min(LINGER_SECONDS, left)
+            if self._changed.wait_for(lambda: self._hurried or len(self._waiting) >= BATCH, seconds):
                 return
 
 

@@ -146,6 +146,25 @@ def test_it_waits_on_while_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waits) == 5
 
 
+def test_while_others_come_the_first_one_waits_no_longer_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(follower, "LONGEST_SECONDS", 0.3)
+    lane = FollowerLane(Log().finish)
+    lane._waiting = [decided(0)]
+    waits: list[float] = []
+    never = threading.Event()
+
+    def wait_for(is_enough: Callable[[], bool], seconds: float) -> bool:
+        waits.append(seconds)
+        never.wait(seconds)
+        lane._waiting.append(decided(len(waits)))
+        return is_enough()
+
+    monkeypatch.setattr(lane._changed, "wait_for", wait_for)
+    lane._linger()
+    assert sum(waits) <= follower.LONGEST_SECONDS
+
+
 def test_a_caller_waits_for_two_seconds_at_most_where_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transaction is done; it has more to do than to wait for a log that does not answer."""
     monkeypatch.setattr(follower, "QUEUE_MAX", 0)

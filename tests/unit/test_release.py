@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -58,6 +60,37 @@ def test_a_changelog_without_news_is_refused(checkout: Path) -> None:
 
     assert done.returncode == 1
     assert "nothing under [Unreleased]" in done.stderr
+
+
+def test_a_changelog_of_a_first_release_without_news_is_refused(checkout: Path) -> None:
+    (checkout / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n", encoding="utf-8")
+    _git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-am", "no news")
+    done = _release(checkout, "0.2.0")
+
+    assert "nothing under [Unreleased]" in done.stderr
+
+
+def test_an_interrupted_release_leaves_the_checkout_as_it_was(checkout: Path) -> None:
+    """Checks take many minutes, and somebody loses patience."""
+    (checkout / ".ci" / "run").write_text("#!/bin/sh\necho checking\nexec sleep 60\n", encoding="utf-8")
+    _git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-am", "slow checks")
+    release = subprocess.Popen(
+        [".ci/release", "0.2.0"],
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert release.stdout is not None
+    assert release.stdout.readline() == "checking\n"
+    assert _git(checkout, "status", "--porcelain") != ""
+    os.killpg(release.pid, signal.SIGINT)  # as the terminal does, to all of them
+    _, said = release.communicate(timeout=60)
+
+    assert release.returncode
+    assert "Nothing was released" in said
+    assert _git(checkout, "status", "--porcelain") == ""
 
 
 def test_where_a_check_fails_nothing_is_released(checkout: Path) -> None:

@@ -46,7 +46,7 @@ def find_python(version: str) -> Path:
             # A version manager's stand-in is found and yet may not run: only running it tells.
             if found and _runs(found):
                 return Path(found)
-    raise MissingError(f"there is no Python {version} on this machine")
+    raise MissingError(f"there is no Python {version} on this machine that makes virtual environments")
 
 
 def make_environment(folder: Path, python: Path, packages: Mapping[str, str]) -> Path:
@@ -114,4 +114,4 @@ def _pyenv() -> Path:
 
 
 def _runs(program: str) -> bool:
-    return subprocess.run([program, "-c", "import venv"], capture_output=True, check=False).returncode == 0
+    return subprocess.run([program, "-c", "import ensurepip, venv"], capture_output=True, check=False).returncode == 0

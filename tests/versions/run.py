@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from xml.etree import ElementTree as ET
+
+import pytest
 
 from tests.fixtures.process import Processes
 from tests.fixtures.rabbitmq import MANAGEMENT, QUEUES, RabbitCluster
@@ -62,14 +65,19 @@ def run_cell(cell: Cell, folder: Path, arguments: tuple[str, ...] = ()) -> Outco
         folder: for servers and environments, kept from run to run.
         arguments: more of them for pytest.
     """
-    servers, today = Servers(folder), f"{datetime.now(UTC):%Y-%m-%d}"
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
     try:
-        mongod, redis_server = servers.mongod(cell.mongodb), servers.redis_server(cell.redis)
-        python = find_python(cell.python)
-        environment = folder / f"venv-{cell.name.removesuffix('-short')}"
-        interpreter = make_environment(environment, python, cell.packages)
+        return _run_here(cell, folder, arguments, today)
     except MissingError as error:
         return Outcome(cell, today, missing=str(error))
+
+
+def _run_here(cell: Cell, folder: Path, arguments: tuple[str, ...], today: str) -> Outcome:
+    servers = Servers(folder)
+    mongod, redis_server = servers.mongod(cell.mongodb), servers.redis_server(cell.redis)
+    python = find_python(cell.python)
+    environment = folder / f"venv-{cell.name}"
+    interpreter = make_environment(environment, python, cell.packages)
     versions = {**versions_in(interpreter), "mongod": _said(mongod), "redis-server": _said(redis_server)}
     variables = {
         **{name: value for name, value in os.environ.items() if name not in {"CI", "PYTHONHOME", "PYTHONPATH"}},
@@ -114,10 +122,11 @@ def _broker(cell: Cell, folder: Path) -> Iterator[dict[str, str]]:
     if cell.broker == "redis":
         yield {}
         return
-    directory = folder / f"rabbitmq-{os.getpid()}"
-    directory.mkdir()
-    with Processes(directory) as processes:
-        node = RabbitCluster(processes, directory, 1, management=True).nodes[0]
+    with TemporaryDirectory(prefix="rabbitmq-", dir=folder) as made, Processes(Path(made)) as processes:
+        try:
+            node = RabbitCluster(processes, Path(made), 1, management=True).nodes[0]
+        except pytest.skip.Exception as error:
+            raise MissingError(str(error)) from error
         yield {MANAGEMENT: node.management_url, QUEUES: cell.broker}
 
 
