@@ -46,7 +46,7 @@ def versions(
     Each cell has an environment and servers of its own, from the package index and from Debian's archive; nothing is
     installed on the machine. Ends with 1 if a test failed or a cell that was named could not be run.
     """
-    names = cells or (SHORT if short else tuple(name for name in CELLS if name not in SHORT))
+    names = cells or (SHORT if short else tuple(CELLS))
     arguments = ("-n", processes, *(("-k", chosen) if chosen else ()))
     folder.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)

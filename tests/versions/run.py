@@ -76,7 +76,7 @@ def _run_here(cell: Cell, folder: Path, arguments: tuple[str, ...], today: str) 
     servers = Servers(folder)
     mongod, redis_server = servers.mongod(cell.mongodb), servers.redis_server(cell.redis)
     python = find_python(cell.python)
-    environment = folder / f"venv-{cell.name.removesuffix('-short')}"
+    environment = folder / f"venv-{cell.name}"
     interpreter = make_environment(environment, python, cell.packages)
     versions = {**versions_in(interpreter), "mongod": _said(mongod), "redis-server": _said(redis_server)}
     variables = {
