@@ -78,12 +78,21 @@ class Registry(Generic[T]):
         Raises:
             ConfigurationError: the app already has another one that is known by this name.
         """
+        self.refuse(app, name)
         known = _held_by(app).things.setdefault(self.kind, [])
-        if name is not None and name in {other for other, _ in known}:
-            article = "an" if self.kind[0] in "aeiou" else "a"
-            raise ConfigurationError(f"the app already has {article} {self.kind} named {name!r}; {self.rename}.")
         known.append((name, thing))
         return len(known) == 1
+
+    def refuse(self, app: Celery, name: str | None) -> None:
+        """
+        Say what would keep a thing of this name from being added.
+
+        Raises:
+            ConfigurationError: see `add`.
+        """
+        if name is not None and name in {other for other, _ in _held_by(app).things.get(self.kind, ())}:
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise ConfigurationError(f"the app already has {article} {self.kind} named {name!r}; {self.rename}.")
 
     def of(self, app: Celery) -> list[T]:
         """All of an app, in the order in which they were made."""

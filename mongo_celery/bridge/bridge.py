@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import fields
 from typing import Any, Unpack, cast
 
 from celery import Celery
-from celery.local import Proxy
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
@@ -18,17 +16,15 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
-from mongo_celery.bridge.registration import LateTask, Registration, checked_sources, registration
+from mongo_celery.bridge.outboxes import DeclaredOutbox
+from mongo_celery.bridge.registration import Late, LateTask, Registration, checked_sources, registration
 from mongo_celery.bridge.shared import BOUND, LOCK, taken_up_by
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges, TaskOptions
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
 from mongo_celery.bridge.worker.tasks import register_commit
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import Outbox
-from mongo_celery.outbox.options import OutboxOptions, SharedOptions, options_of
-from mongo_celery.outbox.watching import OPERATIONS, delivery_handler, handler_name, still_pending, watched_fields
 
 Function = Callable[..., Any]
 
@@ -66,7 +62,7 @@ class Bridge:
             )
         self._declared = Wiring(name, url, options)
         self._registrations: dict[str, Registration] = {}
-        self._outboxes: dict[str, Callable[[Bridge], Outbox]] = {}
+        self._outboxes: dict[str, DeclaredOutbox] = {}
         self._bindings = Bindings()
         self._only: Wiring | None = None
         if app is not None:
@@ -85,7 +81,7 @@ class Bridge:
 
         Raises:
             ConfigurationError: the bridge was made with an app, the app has a bridge of this name, no name was given
-                and the app's own cannot serve, or a handler cannot work in this app.
+                and the app's own cannot serve, or a handler or an outbox cannot work in this app.
         """
         if self._only is not None:
             raise ConfigurationError(
@@ -270,45 +266,31 @@ class Bridge:
             options: of `Outbox`.
 
         Raises:
-            ConfigurationError: an option cannot work, or the bridge has an outbox of this name.
+            ConfigurationError: an option cannot work, or the bridge or one of its apps has an outbox of this name.
         """
         namespace = collection.full_name if isinstance(collection, Collection) else collection
         if not isinstance(namespace, str):
             raise ConfigurationError(f"outbox({collection!r}): name the collection as 'db.collection'.")
-        called = name or namespace
-        if self._only is not None:
-            return self._make_outbox(namespace, called, options, watch=watch)
-        if called in self._outboxes:
-            raise ConfigurationError(
-                f"bridge {self._declared.name} already has an outbox named {called!r}; give this one name='...', or "
-                "make it by bridge.of(app).outbox(...) for the app that is just made.",
-            )
-        _check_outbox(options)
+        declared = DeclaredOutbox(namespace, name or namespace, options, watch)
+        declared.check()
         with LOCK:
-            self._outboxes[called] = lambda bridge: bridge.outbox(namespace, watch=watch, name=called, **options)
-            for wiring in self._bindings.alive():
-                wiring.outboxes[called] = self._outboxes[called](wiring.public)
-        outbox: Any = Proxy(lambda: self._outbox_of_app(called))
-        return cast("Outbox", outbox)
+            if self._only is not None:
+                return declared.planned_in(self._only).make()
+            return self._declare_outbox(declared)
 
-    def _make_outbox(self, namespace: str, name: str, options: Mapping[str, Any], *, watch: bool) -> Outbox:
-        made = Outbox(
-            self.app,
-            lambda: self.collection(namespace),
-            name=name,
-            **{"database": self.wiring.given.get("database", DEFAULT_DATABASE), **options},
-        )
-        if watch:
-            self.on_change(
-                namespace,
-                name=handler_name(namespace),
-                operations=OPERATIONS,
-                fields=watched_fields(made.backing.field),
-                match=still_pending(made.backing.field),
-                partition_by="_id",
-                bind=True,
-            )(delivery_handler(lambda: made.backing.relay, namespace))
-        return made
+    def _declare_outbox(self, declared: DeclaredOutbox) -> Outbox:
+        """In all apps, or in none."""
+        if declared.name in self._outboxes:
+            raise ConfigurationError(
+                f"bridge {self._declared.name} already has an outbox named {declared.name!r}; give this one "
+                "name='...', or make it by bridge.of(app).outbox(...) for the app that is just made.",
+            )
+        planned = [declared.planned_in(wiring) for wiring in self._bindings.alive()]
+        self._outboxes[declared.name] = declared
+        for each in planned:
+            each.make()
+        outbox: Any = Late(lambda: self._outbox_of_app(declared.name))
+        return cast("Outbox", outbox)
 
     def _outbox_of_app(self, name: str) -> Outbox:
         wiring = self.wiring
@@ -323,14 +305,18 @@ class Bridge:
         wiring.public = public or self._in(wiring)
         shared = taken_up_by(wiring)
         handlers = [(each, each.declare_in(wiring)) for each in (*self._registrations.values(), *shared)]
+        outboxes = []
+        for declared in self._outboxes.values():
+            outboxes.append(declared.planned_in(wiring))
+            outboxes[-1].declare()
         if BRIDGES.add(app, wiring, name):
             register_commit(app)
             install(app, serving)
             discover_last()
         for each, handler in handlers:
             each.make_task_in(wiring, handler)
-        for called, make in self._outboxes.items():
-            wiring.outboxes[called] = make(wiring.public)
+        for planned in outboxes:
+            planned.make()
         self._bindings.add(wiring)
         BOUND.add(wiring)
         return wiring
@@ -363,12 +349,3 @@ class Bridge:
     def _task_of_app(self, name: str) -> Any:
         wiring = self.wiring
         return wiring.app.tasks[wiring.task_name_of(name)]
-
-
-def _check_outbox(options: Mapping[str, Any]) -> None:
-    """Refuse what cannot be options of an outbox, before there is an app to make it for."""
-    own = {each.name: options.get(each.name, each.default) for each in fields(OutboxOptions)}
-    shared = {
-        name: value for name, value in options.items() if name in SharedOptions.__annotations__ or name not in own
-    }
-    options_of(shared, **{name: own[name] for name in own if name not in SharedOptions.__annotations__})

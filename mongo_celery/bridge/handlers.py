@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
 from typing import Any
 
+from celery import Task
+
 from mongo_celery.arguments import check_choice, check_name, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.options import (
@@ -343,6 +345,9 @@ def check_task_options(task_options: Mapping[str, Any]) -> None:
         if option not in TASK_OPTIONS:
             known = [*TASK_OPTIONS, *_OWN_OPTIONS]
             raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")
+    base = task_options.get("base")
+    if base is not None and not (isinstance(base, type) and issubclass(base, Task)):
+        raise ConfigurationError(f"base={base!r} must be a class that derives from celery.Task.")
 
 
 def check_function(function: object, *, bind: bool, given: str = "the change") -> None:

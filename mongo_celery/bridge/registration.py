@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from celery import Celery
 from celery.local import Proxy
@@ -19,6 +19,7 @@ from mongo_celery.bridge.handlers import Handler, check_function, make_handler, 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.tasks import make_task
+from mongo_celery.errors import ConfigurationError
 
 _ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(
@@ -126,7 +127,60 @@ def registration(
     return Registration(function, sources, arguments, task_options, shared_with)
 
 
-class LateTask(Proxy):  # type: ignore[type-arg] # generic in its stubs alone
+_Proxy: Any = Proxy
+"""Its stubs leave out what is overridden here."""
+
+
+class Late(_Proxy):  # type: ignore[misc] # see above
+    """
+    What stands at module level for a thing that each app has: that of the app that is meant when it is used.
+
+    Where no app is meant it cannot be used, but be looked at: by `isinstance`, `repr`, test runners, and whatever else
+    goes through the names of a module.
+    """
+
+    def _get_class(self) -> type:
+        try:
+            found: type = super()._get_class()
+        except ConfigurationError:
+            return type(self)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except ConfigurationError as error:
+            if name.startswith("__"):  # asked by Python, for which an object has it or not
+                raise AttributeError(str(error)) from None
+            raise
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override] # as in the proxy
+        try:
+            return cast("dict[str, Any]", self._get_current_object().__dict__)
+        except ConfigurationError as error:
+            raise AttributeError(str(error)) from None
+
+    def __repr__(self) -> str:
+        try:
+            return str(super().__repr__())
+        except ConfigurationError as error:
+            return f"<{type(self).__name__}: {error}>"
+
+    def __dir__(self) -> list[str]:
+        try:
+            return list(super().__dir__())
+        except ConfigurationError:
+            return []
+
+    def __bool__(self) -> bool:
+        try:
+            return bool(super().__bool__())
+        except ConfigurationError:
+            return True
+
+
+class LateTask(Late):
     """
     What the decorator of a bridge without an app returns: the task of the app that is meant when it is used.
 

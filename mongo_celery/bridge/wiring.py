@@ -85,7 +85,7 @@ class Wiring:
         given_name: the bridge's name as given; None where it is the app's.
         bound: the Celery app; None for one that only knows what was declared before there is an app.
         public: the `Bridge` in that app, which its tasks have as `self.bridge`; the bridge's parts do without.
-        outboxes: of the bridge in that app, where they were declared before it, by their names.
+        outboxes: of the bridge in that app, by their names.
 
     Args:
         name: of the bridge; None for the app's own.

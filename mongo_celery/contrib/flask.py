@@ -8,7 +8,8 @@ given, what an outbox sends, and the tasks of this package. What Celery itself c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,19 @@ def _command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     if not isinstance(celery, Celery):
         raise click.ClickException(f"the Flask app {app.name!r} has no Celery app; call celery_init_app(app).")
     run = partial(celery_command.main, list(arguments), f"flask {EXTENSION}", default_map={"app": celery})
-    Context().run(run)  # Flask has opened the app's context around the command: it would be that of a whole worker
+    with _without_environment(celery_command, "app"):
+        Context().run(run)  # Flask has opened the app's context around the command: it would be that of a whole worker
+
+
+@contextmanager
+def _without_environment(command: click.Command, name: str) -> Iterator[None]:
+    """Inside, an option has no variable of the environment: Celery's `APP`, which is a name for many things."""
+    option = next(each for each in command.params if each.name == name)
+    option.envvar, before = None, option.envvar
+    try:
+        yield
+    finally:
+        option.envvar = before
 
 
 def _pool_in(arguments: tuple[str, ...]) -> str | None:

@@ -194,11 +194,13 @@ def _entry(found: DeadLetter) -> Entry:
 
 
 def _dead_letter(outbox: AnyOutbox, stored: Mapping[str, Any]) -> DeadLetter:
+    """What is of another type than relays write is taken for missing: one letter must not hide the others."""
+    at, entry = stored.get("at"), stored.get("entry")
     return DeadLetter(
         id=str(stored["_id"]).removeprefix(f"{outbox.collection.full_name}/"),
         document=stored.get("document"),
-        at=stored.get("at"),
-        entry=stored.get("entry") or {},
+        at=at if isinstance(at, datetime) else None,
+        entry=entry if isinstance(entry, Mapping) else {},
         error=str(stored.get("error", "")),
         traceback=str(stored.get("traceback", "")),
     )

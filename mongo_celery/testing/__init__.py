@@ -18,32 +18,51 @@ if TYPE_CHECKING:
     from mongo_celery.testing.calls import HandlerCall
     from mongo_celery.testing.change import build_change, deleted, inserted, replaced, updated
     from mongo_celery.testing.draining import drain
+    from mongo_celery.testing.once import OnceRuns, assert_once, once_runs
+    from mongo_celery.testing.pending import PendingEntry, assert_pending, pending_entries, undispatched
+    from mongo_celery.testing.processes import BridgeWorkers
     from mongo_celery.testing.runner import BridgeRunner, DeliveredChanges
     from mongo_celery.testing.sent_tasks import SentTask
 
 _HOMES = {
     "BridgeRunner": "runner",
+    "BridgeWorkers": "processes",
     "DeliveredChanges": "runner",
     "HandlerCall": "calls",
+    "OnceRuns": "once",
+    "PendingEntry": "pending",
     "SentTask": "sent_tasks",
+    "assert_once": "once",
+    "assert_pending": "pending",
     "build_change": "change",
     "deleted": "change",
     "drain": "draining",
     "inserted": "change",
+    "once_runs": "once",
+    "pending_entries": "pending",
     "replaced": "change",
+    "undispatched": "pending",
     "updated": "change",
 }
 
 __all__ = [
     "BridgeRunner",
+    "BridgeWorkers",
     "DeliveredChanges",
     "HandlerCall",
+    "OnceRuns",
+    "PendingEntry",
     "SentTask",
+    "assert_once",
+    "assert_pending",
     "build_change",
     "deleted",
     "drain",
     "inserted",
+    "once_runs",
+    "pending_entries",
     "replaced",
+    "undispatched",
     "updated",
 ]
 

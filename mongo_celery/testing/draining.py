@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from bson import Timestamp
@@ -37,9 +37,15 @@ def drain(bridge: Running, timeout: Duration = 30.0) -> None:
     Raises:
         TimeoutError: it took longer; with the handlers that are behind, and what is said of their partitions.
     """
+    wait_until_handled(bridge, timeout, lambda: None)
+
+
+def wait_until_handled(bridge: Running, timeout: Duration, check: Callable[[], None]) -> None:
+    """As `drain`; between two looks `check` is called, which may raise."""
     wiring, until = bridge.wiring, time.monotonic() + positive(timeout, "timeout")
     aim = operation_time(wiring.client)
     while behind := _behind(wiring, aim):
+        check()
         if time.monotonic() > until:
             raise TimeoutError(
                 f"bridge {wiring.name} has not handled everything within {positive(timeout, 'timeout'):g} s: "

@@ -8,6 +8,7 @@ stands in the configuration, where pytest-django, pytest-flask and xdist find th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pymongo import MongoClient
 
     from mongo_celery import Bridge
+    from mongo_celery.testing.processes import BridgeWorkers
     from mongo_celery.testing.runner import BridgeRunner
 
 BRIDGE = "mongo_celery_bridge"
@@ -92,6 +94,17 @@ def bridge_runner(mongo_celery_bridges: list[Bridge], mongo_celery_mongodb_url: 
 
     with BridgeRunner(*mongo_celery_bridges, url=mongo_celery_mongodb_url) as runner:
         yield runner
+
+
+@pytest.fixture
+def bridge_workers(
+    mongo_celery_bridges: list[Bridge], mongo_celery_mongodb_url: str, mongo_celery_broker_url: str, tmp_path: Path
+) -> Iterator[BridgeWorkers]:
+    """Give `BridgeWorkers` of the suite's bridges: `start` starts a real worker with a listener."""
+    from mongo_celery.testing.processes import BridgeWorkers
+
+    with BridgeWorkers(mongo_celery_bridges, mongo_celery_mongodb_url, mongo_celery_broker_url, tmp_path) as workers:
+        yield workers
 
 
 def given_url(config: pytest.Config, option: str) -> str:

@@ -1,7 +1,7 @@
 """
 `docs/testing.md` as a project: its tests pass with its handlers, and each mistake that it names fails its test.
 
-One run of pytest in a process of its own, with the plugin as it is installed and an embedded server.
+One run of pytest in a process of its own, with the plugin as it is installed and embedded servers.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _bridges(package: str) -> str:
 def test_the_tests_of_the_page_pass_and_find_each_mistake(processes: Processes, tmp_path: Path) -> None:
     """A suite that never fails finds nothing: so each of the five handlers is tried with the test that names it."""
     require_server("mongod")
+    require_server("redis-server")
     write_project(tmp_path)
     directories = ["tests", *(f"mistake_{number}" for number in range(len(MISTAKES)))]
     arguments = ("-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--junitxml=found.xml", "--import-mode=importlib")

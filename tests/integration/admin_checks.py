@@ -6,6 +6,8 @@ has Django's settings. What stands and what was set aside is a real bridge's, le
 # ruff: noqa: E402 - Django has to be set up before what needs it is imported
 from __future__ import annotations
 
+import io
+import json
 import os
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -21,6 +23,8 @@ django.setup()
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
+from django.contrib.contenttypes.models import ContentType
+from django.core.checks import run_checks
 from django.core.management import call_command
 from django.test import Client
 from django.test.utils import override_settings, setup_test_environment
@@ -40,6 +44,8 @@ urlpatterns = [path("admin/", admin.site.urls)]
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202etxt"
 CARD = "card-4111"
+NO_IDS = ("99999999999999999999", '"\\ud800"', '{"a\\u0000": 1}', '{"$numberDecimal": "x"}', "[" * 3000)
+"""JSON, or near to it, that BSON cannot hold."""
 PAGES = ("changebridge", "changedeadletter", "taskoutbox", "twophasetransaction")
 BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS = (f"/admin/mongo_celery/{name}/" for name in PAGES)
 ACTIONS = {
@@ -243,6 +249,22 @@ def test_contents_are_shown_to_who_may_see_them(runner: BridgeRunner) -> None:
     assert CARD in both.post(f"{BRIDGES}act/", head).content.decode()
 
 
+def test_nothing_of_djangos_own_asks_for_the_rows_of_the_pages_models() -> None:
+    """They have no tables: for the admin's link to an object they have none, and `dumpdata` goes past them."""
+    types = ContentType.objects.filter(app_label="mongo_celery")
+    assert sorted(each.model for each in types) == sorted(PAGES)
+    for each in types:
+        assert user("nobody").get(f"/admin/r/{each.pk}/1/").status_code == 404
+        assert each.get_all_objects_for_this_type().count() == 0
+    dumped = io.StringIO()
+    call_command("dumpdata", "auth", "mongo_celery", stdout=dumped)
+    assert {each["model"] for each in json.loads(dumped.getvalue())} >= {"auth.permission"}
+    for page in PAGES:
+        for address in ("1/history/", "1/delete/", "1/change/", "add/"):
+            assert user("root", *named("view")).get(f"/admin/mongo_celery/{page}/{address}").status_code == 404
+    assert [each for each in run_checks() if (each.id or "").startswith("models.")] == []
+
+
 # -- how something is done ---------------------------------------------------------------------------
 
 
@@ -347,6 +369,7 @@ def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) 
         (OUTBOXES, {"action": "discard", "outbox": "orders", "letter": "none"}),
         (TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": '{"$gt": ""}'}),
         (TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": "not json"}),
+        *((TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": text}) for text in NO_IDS),
         (TRANSACTIONS, {"action": "compensate", "name": "transfers", "id": f'"{identity}"'}),
     ]
     for page, fields in wrong:
@@ -361,8 +384,31 @@ def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) 
     twice = f"{LETTERS}show/?bridge=shop&letter={quote(letter)}&letter={quote(letter)}"
     assert browser.get(twice).status_code == 200
     operators = quote('{"$gt": ""}')
+    for text in NO_IDS:
+        assert browser.get(LETTERS, {"key": text}).status_code == 200
+        assert browser.get(f"{TRANSACTIONS}show/", {"name": "transfers", "id": text}).status_code == 302
     for address in (f"{LETTERS}?key={operators}", f"{LETTERS}?handler=no", f"{TRANSACTIONS}?state=no"):
         assert browser.get(address).status_code == 200
+
+
+def test_a_letter_that_somebody_else_has_written_does_not_hide_the_others() -> None:
+    """Shown as far as it goes, and discarded."""
+    entry = outbox_letter()
+    kept = project.outbox.dead_letters
+    (sound,) = kept.find()
+    database, _, name = kept.full_name.partition(".")
+    for number, wrong in enumerate(({"at": "yesterday"}, {"entry": [1]}, {"entry": {"attempts": "x", "bind": 3}})):
+        identity = str(sound["_id"]).replace(entry, str(number))
+        project.client[database][name].insert_one({"_id": identity, "outbox": sound["outbox"], **wrong})
+    browser = operator()
+    page = browser.get(f"{OUTBOXES}show/", {"outbox": "orders"}).content.decode()
+    assert entry in page
+    names = ["0", "1", "2"]
+    for name in names:
+        assert browser.get(f"{OUTBOXES}show/", {"outbox": "orders", "letter": name}).status_code == 200
+    assert len(said(confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=names))) == 4
+    confirmed(browser, OUTBOXES, action="discard", outbox="orders", letter=names)
+    assert kept.count() == 1
 
 
 # -- outboxes and transactions -----------------------------------------------------------------------

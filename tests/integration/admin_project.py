@@ -19,7 +19,6 @@ DEBUG = False
 ALLOWED_HOSTS = ["*"]
 ROOT_URLCONF = "tests.integration.admin_checks"
 DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:", "ATOMIC_REQUESTS": True}}
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 INSTALLED_APPS = [
     "django.contrib.admin",
     "django.contrib.auth",

@@ -249,6 +249,18 @@ except KeyError:
 assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6] and not Note.objects.exists()
 assert outbox.status().pending == 3
 
+def later():
+    yield Seat.objects.create(number=9)                # when the transaction has ended
+
+async def elsewhere(): ...
+
+for wrong in (later, elsewhere, ticket, Seat):
+    try:
+        transactional(wrong)
+        raise SystemExit(f"{wrong} was decorated")
+    except ConfigurationError:
+        pass
+
 seats = Outbox(
     app, lambda: documents.get_collection("shop_seat"), name="seats", sweep_every=None, at_once=False
 )

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
-from mongo_celery import Bridge, Change, shared_change
+from pymongo.collection import Collection
+
+from mongo_celery import Bridge, Change, Outbox, OutboxCollection, shared_change
 from mongo_celery.testing import (
     BridgeRunner,
+    BridgeWorkers,
     DeliveredChanges,
     HandlerCall,
+    OnceRuns,
+    PendingEntry,
     SentTask,
+    assert_once,
+    assert_pending,
     build_change,
     deleted,
     drain,
     inserted,
+    once_runs,
+    pending_entries,
     replaced,
+    undispatched,
     updated,
 )
 
@@ -39,3 +49,24 @@ def test_note(bridge: Bridge, bridge_runner: BridgeRunner) -> None:
     with BridgeRunner(bridge, url="mongodb://localhost:27017/?replicaSet=rs0") as runner:
         runner.crash()
     drain(bridge, timeout=5)
+
+
+def test_tasks(outbox: Outbox, others: OutboxCollection, marks: Collection[dict[str, Any]]) -> None:
+    """What is stored and not sent, and what has run."""
+    with undispatched(outbox, others), once_runs() as runs:
+        assert_type(runs, OnceRuns)
+        assert_type(runs.count(7, task="shop.parcel"), int)
+        runs.assert_ran("an-id", times=0)
+    for each in pending_entries(others):
+        assert_type(each, PendingEntry)
+    assert_pending(outbox, "shop.mail", args=(1,), kwargs={"subject": "hi"}, place=1)
+    assert_pending(others, "order.paid", times=0)
+    assert_once(marks, "an-id")
+    assert_once(lambda: marks, 7, task="shop.parcel", ran=False)
+
+
+def test_deployment(bridge_workers: BridgeWorkers) -> None:
+    """By a real worker."""
+    bridge_workers.start("shop.celery", "-c", "1", environment={"MONGO_URL": "mongodb://db/"}, timeout=30)
+    bridge_workers.drain(timeout=60)
+    assert_type(bridge_workers.output, str)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import doctest
 import gc
+import inspect
 import threading
+import unittest
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 from celery import Celery
 
 from mongo_celery import Bridge, Change
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.outbox import OUTBOXES
+from mongo_celery.outbox.outbox import OUTBOXES, Outbox
 from tests.fixtures.process import wait_for
 from tests.unit.binding_rig import URL, made_app, summarise
 
@@ -144,6 +149,38 @@ def test_a_handler_that_one_of_the_apps_refuses_is_in_none() -> None:
     assert [len(bridge.of(app).handlers) for app in (first, second)] == [1, 2]
 
 
+def test_an_app_that_refuses_an_outbox_of_a_bridge_knows_nothing_of_the_bridge() -> None:
+    """A half of one would be there, whose name is taken when it is tried again."""
+    bridge, twice = Bridge(url=URL, name="shop"), Bridge(url=URL, name="twice")
+    for each in (bridge.on_change("shop.orders"), twice.on_change("shop.orders")):
+        each(summarise)
+    bridge.outbox("shop.orders")
+    twice.outbox("shop.orders", name="one")
+    twice.outbox("shop.orders", name="two")
+    app = made_app(None, "shop")
+    Bridge(app, URL, name="other").outbox("shop.orders")
+    with pytest.raises(ConfigurationError, match=r"already has an outbox named 'shop\.orders'"):
+        bridge.init_app(app)
+    with pytest.raises(ConfigurationError, match="handler 'outbox-shop-orders' of bridge twice"):
+        twice.init_app(made_app(None, "another"))
+    assert [each.name for each in BRIDGES.of(app)] == ["other"]
+    assert not [name for name in app.tasks if name.endswith("summarise")]
+    bridge.init_app(made_app(None, "late"))
+    assert [each.name for each in bridge.handlers] == ["outbox-shop-orders", "summarise"]
+
+
+def test_an_outbox_that_one_of_the_apps_refuses_is_in_none() -> None:
+    """Nor is its name taken."""
+    bridge = Bridge(url=URL, name="shop")
+    first, second = made_app(bridge, "first"), made_app(bridge, "second")
+    theirs = Bridge(second, URL, name="other").outbox("shop.orders")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"the app already has an outbox named 'shop\.orders'"):
+            bridge.outbox("shop.orders")
+    assert [OUTBOXES.of(first), OUTBOXES.of(second)] == [[], [theirs]]
+    assert [bridge.of(app).handlers for app in (first, second)] == [[], []]
+
+
 def test_a_handler_inside_the_factory_belongs_to_one_app() -> None:
     """Celery keeps the first task of a name: the first app's function would run for the second."""
     bridge = Bridge(url=URL, name="shop")
@@ -199,6 +236,26 @@ def test_an_outbox_may_be_declared_before_there_is_an_app() -> None:
         assert (orders.app, carts.app) == (app, app)
         assert [each.name for each in bridge.handlers] == ["outbox-shop-orders"]
         assert orders.collection.database.client is bridge.client
+
+
+def test_what_goes_through_the_names_of_a_module_needs_no_app() -> None:
+    """Test runners, `celery -A` and pydoc ask everything that they find in it whether it is one of theirs."""
+    bridge = Bridge(url=URL, name="shop")
+    orders, task = bridge.outbox("shop.orders"), bridge.on_change("shop.orders")(summarise)
+    module = ModuleType("extensions")
+    vars(module).update(bridge=bridge, orders=orders, summarise=task)
+    assert inspect.getmembers(module, inspect.isclass) == []
+    assert doctest.DocTestFinder().find(module, module=module) == []
+    assert unittest.defaultTestLoader.loadTestsFromModule(module).countTestCases() == 0
+    for each in (orders, task):
+        assert each
+        assert not hasattr(each, "__wrapped__")
+        assert "bridge shop has no app yet" in repr(each)
+        with pytest.raises(ConfigurationError, match="bridge shop has no app yet"):
+            each.name  # noqa: B018 - asked for
+    app = made_app(bridge, "shop")
+    assert isinstance(orders, Outbox)
+    assert isinstance(cast("Any", task), app.Task)
 
 
 def test_what_a_factory_has_made_is_gone_with_its_app() -> None:

@@ -162,8 +162,11 @@ def test_an_app_that_has_a_celery_app_gets_no_second_one(make_app: Factory) -> N
         celery_init_app(app)
 
 
-def test_flask_runs_the_commands_of_celery_with_the_apps_own(make_app: Factory) -> None:
-    """Also those of this package; what Celery ends with is what `flask` ends with."""
+def test_flask_runs_the_commands_of_celery_with_the_apps_own(
+    make_app: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of this package, and whatever the environment calls APP; `flask` ends with what Celery ends with."""
+    monkeypatch.setenv("APP", "production")
     app = make_app()
     with bound(Bridge(name="shop", queues=2, autodiscover=False), app) as bridge:
         bridge.on_change("shop.orders", name="note")(name_of_app)

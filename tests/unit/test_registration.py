@@ -118,6 +118,13 @@ def test_an_option_that_would_break_the_protocol_is_refused(bridge: Bridge, opti
         register(bridge, **{option: True})
 
 
+@pytest.mark.parametrize("base", ["shop.tasks:Base", object, Task()])
+def test_a_base_that_is_no_class_of_tasks_is_refused_before_anything_is_registered(bridge: Bridge, base: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"base=.* must be a class that derives from celery\.Task"):
+        register(bridge, base=base)
+    assert bridge.handlers == []
+
+
 @pytest.mark.parametrize("option", ["run_size", "partitions", "lease_ttl"])
 def test_an_option_of_the_bridge_is_refused_with_the_place_where_it_belongs(bridge: Bridge, option: str) -> None:
     """P9: it has a meaning, one line above."""

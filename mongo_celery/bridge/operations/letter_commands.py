@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import bson
 from bson import ObjectId, json_util
 from bson.binary import UuidRepresentation
-from bson.errors import BSONError
+from bson.codec_options import CodecOptions
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
@@ -52,6 +53,7 @@ _ASKED = "is being replayed already"
 _OVERTAKES = "has a key that is parked: replay or discard first what waits for that"
 _KEPT_BY = {"running": _RUNS, "moving": _MOVES}
 _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
+_CODEC: CodecOptions[dict[str, Any]] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,10 @@ class Found:
 def keys_of(text: str) -> list[Any]:
     """The values of `_id` that a text may mean: itself, what it is as JSON, an ObjectId."""
     found: list[Any] = [text]
-    with suppress(ValueError, TypeError, BSONError, RecursionError):  # no JSON: then it is text
-        found.append(json_util.loads(text, json_options=_JSON))
+    with suppress(Exception):  # no JSON: then it is text; PyMongo raises what it likes, decimal's errors too
+        value = json_util.loads(text, json_options=_JSON)
+        bson.encode({"_id": value}, codec_options=_CODEC)  # else no document has it, and no query could name it
+        found.append(value)
     if ObjectId.is_valid(text):
         found.append(ObjectId(text))
     return found

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking.django import django_client, joined
+from mongo_celery.mongo.transaction.transactional import check_function
 from mongo_celery.mongo.transaction.transactional import transactional as with_session
 from mongo_celery.outbox.django import mongodb_alias
 
@@ -42,13 +43,15 @@ def transactional(using: str | None = None, **options: Any) -> Callable[[Callabl
         options: of `mongo_celery.transactional`, such as `timeout` and `outbox`.
 
     Raises:
-        ConfigurationError: an option cannot work; or, from the call, there is no such database.
+        ConfigurationError: an option cannot work, or it decorates what it cannot run, such as a Celery task, a
+            generator or a coroutine; or, from the call, there is no such database.
     """
     if callable(using):
         return transactional()(using)  # type: ignore[unreachable] # for who forgets the brackets, as Django's atomic
     run = with_session(lambda: django_client(mongodb_alias(using)), **options).run
 
     def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+        check_function(function)
         if inspect.iscoroutinefunction(function):
             raise ConfigurationError("Django's transactions are not for coroutines; decorate a plain function.")
 

@@ -346,7 +346,13 @@ def _other_kind(*, is_async: bool) -> ConfigurationError:
     )
 
 
-def _refuse(function: object) -> None:
+def check_function(function: object) -> None:
+    """
+    Whatever else is given to the call, a transaction can be around it.
+
+    Raises:
+        ConfigurationError: it is no function or coroutine function.
+    """
     if hasattr(function, "apply_async"):
         raise ConfigurationError(
             "transactional stands on a Celery task; put it below, on the function: @app.task(...), then "
@@ -356,6 +362,10 @@ def _refuse(function: object) -> None:
         raise ConfigurationError(f"transactional needs a function, not {type(function).__name__}.")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError("transactional runs functions and coroutine functions; no generators.")
+
+
+def _refuse(function: Callable[..., Any]) -> None:
+    check_function(function)
     parameters = inspect.signature(function).parameters
     named = parameters.get("session")
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

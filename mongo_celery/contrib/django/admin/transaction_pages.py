@@ -21,7 +21,7 @@ from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in
 from mongo_celery.contrib.django.admin.words import document, shown
 from mongo_celery.quantities import moment
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
-from mongo_celery.twophase.values import from_text, to_text
+from mongo_celery.twophase.values import from_text, plain_id, to_text
 
 if TYPE_CHECKING:
     from mongo_celery.mongo.verdicts import Concern
@@ -135,8 +135,8 @@ def _named(request: HttpRequest) -> tuple[TwoPhaseCommit, Transaction]:
     coordinator = one_in_project(TWO_PHASE_COMMITS, chosen(request, "name"))
     text = chosen(request, "id")
     try:
-        identity = from_text(text)
-    except Exception as error:  # PyMongo raises what it likes on what is no extended JSON
+        identity = plain_id("id", from_text(text), coordinator.transactions.codec_options)
+    except Exception as error:  # PyMongo raises what it likes on what is no extended JSON, or no document can have
         raise refuse("There is no such transaction: go back to the list.") from error
     return coordinator, coordinator.read(identity)
 

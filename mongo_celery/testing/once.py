@@ -1,0 +1,139 @@
+"""What `once` has let run: by its marks, which are everybody's, and by the bodies that ran in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bson import ObjectId
+from pymongo.client_session import ClientSession
+
+from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
+from mongo_celery.outbox.marks import MarkClaim, Marks
+
+_SHOWN = 10
+
+
+class OnceRuns:
+    """
+    The bodies of functions under `once` that were begun in this process, of `once_runs`.
+
+    A body that failed counts, and so does each time that a transaction repeats it; what ran without a mark does not (a
+    direct call, or where `key=` gave None).
+    """
+
+    def __init__(self) -> None:
+        self._identities: list[Any] = []
+        self._lock = threading.Lock()
+
+    def count(self, key: Any, *, task: str | None = None) -> int:
+        """
+        How often the body of a key was begun.
+
+        Args:
+            key: what `key=` of `once` gives, with `task`; else the task's id.
+            task: name of the task, or `module.function` where the function is called by another one.
+        """
+        wanted = identity_of(key, task)
+        with self._lock:
+            return self._identities.count(wanted)
+
+    def assert_ran(self, key: Any, *, task: str | None = None, times: int = 1) -> None:
+        """
+        Demand that the body of a key was begun so many times.
+
+        Args:
+            key: as of `count`.
+            task: as of `count`.
+            times: how often; 0 for never.
+
+        Raises:
+            AssertionError: it was not; with what was begun instead.
+        """
+        count = self.count(key, task=task)
+        if count != times:
+            with self._lock:
+                others = ", ".join(map(_shown, self._identities[:_SHOWN])) or "nothing"
+            said = _shown(identity_of(key, task))
+            raise AssertionError(f"the body of {said} was begun {count} times, not {times}; begun were: {others}.")
+
+    def note(self, identity: Any) -> None:
+        """A body begins."""
+        with self._lock:
+            self._identities.append(_plain(identity))
+
+
+@contextlib.contextmanager
+def once_runs() -> Iterator[OnceRuns]:
+    """Inside, the bodies of all functions under `once` are counted that this process begins, in whatever thread."""
+    runs = OnceRuns()
+    claim, mark = Marks.claim, Marks.mark
+
+    def claimed(marks: Marks, identity: Any, owner: ObjectId) -> MarkClaim:
+        return _noted(runs, identity, claim(marks, identity, owner))
+
+    def marked(marks: Marks, identity: Any, owner: ObjectId, session: ClientSession) -> MarkClaim:
+        return _noted(runs, identity, mark(marks, identity, owner, session))
+
+    with _instead("claim", claimed), _instead("mark", marked):
+        yield runs
+
+
+def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool = True) -> None:
+    """
+    Demand that what has a key has run to its end under `once`, or was not run: whoever ran it, in whatever process.
+
+    Args:
+        marks: what `once` was given: the collection, or a callable that returns it.
+        key: what `key=` of `once` gives, with `task`; else the task's id.
+        task: name of the task, or `module.function` where the function is called by another one.
+        ran: False demands that it has no mark: it was not run, or has failed, or its mark has expired.
+
+    Raises:
+        AssertionError: its mark says otherwise.
+    """
+    identity = identity_of(key, task)
+    collection = collection_of(marks)
+    found = strict(collection, plain_types(collection)).find_one({"_id": identity})
+    state = None if found is None else found["state"]
+    if state == ("done" if ran else None):
+        return
+    said = {None: "has no mark: it was not run, or has failed", "done": "has run"}.get(state, "is running")
+    raise AssertionError(f"{_shown(identity)} {said}, by {collection.full_name}.")
+
+
+def identity_of(key: Any, task: str | None) -> Any:
+    """The `_id` of a mark."""
+    return _plain(key) if task is None else {"t": task, "k": _plain(key)}
+
+
+def _noted(runs: OnceRuns, identity: Any, found: MarkClaim) -> MarkClaim:
+    if found.owner is not None:
+        runs.note(identity)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """As MongoDB has it: tuples are lists there."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _shown(identity: Any) -> str:
+    if isinstance(identity, dict) and set(identity) == {"t", "k"}:
+        return f"{identity['t']} with key {identity['k']!r}"
+    return f"task {identity!r}"
+
+
+@contextlib.contextmanager
+def _instead(name: str, function: Callable[..., MarkClaim]) -> Iterator[None]:
+    """Inside, marks are asked for by another function."""
+    kept = getattr(Marks, name)
+    setattr(Marks, name, function)
+    try:
+        yield
+    finally:
+        setattr(Marks, name, kept)

@@ -1,0 +1,178 @@
+"""Assertions of `mongo_celery.testing` on what nobody has dispatched yet, and on what has run under `once`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery, chain, group
+from pymongo import InsertOne
+from pymongo.database import Database
+
+from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, OutboxCollection, once, transactional
+from mongo_celery.testing import (
+    BridgeRunner,
+    assert_once,
+    assert_pending,
+    once_runs,
+    pending_entries,
+    undispatched,
+)
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    with Celery("shop", broker="memory://", set_as_current=False) as made:
+
+        @made.task(name="shop.mail", shared=False)
+        def mail(order: Any, subject: str = "") -> None:
+            """Of no effect."""
+
+        yield made
+
+
+@pytest.fixture
+def outbox(app: Celery, database: Database[Document]) -> Iterator[Outbox]:
+    made = Outbox(app, database["orders"], sweep_every=None)
+    with undispatched(made):
+        yield made
+
+
+# -- outboxes --------------------------------------------------------------------------------------
+
+
+def test_what_documents_hold_is_as_their_tasks_will_have_it(app: Celery, outbox: Outbox) -> None:
+    """The `_id` stands where `STORED_ID` was put, in tasks, in events, and by whatever write."""
+    mail = app.tasks["shop.mail"]
+    outbox.insert_one(
+        {"_id": 1}, tasks=[mail.si(1, subject="hi")], events=[Event("order.placed", {"order": STORED_ID})]
+    )
+    outbox.collection.bulk_write([outbox.with_tasks(InsertOne({"_id": 2}), tasks=[mail.si(STORED_ID)])])
+    outbox.update_many({}, {"$set": {"seen": True}}, tasks=[mail.si(STORED_ID, subject="seen")])
+
+    assert_pending(outbox, "shop.mail", args=(1,), kwargs={"subject": "hi"})
+    assert_pending(outbox, "shop.mail", args=(2,), kwargs={}, place=2)
+    assert_pending(outbox, "shop.mail", kwargs={"subject": "seen"}, times=2)
+    assert_pending(outbox, "shop.mail", place=1, times=2)
+    assert_pending(outbox, "shop.other", times=0)
+    (event,) = [each for each in pending_entries(outbox) if each.kind == "event"]
+    assert (event.name, event.body, event.place) == ("order.placed", {"order": 1}, 1)
+    with pytest.raises(AssertionError, match=r"shop.mail waits 4 times in .*, not 1; what waits: shop.mail\(1, subj"):
+        assert_pending(outbox, "shop.mail")
+
+
+def test_a_canvas_is_each_of_its_tasks(app: Celery, outbox: Outbox) -> None:
+    """Those that a dispatch sends, and those that follow them."""
+    mail = app.tasks["shop.mail"]
+    outbox.insert_one({"_id": 1}, tasks=[chain(mail.si(1), mail.si(2), mail.si(3)), group(mail.si(4), mail.si(5))])
+    assert sorted(each.args[0] for each in pending_entries(outbox)) == [1, 2, 3, 4, 5]
+
+
+def test_what_was_written_over_is_said(outbox: Outbox) -> None:
+    """Not taken for nothing."""
+    outbox.collection.insert_one({"_id": 1, "pendingEvents": {"events": [{"id": 5}]}})
+    with pytest.raises(ValueError, match="did something other than the outbox write to pendingEvents"):
+        assert_pending(outbox, "shop.mail")
+
+
+@pytest.mark.needs_mongodb(5, 0)
+def test_what_goes_with_a_transaction_is_looked_at_by_its_key(app: Celery, database: Database[Document]) -> None:
+    """Both or neither; in the order of the commits."""
+    outbox, mail = OutboxCollection(app, database["outbox"], sweep_every=None), app.tasks["shop.mail"]
+    run = transactional(database.client, outbox=outbox).run
+
+    with undispatched(outbox):
+        run(lambda session: (database["seats"].insert_one({}, session=session), mail.delay(1)))
+        with pytest.raises(ZeroDivisionError):
+            run(lambda _session: (mail.delay(2), 1 // 0))
+        outbox.add([mail.si(3)], key=7)
+
+        assert_pending(outbox, "shop.mail", args=[1], place=None)
+        assert_pending(outbox, "shop.mail", args=[2], times=0)
+        assert_pending(outbox, "shop.mail", args=[3], place=7)
+        assert [each.place for each in pending_entries(outbox)] == [None, "7"]
+
+
+def test_what_was_held_back_goes_out_by_a_sweep(app: Celery, database: Database[Document], mongo_url: str) -> None:
+    """Stored, then sent: the two assertions one after the other, and the outbox is as it was."""
+    bridge = Bridge(app, mongo_url, name="shop", autodiscover=False)
+
+    @bridge.on_change(database["orders"].full_name)
+    def note(change: Change) -> None:
+        """Of no effect."""
+
+    outbox, mail = Outbox(app, database["parcels"], sweep_every=None), app.tasks["shop.mail"]
+
+    with BridgeRunner(bridge) as runner:
+        with undispatched(outbox):
+            outbox.insert_one({"_id": 1}, tasks=[mail.si(1)])
+            assert_pending(outbox, "shop.mail", args=(1,))
+            runner.assert_enqueued("shop.mail", times=0)
+        outbox.sweep(older_than=0)
+        assert_pending(outbox, "shop.mail", times=0)
+        runner.assert_enqueued("shop.mail", args=(1,))
+        outbox.insert_one({"_id": 2}, tasks=[mail.si(2)])
+        runner.assert_enqueued("shop.mail", args=(2,))
+    outbox.backing.close()
+    bridge.client.close()
+
+
+# -- once ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_session", [False, True])
+def test_bodies_under_once_are_counted(app: Celery, database: Database[Document], with_session: bool) -> None:
+    """By key, tuple or list; one that fails is begun again, and one that has run is not."""
+    failures = [ValueError("no")]
+
+    def pay(order: int, line: int) -> None:
+        if (order, line) == (2, 1) and failures:
+            raise failures.pop()
+
+    def pay_in_transaction(order: int, line: int, *, session: Any) -> None:
+        assert session.in_transaction
+        pay(order, line)
+
+    marks = lambda: database["done"]  # noqa: E731 - as `once` takes it
+    function: Any = pay_in_transaction if with_session else pay
+    task: Any = app.task(name="shop.pay", shared=False)(once(marks, key=lambda order, line: (order, line))(function))
+    with once_runs() as runs:
+        for _ in range(2):
+            task.apply(args=(1, 1), throw=True)
+        with pytest.raises(ValueError, match="no"):
+            task.apply(args=(2, 1), throw=True)
+        assert_once(marks, (2, 1), task="shop.pay", ran=False)
+        task.apply(args=(2, 1), throw=True)
+    task.apply(args=(3, 1), throw=True)
+
+    runs.assert_ran((1, 1), task="shop.pay")
+    assert runs.count([2, 1], task="shop.pay") == 2
+    runs.assert_ran((3, 1), task="shop.pay", times=0)
+    with pytest.raises(AssertionError, match=r"shop.pay with key \[2, 1\] was begun 2 times, not 1; begun were: shop"):
+        runs.assert_ran((2, 1), task="shop.pay")
+    assert_once(database["done"], (3, 1), task="shop.pay")
+    with pytest.raises(AssertionError, match=r"shop.pay with key \[4, 1\] has no mark: it was not run"):
+        assert_once(marks, (4, 1), task="shop.pay")
+
+
+def test_a_task_is_known_by_its_id(app: Celery, database: Database[Document]) -> None:
+    """Also while it runs."""
+
+    @app.task(name="shop.pay", shared=False)
+    @once(database["done"])
+    def pay() -> None:
+        with pytest.raises(AssertionError, match="task 't1' is running"):
+            assert_once(database["done"], "t1")
+        with pytest.raises(AssertionError, match="task 't1' is running"):
+            assert_once(database["done"], "t1", ran=False)
+
+    with once_runs() as runs:
+        pay.apply(task_id="t1", throw=True)
+        pay.apply(task_id="t1", throw=True)
+    assert_once(database["done"], "t1")
+    runs.assert_ran("t1")
+    with pytest.raises(AssertionError, match="task 't1' has run, by"):
+        assert_once(database["done"], "t1", ran=False)
