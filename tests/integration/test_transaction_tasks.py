@@ -552,9 +552,9 @@ class Driven:
             yield waited
 
 
-@pytest.mark.parametrize("as_block", [False, True])
+@pytest.mark.parametrize("way", ["arun", "block", "manager"])
 def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
-    on_loop: OnLoop, texts: Texts, sent: Sent, as_block: bool
+    on_loop: OnLoop, texts: Texts, sent: Sent, way: str
 ) -> None:
     """By a task of its own; else Python would say that it has ignored its end."""
 
@@ -567,7 +567,17 @@ def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
             async with transactional(notes.database.client) as session:
                 await body(session)
 
-        coroutine = block() if as_block else transactional(notes.database.client).arun(body)
+        @asynccontextmanager
+        async def managed() -> AsyncIterator[AsyncClientSession]:
+            async with transactional(notes.database.client) as session:
+                yield session
+
+        async def manager() -> None:
+            async with managed() as session:
+                await body(session)
+
+        ways = {"arun": lambda: transactional(notes.database.client).arun(body), "block": block, "manager": manager}
+        coroutine = ways[way]()
         await Driven(coroutine)
         coroutine.close()
         await asyncio.to_thread(wait_for, lambda: sent.named("abortTransaction"))

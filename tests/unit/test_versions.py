@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -53,8 +54,10 @@ def _program(path: Path, line: str) -> None:
     path.chmod(0o755)
 
 
-def _folder(folder: Path, mongod: str) -> Path:
+def _folder(folder: Path, mongod: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that has servers and an environment already, so that nothing is downloaded."""
+    _program(folder / "programs/python3.14", "exit 0")
+    monkeypatch.setenv("PATH", f"{folder / 'programs'}:{os.environ['PATH']}")
     _program(folder / "mongod-6.0.5" / MONGODB["6.0.5"].program, mongod)
     _program(folder / "redis-server-6.2" / REDIS_WHEELS["6.2"].program, "echo v=6.2.14")
     _program(folder / "venv-tried/bin/python", f'exec "{sys.executable}" "$@"')
@@ -62,9 +65,11 @@ def _folder(folder: Path, mongod: str) -> Path:
     return folder
 
 
-def test_a_server_that_does_not_run_here_is_said_and_the_other_cells_go_on(tmp_path: Path) -> None:
+def test_a_server_that_does_not_run_here_is_said_and_the_other_cells_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A library that is missing, say."""
-    folder = _folder(tmp_path, "echo libcurl.so.4: cannot open >&2; exit 127")
+    folder = _folder(tmp_path, "echo libcurl.so.4: cannot open >&2; exit 127", monkeypatch)
     outcome = run_cell(Cell("tried", python=NEWEST), folder)
 
     assert outcome.missing == "mongod does not run here: libcurl.so.4: cannot open"
@@ -83,7 +88,7 @@ def test_a_broker_that_is_not_here_is_said_for_each_cell(tmp_path: Path, monkeyp
     """And one cell's leavings are in no other's way."""
     monkeypatch.setattr(rabbitmq, "_UNWRAPPED", ())
     monkeypatch.setattr(rabbitmq, "_PROGRAM", "no-such-rabbitmq")
-    folder = _folder(tmp_path, "echo db version v6.0.5")
+    folder = _folder(tmp_path, "echo db version v6.0.5", monkeypatch)
     for queues in ("classic", "quorum"):
         outcome = run_cell(Cell("tried", python=NEWEST, broker=queues), folder)
         assert "install the system package rabbitmq-server" in outcome.missing

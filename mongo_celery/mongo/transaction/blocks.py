@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, _AsyncGeneratorContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
@@ -36,6 +36,9 @@ from mongo_celery.mongo.verdicts import refuse_standalone
 
 _LEAST = 0.001
 """Seconds of a limit for which no time is left: PyMongo takes 0 for none."""
+
+_LEFT_BY_CONTEXTLIB = _AsyncGeneratorContextManager.__aexit__.__code__
+"""Where a context manager that is an async generator is told why its block is left."""
 
 AnySession = TypeVar("AnySession", ClientSession, AsyncClientSession)
 Call = tuple[CodeType, int]
@@ -85,8 +88,14 @@ class Block(Generic[AnySession]):
 
     @property
     def may_await(self) -> bool:
-        """Whether it may while it is thrown away: only an async generator may."""
-        return bool(self.place.f_code.co_flags & inspect.CO_ASYNC_GENERATOR)
+        """Whether it may while it is thrown away: only an async generator may, which is not told so by contextlib."""
+        place: FrameType | None = self.place
+        while place is not None and place.f_code.co_flags & inspect.CO_ASYNC_GENERATOR:
+            caller = place.f_back
+            if caller is None or caller.f_code is not _LEFT_BY_CONTEXTLIB:
+                return True
+            place = caller.f_back
+        return False
 
     def close_box(self, error: BaseException | None) -> None:
         """Have written what goes with the commit, or dropped."""
