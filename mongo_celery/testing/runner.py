@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 from uuid import uuid4
 
-from bson import Timestamp
+from bson import Timestamp, json_util
 from pymongo import MongoClient
 from pymongo.database import Database
 
@@ -200,6 +200,28 @@ class BridgeRunner:
             raise HandlerUsageError(f"no bridge of the runner has a handler {name!r}{nearest(name, known)}.")
         return name
 
+    def snapshot(self, handler: str, *, sources: Sequence[str] = (), match: Mapping[str, Any] | None = None) -> None:
+        """
+        Have a handler be given the documents that exist, as `changes snapshot` does: by the next `deliver`.
+
+        Each comes once, as operation type `snapshot`, under a claim at its place between the changes, so that its
+        fence is the product's.
+
+        Args:
+            handler: its name.
+            sources: collections that it watches, `"db.collection"`; all of them by default.
+            match: only documents whose event fulfils this expression, as `match=` of a handler.
+
+        Raises:
+            HandlerUsageError: there is no such handler.
+            CommandRefusedError: it takes no documents, does not watch a source, or the expression is none.
+        """
+        self._checked_handler(handler)
+        text = None if match is None else json_util.dumps(match)
+        for wiring, term in zip(self._wirings, self._terms, strict=True):
+            if handler in {each.name for each in wiring.handlers}:
+                term.ask(handler, sources, text)
+
     # -- delivering --------------------------------------------------------------------------------
 
     def deliver(
@@ -340,7 +362,10 @@ class BridgeRunner:
         if busy:
             return True
         if all(term.has_read_all() for term in self._terms):
-            return self._end_waits()
+            if self._end_waits():
+                return True
+            if not any(term.has_snapshots() for term in self._terms):
+                return False
         time.sleep(_PAUSE_SECONDS)  # the reader's thread is under way
         return True
 

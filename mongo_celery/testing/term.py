@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bson import Timestamp
@@ -23,6 +23,8 @@ from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.tracker import Tracker
+from mongo_celery.bridge.operations import snapshot_commands
+from mongo_celery.bridge.state.snapshots import DONE, RUNNING
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.opening import strict
@@ -45,6 +47,7 @@ class SteppedTerm:
         self._leader: Leader | None = None
         self._renewal: Renewal | None = None
         self._aim: Timestamp | None = None
+        self._asked: set[str] = set()
 
     @property
     def queues(self) -> list[str]:
@@ -94,6 +97,33 @@ class SteppedTerm:
     def has_read_all(self) -> bool:
         """Whether it has taken in all that was written until `aim`."""
         return self._aim is not None and self.leader.has_read_to(self._aim)
+
+    def ask(self, handler: str, sources: Sequence[str], match: str | None) -> None:
+        """
+        Ask for a snapshot, as the command does, and have the listener find it.
+
+        Raises:
+            CommandRefusedError: it cannot be; then nothing is asked for.
+        """
+        asked = snapshot_commands.start(self._wiring, handler, sources=sources, match=match)
+        self._asked.update(each.id for each in asked if each.id is not None)
+        self.leader.look_for_snapshots()
+
+    def has_snapshots(self) -> bool:
+        """
+        Whether a snapshot that was asked for still runs.
+
+        Raises:
+            AssertionError: one has failed.
+        """
+        if not self._asked:
+            return False
+        asked = [each for each in self._wiring.store.snapshots.read() if each.id in self._asked]
+        self._asked = {each.id for each in asked if each.state == RUNNING}
+        for each in asked:
+            if each.state not in (RUNNING, DONE):
+                raise AssertionError(f"the snapshot of {each.source} for {each.subscription} ended: {each.sentence}")
+        return bool(self._asked)
 
     def turn(self) -> None:
         """

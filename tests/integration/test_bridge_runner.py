@@ -18,6 +18,7 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change, Changes, HandlerUsageError, Outbox, TransactionError, transactional
+from mongo_celery.errors import CommandRefusedError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner, drain
 
@@ -295,6 +296,52 @@ def test_what_exists_comes_where_a_handler_begins_with_it(shop: Shop, run: Run) 
         shop.orders.insert_one({"_id": 3})
         runner.deliver()
     assert sorted(shop.seen) == [("insert", 3), *(("snapshot", number) for number in range(3))]
+
+
+def test_a_backfill_has_the_fences_of_the_product(shop: Shop, run: Run, database: Database[Document]) -> None:
+    """Asked for as by the command, at any time; its tokens compare with those of live changes."""
+    tokens: list[tuple[Any, str, int]] = []
+
+    @shop.bridge.on_change(shop.orders.full_name)
+    def copy(change: Change) -> None:
+        key, order = change.document_key["_id"], change.full_document
+        tokens.append((key, change.operation_type, change.fencing_token))
+        change.fenced(database["copies"].full_name).replace_one({"_id": key}, {"n": (order or {})["n"]}, upsert=True)
+
+    shop.orders.insert_many([{"_id": number, "n": 0} for number in range(5)])
+    with run(shop) as runner:
+        assert runner.deliver().calls == ()
+        runner.snapshot("copy", match={"$lt": ["$fullDocument._id", 3]})
+        assert len(runner.deliver().calls) == 3
+        assert sorted((key, operation) for key, operation, _ in tokens) == [(key, "snapshot") for key in range(3)]
+        assert all(token > 0 for _, _, token in tokens)
+
+        runner.snapshot("copy", sources=[shop.orders.full_name], match={"$eq": ["$fullDocument._id", 4]})
+        runner.deliver()
+        shop.orders.update_one({"_id": 4}, {"$set": {"n": 1}})
+        runner.deliver()
+        (_, backfilled, first), (_, live, second) = [each for each in tokens if each[0] == 4]
+        assert (backfilled, live) == ("snapshot", "update")
+        assert first < second
+        assert (database["copies"].find_one({"_id": 4}) or {})["n"] == 1
+
+        with pytest.raises(HandlerUsageError, match=r"has a handler 'copies' \(did you mean 'copy'\?\)"):
+            runner.snapshot("copies")
+        with pytest.raises(CommandRefusedError, match="does not watch"):
+            runner.snapshot("copy", sources=["shop.others"])
+        assert runner.deliver().calls == ()
+
+
+@pytest.mark.parametrize("policy", ["halt", "dead_letter"])
+def test_a_backfill_ends_where_its_handler_fails(shop: Shop, run: Run, policy: Any) -> None:
+    """With the handler's own error, as of any change, also where its partition stands."""
+    shop.handle(failure_policy=policy)
+    shop.orders.insert_many([{"_id": number} for number in range(3)])
+    with run(shop) as runner:
+        runner.snapshot("note")
+        shop.failing = [ValueError("no")]
+        with pytest.raises(ValueError, match="no"):
+            runner.deliver()
 
 
 def test_sent_tasks_can_be_looked_at_and_run(shop: Shop, run: Run) -> None:

@@ -203,6 +203,10 @@ class Leader:
         self._store.partitions.flush()
         self._looks.look_now()
 
+    def look_for_snapshots(self) -> None:
+        """Have the next turn find the snapshots that were asked for, whenever that would have been due."""
+        self._snapshots.look_now()
+
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
         self._inbox.put(())
