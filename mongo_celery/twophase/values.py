@@ -24,6 +24,7 @@ EXTENDED_JSON = json_util.CANONICAL_JSON_OPTIONS.with_options(
     uuid_representation=UuidRepresentation.UNSPECIFIED, datetime_conversion=DatetimeConversion.DATETIME_AUTO
 )
 """Text in which every type and field name survives; a UUID is a Binary, which every codec can send."""
+_WRITTEN = EXTENDED_JSON.with_options(uuid_representation=UuidRepresentation.STANDARD)
 
 Codec = CodecOptions[Any]
 
@@ -77,8 +78,8 @@ def plain_id(name: str, value: Any, codec: Codec) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """As Extended JSON."""
-    return json_util.dumps(value, json_options=EXTENDED_JSON)
+    """As Extended JSON; a UUID that a client has read as Python's own, such as an `_id`, too."""
+    return json_util.dumps(value, json_options=_WRITTEN)
 
 
 def from_text(text: str) -> Any:

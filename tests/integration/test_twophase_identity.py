@@ -271,3 +271,16 @@ def test_uuids_are_sent_as_the_given_collection_encodes_them(database: Database[
     own.run(own.begin([Participant(stock, UUID_ID, change, {"$set": {"u": None}}, require={"v": UUID_ID})]))
 
     assert (stock.find_one() or {})["u"] == UUID_ID
+
+
+@pytest.mark.parametrize("kind", [UuidRepresentation.STANDARD, UuidRepresentation.JAVA_LEGACY])
+def test_a_transaction_whose_id_is_a_uuid_is_recovered_like_the_others(database: Database[Document], kind: int) -> None:
+    """Its client reads it as Python's own; it must not keep recovery from all that is left behind."""
+    make_accounts(database, A=1000, B=1000)
+    options = database.codec_options.with_options(uuid_representation=kind)
+    own = TwoPhaseCommit(None, database["transactions"].with_options(codec_options=options), protocol="documents")
+    left = [own.transfer("A", "B", 1, id=identity) for identity in (UUID_ID, "plain")]
+    database["transactions"].update_many({}, {"$set": {"state": "pending"}})
+
+    assert {each.after for each in own.recover(older_than=0)} == {"done"}
+    assert [own.read(each).state for each in left] == ["done", "done"]

@@ -23,7 +23,7 @@ SQL = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
 MONGO = {"ENGINE": "django_mongodb_backend", "HOST": "mongodb://db1,db2/?replicaSet=rs0", "NAME": "shop"}
 settings.configure(
     INSTALLED_APPS=["mongo_celery.contrib.django"],
-    DATABASES={"default": SQL, "mongo": MONGO},
+    DATABASES={"default": SQL, "mongo": MONGO, "ports": {**MONGO, "HOST": "db8,db1:27018", "PORT": "27019"}},
     DATABASE_ROUTERS=["project.Router"],
     MONGO_CELERY={"APP": "project:sound"},
     USE_TZ=True,
@@ -32,7 +32,7 @@ project = sys.modules["project"] = types.ModuleType("project")
 
 class Router:
     def db_for_write(self, model, **_):
-        return "mongo" if model.__name__ == "Order" else "default"
+        return {"Order": "mongo", "Parcel": "ports"}.get(model.__name__, "default")
     db_for_read = db_for_write
 
 project.Router = Router
@@ -51,6 +51,10 @@ class Order(models.Model):
         app_label = "shop"
 
 class Invoice(models.Model):
+    class Meta:
+        app_label = "shop"
+
+class Parcel(models.Model):
     class Meta:
         app_label = "shop"
 
@@ -91,6 +95,9 @@ app_of("bad_url", url="mongodb://user:pass:word@h", source="shop.orders")
 app_of("idle", source=None)
 app_of("relational", source=Invoice)
 app_of("another_cluster", url="mongodb://db9/shop?replicaSet=rs0")
+app_of("host_with_port", url="mongodb://db1:27018/shop", source=Parcel)
+app_of("port_beside_hosts", url="mongodb://db8:27019/shop", source=Parcel)
+app_of("another_port", url="mongodb://db8,db1/shop", source=Parcel)
 app_of("several", url="mongodb+srv://db.example.org/shop", source="shop.*")
 project.no_app = 7
 
@@ -128,6 +135,9 @@ EXPECTED = {
     "idle": ["W014"],
     "relational": ["E015"],
     "another_cluster": ["W016"],
+    "host_with_port": [],
+    "port_beside_hosts": [],
+    "another_port": ["W016"],
     "several": [],
     "no_app": ["E002"],
     "absent": ["E002"],

@@ -12,9 +12,11 @@ def shop(request: HttpRequest) -> HttpResponse:
     said, status = "", 200
     if request.method == "POST":
         try:
-            place(request.POST["customer"], request.POST["article"])
+            place(request.POST.get("customer", "")[:20], request.POST.get("article", ""))
         except SoldOutError:
             said, status = "Sold out.", 409
+        except Article.DoesNotExist:
+            said, status = "There is no such article.", 404
         else:
             return redirect("shop")
     page = {"said": said, "articles": Article.objects.all(), "cards": OrderCard.objects.order_by("customer")}

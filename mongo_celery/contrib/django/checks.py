@@ -32,6 +32,7 @@ _LABEL = "mongo_celery"
 _IN_MEMORY = "memory"
 _BEAT_APP = "django_celery_beat"
 _PREFIX = "CELERY_MONGO_CELERY_"
+_PORT = "27017"
 
 
 def register_checks() -> None:
@@ -235,17 +236,16 @@ def _refused(look: Callable[[], object]) -> str | None:
 
 def _are_strangers(url: str, database: Any) -> bool:
     """Whether a bridge's URL and one of Django's databases have no host in common, as far as their texts can tell."""
-    host, port = str(database.get("HOST") or "localhost"), str(database.get("PORT") or 27017)
-    django = _hosts(host if "://" in host else f"mongodb://{host}:{port}")
-    return not django & _hosts(url)
+    host, port = str(database.get("HOST") or "localhost"), str(database.get("PORT") or _PORT)
+    return not _hosts(host, port) & _hosts(url)
 
 
-def _hosts(url: str) -> set[str]:
-    """The hosts of a URL, as text; those behind a name of DNS's `SRV` are not asked for."""
-    _, _, rest = url.partition("://")
+def _hosts(given: str, port: str = _PORT) -> set[str]:
+    """The hosts of a URL or of a list, as text; those behind a name of DNS's `SRV` are not asked for."""
+    rest = given.partition("://")[2] or given
     hosts = rest.partition("/")[0].partition("?")[0].rpartition("@")[2].lower().replace("127.0.0.1", "localhost")
-    srv = url.startswith("mongodb+srv")
-    return {each if ":" in each or srv else f"{each}:27017" for each in hosts.split(",")}
+    srv = given.startswith("mongodb+srv")
+    return {each if ":" in each or srv else f"{each}:{port}" for each in hosts.split(",")}
 
 
 # -- servers ---------------------------------------------------------------------------------------

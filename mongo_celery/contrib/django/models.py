@@ -26,9 +26,7 @@ class _Page(models.Model):  # type: ignore[misc]
 
     name = models.CharField(max_length=1, primary_key=True)  # any database has it, whatever DEFAULT_AUTO_FIELD says
     objects = NoRows()
-
-    class Meta:
-        abstract = True
+    Meta: type = type("Meta", (), {"abstract": True})
 
     def __str__(self) -> str:
         """There is none."""
