@@ -397,7 +397,12 @@ def test_a_letter_that_somebody_else_has_written_does_not_hide_the_others() -> N
     kept = project.outbox.dead_letters
     (sound,) = kept.find()
     database, _, name = kept.full_name.partition(".")
-    for number, wrong in enumerate(({"at": "yesterday"}, {"entry": [1]}, {"entry": {"attempts": "x", "bind": 3}})):
+    strange: list[dict[str, Any]] = [
+        {"at": "yesterday"},
+        {"entry": [1]},
+        {"entry": {"attempts": "x", "bind": 3}},
+    ]
+    for number, wrong in enumerate(strange):
         identity = str(sound["_id"]).replace(entry, str(number))
         project.client[database][name].insert_one({"_id": identity, "outbox": sound["outbox"], **wrong})
     browser = operator()
