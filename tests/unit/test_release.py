@@ -75,7 +75,7 @@ def test_an_interrupted_release_leaves_the_checkout_as_it_was(checkout: Path) ->
     (checkout / ".ci" / "run").write_text("#!/bin/sh\necho checking\nexec sleep 60\n", encoding="utf-8")
     _git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-am", "slow checks")
     release = subprocess.Popen(
-        [".ci/release", "0.2.0"],
+        ["env", "--default-signal=INT", ".ci/release", "0.2.0"],  # what is started in the background ignores it
         cwd=checkout,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
