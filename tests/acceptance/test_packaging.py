@@ -51,12 +51,12 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Path) -> No
 
 
 def test_the_source_distribution_has_what_the_wheel_is_built_of(built: Path) -> None:
-    """And the licence, the README and the changelog."""
+    """And the licence and the README."""
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
 
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "mongo_celery/py.typed"} <= packed
+    assert {"LICENSE", "README.md", "pyproject.toml", "mongo_celery/py.typed"} <= packed
 
 
 def test_the_wheel_runs_in_a_clean_place(built: Path, tmp_path: Path) -> None:
