@@ -55,6 +55,7 @@ def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Chain) -> N
     chain.judge()
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_a_dead_letter_keeps_the_exact_change_with_error_traceback_and_attempts(chain: Chain) -> None:
     """P1: nothing of the change is lost, whatever types it has."""
     exact = {

@@ -73,6 +73,7 @@ def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_resu
     assert project.database["deaths"].count_documents({}) >= 1
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_a_duplicate_waits_for_a_dead_run_however_long_and_uses_up_no_retries(project: Project) -> None:
     """Celery's limit of three retries is for failures: here more than three waits are needed."""
     project.database["done"].insert_one({"_id": "t1", "state": "running", "owner": ObjectId(), "until": None})

@@ -451,6 +451,7 @@ def test_a_purge_leaves_what_has_several_states(bank: TwoPhaseCommit) -> None:
     assert [each["_id"] for each in bank.transactions.find().sort("_id", 1)] == [0, 1]
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are that stay, of whatever type their ids are; else a call of a large log ends by its time."""
     monkeypatch.setattr(final, "_READ_AT_ONCE", 50)
