@@ -73,13 +73,16 @@ def update_unlocked(
     Update documents by `_id` that fulfil a condition, without waiting for those that are locked; ends within a time.
 
     A server that turns out to be slow is given the time of one more call, and answers late itself. What the time did
-    not suffice for is chosen by chance, so that repeating this reaches everything that is free.
+    not suffice for is chosen by chance, and a group that is refused is taken apart until some of it is updated or one
+    document of it is known to be locked, so that repeating this reaches everything that is free, however little the
+    time suffices for.
     """
     until = time.monotonic() + seconds
     limit = min(table.timeout, _ATTEMPT_SECONDS)
     pending = deque(_parts(random.sample(ids, len(ids)), _GROUP))
+    is_further = False
     with table.collection.database.client.start_session() as session:
-        while pending and time.monotonic() < until:
+        while pending and (not is_further or time.monotonic() < until):
             group = pending.popleft()
             query = {"_id": {"$in": list(group)}, **condition}
             outcome = _update(table, session, query, change, limit)
@@ -87,8 +90,10 @@ def update_unlocked(
                 limit = table.timeout
                 until = max(until, time.monotonic() + limit)
                 pending = deque([list(chain(group, *pending))])
-            elif outcome is not _Outcome.DONE and len(group) > 1:
-                pending.extend(_parts(group, math.ceil(len(group) / _PARTS)))
+                continue
+            is_further |= outcome is not _Outcome.REFUSED or len(group) == 1
+            if outcome is not _Outcome.DONE and len(group) > 1:
+                pending.extendleft(_parts(group, math.ceil(len(group) / _PARTS)))
 
 
 def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -30,6 +30,7 @@ PAGE = ROOT / "docs/operations/drill.md"
 LOOKING = ("health", "status", "check", "head", "list", "show", "--list", "totals.py")
 _TOOLS = "from mongo_celery.cli.tools import main; main()"
 _SHOWN_SECONDS_MAX = 120.0
+_SILENT_SECONDS_MAX = 300.0  # a test run starts servers before it says a word
 _WORKER_OPTIONS = ("--without-gossip", "--without-mingle", "--without-heartbeat")
 
 
@@ -194,7 +195,7 @@ def on_terminal(words: list[str], directory: Path, variables: Mapping[str, str])
     os.close(its)
     text = b""
     try:
-        while select.select([ours], [], [], _SHOWN_SECONDS_MAX)[0]:
+        while select.select([ours], [], [], _SILENT_SECONDS_MAX)[0]:
             try:
                 read = os.read(ours, 1 << 16)
             except OSError:  # the other end is closed
