@@ -45,6 +45,7 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"  # beside the API, "outbox()" stands below "Bridge"
 
 html_theme = "furo"
 html_title = f"mongo_celery {release}"
@@ -53,3 +54,5 @@ html_copy_source = False
 html_show_sourcelink = False
 html_additional_pages = {"index": "to_the_first_page.html"}
 templates_path = ["site"]
+html_static_path = ["site/static"]
+html_css_files = ["site.css"]

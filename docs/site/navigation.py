@@ -41,7 +41,7 @@ def _below(folder: Path) -> list[str]:
 
 def _unlisted(index: str, folder: Path) -> list[str]:
     """Pages that no list of the index names: nothing is left out because somebody forgot it."""
-    listed = set(re.findall(r"^[\w/-]+$", index, re.MULTILINE)) | {"index"}
+    listed = set(re.findall(r"^(?:[\w ]+ <)?([\w/-]+)>?$", index, re.MULTILINE)) | {"index"}
     return sorted(each.stem for each in folder.glob("*.md") if each.stem not in listed)
 
 

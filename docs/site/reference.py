@@ -25,6 +25,7 @@ from mongo_celery.outbox.options import OutboxOptions, SharedOptions
 
 _BLOCK = re.compile(r"^```\{generated\} (\w+)(.*?)\n```$", re.MULTILINE | re.DOTALL)
 _CALL_ONLY = {"name", "autodiscover"}  # a name is not a setting; the URL is the one setting that is no option
+_MEMBERS = "   :members:\n   :exclude-members: wiring"  # that one is what the package's own parts are handed
 _WITH_APP = {
     "listener": listener.listener,
     "changes": changes.changes,
@@ -59,7 +60,7 @@ def _api(module: str, *names: str) -> Iterator[str]:
     home = importlib.import_module(module)
     for name in names or [each for each in home.__all__ if each not in mongo_celery.__all__]:
         value = getattr(home, name)
-        kind, members = ("class", "   :members:") if inspect.isclass(value) else ("function", "")
+        kind, members = ("class", _MEMBERS) if inspect.isclass(value) else ("function", "")
         if not callable(value):
             kind = "data"
         yield from (f"### {name}", "", "```{eval-rst}", f".. auto{kind}:: {module}.{name}", members, "```", "")

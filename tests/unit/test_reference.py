@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ import mongo_celery
 from mongo_celery import locking, testing
 from mongo_celery.bridge.options import OPTION_NAMES
 from mongo_celery.cli import changes, tools
+from mongo_celery.contrib import mongoengine
 from mongo_celery.outbox.options import OutboxOptions, SharedOptions
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +66,21 @@ def test_all_public_names_are_in_the_reference() -> None:
 
     assert names <= headings("api")
     assert headings("errors") == {"Errors", *ERRORS}
+
+
+def test_what_docstrings_show_is_code_that_calls_what_they_are_about() -> None:
+    """The reference shows it; what it does, the pages run."""
+    blocks = [
+        (name, textwrap.dedent(block))
+        for module in (mongo_celery, locking, testing, mongoengine)
+        for name in getattr(module, "__all__", ["OutboxMixin"])
+        for block in re.findall(r"::\n\n((?:(?: {4}.*)?\n)+)", f"{inspect.getdoc(getattr(module, name))}\n")
+    ]
+
+    assert {"OutboxCollection", "transactional", "OutboxMixin", "select_for_update_of"} <= {name for name, _ in blocks}
+    for name, code in blocks:
+        compile(code, name, "exec")
+        assert name in code
 
 
 @pytest.mark.parametrize("name", sorted(ERRORS))

@@ -69,6 +69,13 @@ def _command_lines(page: Path) -> Iterator[str]:
         for line in block.code.splitlines():
             if line.startswith("$ "):
                 yield from re.split(r" && ", line.removeprefix("$ ").partition(" #")[0])
+    for language, before in (("sh", ""), ("ini", "ExecStart=")):
+        for block in blocks(page, language):
+            yield from (
+                line.removeprefix(before)
+                for line in block.code.splitlines()
+                if line.startswith((f"{before}celery ", f"{before}/"))
+            )
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for span in re.findall(r"`([^`]+)`", prose):
         words = " ".join(span.replace("\\|", "|").split())  # as tables have it
