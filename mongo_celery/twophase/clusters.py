@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -77,12 +77,22 @@ class Clusters:
             found = self._opened[place] = self._open(part)
         return found
 
+    def refuse_unknown(self, parts: Iterable[Part]) -> None:
+        """
+        Refuse what this process cannot finish; nothing is asked of a server.
+
+        Raises:
+            ConfigurationError: the cluster of a participant is not known here.
+        """
+        for part in parts:
+            if not self.knows(part.cluster):
+                raise ConfigurationError(
+                    f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "
+                    f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
+                )
+
     def _open(self, part: Part) -> Collection[dict[str, Any]]:
-        if part.cluster is not None and part.cluster not in self._others:
-            raise ConfigurationError(
-                f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "
-                f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
-            )
+        self.refuse_unknown([part])
         own, client = self._own(), self.client(part.cluster)
         database, _, name = part.namespace.partition(".")
         # Ids are sent as they were read: both with the codec of the transactions.
