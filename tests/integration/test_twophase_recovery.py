@@ -192,6 +192,46 @@ def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
     assert clusters.balances() == {"own": START, "east": START, "west": START}
 
 
+def test_what_is_owed_comes_back_where_another_cluster_than_the_dead_one_decides(
+    clusters: Clusters, other_cluster: MongoReplicaSet, mongo_url: str
+) -> None:
+    """The last one says that nothing is done; so the first has back what it has paid, whatever stands between them."""
+    north = MongoClient[Document](mongo_url)
+    clients = {**clusters.clients, "north": north}
+    paying = north[f"{clusters.name}_own"]["paying"]
+    paying.insert_one({"_id": "A", "balance": START})
+    change = {"$inc": {"balance": 1}}
+    bank = clusters.coordinator(clients)
+    identity = bank.begin(
+        [
+            Participant(paying, "A", {"$inc": {"balance": -2}}),
+            Participant(clusters.accounts("east"), "A", change),
+            Participant(clusters.accounts("west"), "A", change),
+        ]
+    )
+    bank.step(identity, None)
+    read = bank.read(identity)
+    bank._completion._across._receipts.apply(read, plan_for(read).remote[0], time.monotonic() + 30)
+    assert paying.find_one() == {"_id": "A", "balance": START - 2}
+    clusters.log.update_many({}, {"$set": {"deadline": LONG_AGO, "lastModified": LONG_AGO}})
+    other_cluster.pause()
+    try:
+        blind = clusters.coordinator({**clients, "east": MongoClient[Document](other_cluster.url)})
+        (became,) = blind.recover()
+    finally:
+        other_cluster.resume()
+        blind._clusters.client("east").close()
+
+    assert (became.before, became.after) == ("pending", "canceling")
+    assert paying.find_one() == {"_id": "A", "balance": START}
+    assert [each.after for each in bank.recover(0)] == ["canceled"]
+    assert (paying.find_one(), clusters.balances()) == (
+        {"_id": "A", "balance": START},
+        dict.fromkeys(("own", "east", "west"), START),
+    )
+    north.close()
+
+
 def test_a_lost_answer_puts_off_none_of_many(clusters: Clusters) -> None:
     """They are known by who has taken them."""
     identities = [clusters.begin("own", "west", value=1) for _ in range(5)]
