@@ -507,9 +507,10 @@ def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatc
     profiled.command({"profile": 0})
 
     assert bank.transactions.count_documents({}) == 300
-    pages = list(profiled["system.profile"].find({"command.aggregate": "transactions"}))
-    assert len(pages) >= 2 * 300 / 50
+    pages = list(profiled["system.profile"].find({"command.find": "transactions"}))
+    assert len(pages) >= 2 * 2 * 300 / 50
     assert max(each["docsExamined"] for each in pages) <= 51
+    assert max(each["keysExamined"] for each in pages) <= 2 * 51
 
 
 def test_no_compensation_expires_before_what_it_takes_back(database: Database[Document]) -> None:
