@@ -321,7 +321,7 @@ class Completion:
                     raise
                 raise known from error
             raise TransactionTimeoutError(
-                f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
+                f"MongoDB did not let it get on in time{_where(error)} ({short(error)}); {hint}.",
                 outcome="unknown",
                 **fields,
             ) from error
@@ -389,8 +389,15 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any] |
         outcome = vars(error).get("outcome", "unknown")
         follows = aborted if outcome == "aborted" else unknown
         found = () if client is None else in_the_way(error, client)
-        message = f"transaction {identity!r}, {follows}. {error} {in_words(found)}".rstrip()
+        message = (
+            f"transaction {identity!r} did not get on{_where(error)}: {follows}. {error} {in_words(found)}".rstrip()
+        )
         raise TransactionTimeoutError(message, id=identity, outcome=outcome, candidates=found) from error
+
+
+def _where(error: BaseException) -> str:
+    """In which cluster it was, as far as that was noted."""
+    return "".join(f" {note}" for note in getattr(error, "__notes__", ())[:1])
 
 
 def _is_repeatable(error: Exception) -> bool:
