@@ -87,7 +87,12 @@ def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
 
 
 @transactions.command()
-@AGE
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Since the last step, by the server's clock; by default as the TwoPhaseCommit says, else half an hour.",
+)
 @click.option("--all", "any_application", is_flag=True, help="Also those of other applications.")
 @click.option("--limit", type=click.IntRange(min=1), default=_RECOVER_LIMIT, show_default=True, help="At most so many.")
 @click.option("--dry-run", is_flag=True, help="List what would be taken over, and change nothing.")

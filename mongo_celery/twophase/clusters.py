@@ -123,7 +123,9 @@ class Clusters:
         if place not in self._standalone:
             with noted(cluster):
                 answer = self.client(cluster).admin.command("hello")
-            self._standalone[place] = "setName" not in answer and answer.get("msg") != "isdbgrid"
+            # A member that has just started has no set yet, and says that it will have one.
+            in_set = "setName" in answer or "isreplicaset" in answer
+            self._standalone[place] = not in_set and answer.get("msg") != "isdbgrid"
         return self._standalone[place]
 
     def knows(self, cluster: str | None) -> bool:

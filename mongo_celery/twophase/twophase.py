@@ -62,7 +62,7 @@ class TwoPhaseCommit:
         application: this application's marker: recovery takes over only what carries it, or no marker.
         name: for the command line and for tasks, if an app has several.
         accounts: the documents that `transfer` names, or a callable; by default the collection `accounts` beside
-            the transactions.
+            the transactions. It is not stored with a transfer: all who share the transactions name the same.
         clients: other clusters by alias: clients, or callables that return them, asked as above.
         older_than: seconds after which an unfinished transaction counts as abandoned.
         timeout: seconds that a call may last, whatever a server does: transient errors are repeated for so long. A
