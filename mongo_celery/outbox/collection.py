@@ -217,6 +217,8 @@ class OutboxCollection(AnyOutbox):
     def _write_after_error(self, contents: Contents, session: ClientSession) -> None:
         """Write what goes with a transaction that may be committed yet; one that the server has ended cannot be."""
         frame = frame_of(session)
+        if frame is not None and frame.is_inherited:  # whoever began it writes that, too
+            return
         try:
             with suppress(OperationFailure), pymongo.timeout(_WRITE_SECONDS):  # any of these ends it there
                 self._write(contents, session)

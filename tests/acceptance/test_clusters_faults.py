@@ -1,6 +1,6 @@
 """
 Money between two clusters: processes killed and frozen, sessions ended, primaries deposed, participants written back as
-wholes, deleted and made anew.
+wholes, deleted and made anew; on three members also primaries killed, frozen, and killed with what no other has.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from uuid import uuid4
 
 import pytest
 from bson import json_util
-from pymongo import MongoClient
+from pymongo import MongoClient, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
 from mongo_celery import MongoCeleryError, TwoPhaseCommit
+from mongo_celery.embedded import MongoReplicaSet, MongoServer
 from tests.acceptance.clusters_project import ACCOUNTS, bank_of
+from tests.fixtures.election import Elections, common, newest
 from tests.fixtures.mongo import MakeReplicaSet
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
@@ -32,25 +34,31 @@ SEED = int(os.environ.get("MONGO_CELERY_CLUSTERS_SEED", "1"))
 TRANSFERS = int(os.environ.get("MONGO_CELERY_CLUSTERS_TRANSFERS", "150"))
 PROCESSES = 4
 SELDOM = 0.3
-"""How often a primary is deposed where that was drawn: it takes a second or two to be elected again."""
+"""How often a primary is lost where that was drawn: it takes a second or two until there is one again."""
 OPEN = {"$in": ["pending", "applied", "canceling"]}
 KINDS = (
     *("kill", "freeze", "thaw", "write_back", "write_back", "make_anew", "cancel_one", "recover", "depose"),
     "end_sessions",
 )
 EFFECTS = {"killed", "frozen", "replaced", "made anew", "recovered", "canceled", "deposed", "sessions ended"}
+KINDS_OF_MEMBERS = ("kill_primary", "freeze_primary", "mend", "mend", "mend", "take_back")
+EFFECTS_OF_MEMBERS = {"primaries killed", "primaries frozen", "writes taken back"}
 
 
 class TwoBanks:
     """Accounts in two clusters, the processes that move money between them, and the judgement."""
 
-    def __init__(self, processes: Processes, make_replica_set: MakeReplicaSet, answers: Path) -> None:
+    def __init__(self, processes: Processes, make_replica_set: MakeReplicaSet, answers: Path, members: int) -> None:
         self._processes = processes
         self._answers = answers
         self.happened = Counter[str]()
+        has_elections = members > 1
+        self.kinds = (*KINDS, *KINDS_OF_MEMBERS) if has_elections else KINDS
+        self.effects = EFFECTS | EFFECTS_OF_MEMBERS if has_elections else EFFECTS
+        self._broken: dict[MongoReplicaSet, MongoServer] = {}
         # What a dead process has locked is free again after a moment.
-        self.sets = [make_replica_set(parameters=["transactionLifetimeLimitSeconds=3"]) for _ in range(2)]
-        self.clients = [MongoClient[Document](each.url) for each in self.sets]
+        self.sets = [make_replica_set(members, parameters=["transactionLifetimeLimitSeconds=3"]) for _ in range(2)]
+        self.clients = [MongoClient[Document](each.url, timeoutMS=10_000) for each in self.sets]
         self.name = f"clusters_{uuid4().hex[:8]}"
         for client in self.clients:
             client[self.name]["accounts"].insert_many(
@@ -102,7 +110,7 @@ class TwoBanks:
 
     def depose(self, chance: random.Random) -> None:
         """Have a cluster without a primary for a moment; all that is open there is aborted."""
-        if chance.random() < SELDOM:
+        if self._is_drawn("deposed", chance):
             chance.choice(self.clients).admin.command("replSetStepDown", 1, force=True)
             self.happened["deposed"] += 1
 
@@ -111,10 +119,62 @@ class TwoBanks:
         chance.choice(self.clients).admin.command("killAllSessions", [])
         self.happened["sessions ended"] += 1
 
+    def kill_primary(self, chance: random.Random) -> None:
+        """As a machine that loses its power; the others elect another."""
+        if (member := self._whole_primary("primaries killed", chance)) is not None:
+            member.kill()
+            self.happened["primaries killed"] += 1
+
+    def freeze_primary(self, chance: random.Random) -> None:
+        """One that answers nobody, and when it wakes up takes itself for the primary for a moment."""
+        if (member := self._whole_primary("primaries frozen", chance)) is not None:
+            member.pause()
+            self.happened["primaries frozen"] += 1
+
+    def _is_drawn(self, effect: str, chance: random.Random) -> bool:
+        """Whether a primary is to be lost: seldom, but for the first time."""
+        return chance.random() < SELDOM or not self.happened[effect]
+
+    def _whole_primary(self, effect: str, chance: random.Random) -> MongoServer | None:
+        """That of a set of which all members are well, and one will not be any more; two of three go on."""
+        chosen = chance.choice(self.sets)
+        if chosen in self._broken or not self._is_drawn(effect, chance):
+            return None
+        self._broken[chosen] = chosen.primary
+        return self._broken[chosen]
+
+    def mend(self, chance: random.Random) -> None:
+        """Have a member that was killed or frozen back."""
+        if self._broken:
+            member = self._broken.pop(chance.choice(list(self._broken)))
+            if member.running:
+                member.resume()
+            else:
+                member.restart()
+
+    def mend_all(self) -> None:
+        while self._broken:
+            self.mend(random.Random())
+
+    def take_back(self, chance: random.Random) -> None:
+        """Have a primary die with what it alone has; it comes back and takes that back."""
+        chosen = chance.choice(self.sets)
+        if chosen in self._broken or not self._is_drawn("writes taken back", chance):
+            return
+        with Elections(chosen).held_back() as primary, MongoClient[Document](primary.url) as client:
+            self._broken[chosen] = primary
+            client[self.name].get_collection("own", write_concern=WriteConcern(1)).insert_one({})
+            wait_for(lambda: newest(client, self.name) > common(client), message="writes that are taken back")
+        del self._broken[chosen]
+        self.happened["writes taken back"] += 1
+
     def befall(self, kind: str, chance: random.Random) -> None:
         # It may befall itself: its own session, its own connection.
         with suppress(MongoCeleryError, PyMongoError):
             getattr(self, kind)(chance)
+
+    def so_far(self) -> str:
+        return f"{self.log.count_documents({'state': 'done'})} done, and {dict(self.happened)}"
 
     def is_settled(self) -> bool:
         self.bank.recover(0)
@@ -154,12 +214,12 @@ class Misfortune:
         while len(alive) < PROCESSES:
             self.running.append(self._banks.transfers(SEED * 1000 + len(self.running), 60))
             alive.append(self.running[-1])
-        kind = self.chance.choice(KINDS)
+        kind = self.chance.choice(self._banks.kinds)
         if kind in {"kill", "freeze", "thaw"}:
             getattr(self, f"_{kind}")(self.chance.choice(alive))
         else:
             self._banks.befall(kind, self.chance)
-        if any(self._banks.happened[each] == 0 for each in EFFECTS):
+        if any(self._banks.happened[each] == 0 for each in self._banks.effects):
             return False
         return bool(self._banks.log.count_documents({"state": "done"}) >= TRANSFERS)
 
@@ -179,16 +239,19 @@ class Misfortune:
 
     def end(self) -> None:
         """Let all who live go on to their end; nobody has ended by an error that is none of ours."""
+        self._banks.mend_all()
         for process in self.frozen:
             process.resume()
         wait_for(lambda: not any(process.running for process in self.running), 120)
         assert {process.returncode for process in self.running} <= {0, -signal.SIGKILL}
 
 
-@pytest.fixture
-def banks(processes: Processes, make_replica_set: MakeReplicaSet, tmp_path: Path) -> Iterator[TwoBanks]:
+@pytest.fixture(params=[1, 3], ids=["one_member", "three_members"])
+def banks(
+    request: pytest.FixtureRequest, processes: Processes, make_replica_set: MakeReplicaSet, tmp_path: Path
+) -> Iterator[TwoBanks]:
     (tmp_path / "answers").mkdir()
-    made = TwoBanks(processes, make_replica_set, tmp_path / "answers")
+    made = TwoBanks(processes, make_replica_set, tmp_path / "answers", request.param)
     yield made
     for client in made.clients:
         client.close()
@@ -199,10 +262,11 @@ def test_each_transfer_counts_once_or_not_at_all_whatever_befalls_it(banks: TwoB
     """
     Processes killed and frozen, recovery and cancels all the time, accounts written back and made anew, elections.
 
-    A run in which one of these had no effect is none, and goes on.
+    With three members primaries are killed and frozen as well, and take back what they alone had written. A run in
+    which one of these had no effect is none, and goes on.
     """
     misfortune = Misfortune(banks)
-    wait_for(misfortune, 120 + TRANSFERS)
+    wait_for(misfortune, 120 + TRANSFERS * len(banks.sets[0].members), banks.so_far)
     misfortune.end()
     wait_for(banks.is_settled, 90)
     banks.judge()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.locking_project import ENVIRONMENT
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import ROOT, Processes, wait_for
-from tests.integration.locking_rig import Document, held, hold_for_ever
+from tests.integration.locking_rig import Document, Tasks, Threads, held, hold_for_ever
 
 PROJECT = "tests.acceptance.locking_project"
 LIFETIME_SECONDS = 2
@@ -118,8 +119,9 @@ def test_a_killed_holder_frees_the_document_when_the_server_ends_its_transaction
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", [Threads, Tasks])
 def test_a_killed_holder_frees_the_document_for_who_waits_before_the_server_would(
-    processes: Processes, mongo_url: str, database: Database[Document]
+    processes: Processes, mongo_url: str, database: Database[Document], way: type[Threads | Tasks]
 ) -> None:
     """With the real times: ten seconds of waiting, where the server takes at least a minute."""
     database["things"].insert_one({"_id": 1})
@@ -130,8 +132,10 @@ def test_a_killed_holder_frees_the_document_for_who_waits_before_the_server_woul
     limit = database.client.admin.command({"getParameter": 1, "transactionLifetimeLimitSeconds": 1})
     holder.kill()
     before = ended_count()
-    lock = transactional(database.client, timeout=limit["transactionLifetimeLimitSeconds"] - 10)(select_for_update)
-    assert lock(database["things"], {"_id": 1}, application="next")["_lock"]["application"] == "next"
+    timeout = limit["transactionLifetimeLimitSeconds"] - 10
+    with closing(way(mongo_url)) as waiting:
+        found = waiting.lock("select_for_update", database["things"], {"_id": 1}, application="next", timeout=timeout)
+    assert found["_lock"]["application"] == "next"
     assert ended_count() > before
 
 

@@ -7,6 +7,7 @@ What is left by the generator in which it stands is in `test_transaction_parts.p
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -29,7 +30,11 @@ from pymongo.uri_parser import parse_uri
 from mongo_celery import OutboxCollection, TwoPhaseCommit
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, transactional
+from mongo_celery.mongo.transaction import blocks, ending
+from mongo_celery.mongo.transaction.frames import Frame
 from mongo_celery.twophase.steps import STEP_TASK
+from tests.fixtures.forking import fork, holds_after_a_fork
+from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.integration.locking_rig import Document
 
@@ -413,6 +418,79 @@ def test_a_process_that_is_forked_inside_is_in_no_transaction(client: Client) ->
         is_outside, message = answers.get()
     assert is_outside
     assert "forked" in message
+
+
+def _is_left_to_the_parent(stack: ExitStack, error: BaseException | None) -> bool:
+    """Whether leaving a block in a forked child raises what it must: its own error, or that it is its parent's."""
+    try:
+        stack.__exit__(type(error) if error else None, error, None)
+    except TransactionError as told:
+        return error is None and "forked" in str(told)
+    return error is not None
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
+def test_a_forked_process_ends_no_block_of_its_parents(
+    client: Client, notes: Collection[Document], error: BaseException | None
+) -> None:
+    """It comes to the end, too, as a daemon does; to abort there, or to commit, would be its parent's."""
+    called: list[int] = []
+    with ExitStack() as stack:
+        session = stack.enter_context(transactional(client))
+        notes.insert_one({"_id": 1}, session=session)
+        after_commit(lambda: called.append(1))
+        assert holds_after_a_fork(lambda: _is_left_to_the_parent(stack, error) and not called)
+    assert called == [1]
+    assert notes.count_documents({}) == 1
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
+def test_a_forked_process_ends_no_transaction_of_its_parents(
+    client: Client, notes: Collection[Document], error: BaseException | None
+) -> None:
+    """The same where the body is a function, which is not repeated by its parent either."""
+    parent, attempts = os.getpid(), []
+
+    def body(session: ClientSession) -> None:
+        attempts.append(session)
+        notes.insert_one({"_id": 1}, session=session)
+        child = fork()
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        elif error is not None:
+            raise error
+
+    try:
+        transactional(client).run(body)
+    except (TransactionError, ZeroDivisionError) as told:
+        if os.getpid() != parent:
+            os._exit(0 if told is error or "forked" in str(told) else 1)
+        raise
+    finally:
+        if os.getpid() != parent:
+            os._exit(2)
+    assert len(attempts) == 1
+    assert notes.count_documents({}) == 1
+
+
+def test_a_thread_that_stands_still_before_the_commit_is_told_that_the_time_is_used_up(
+    client: Client, notes: Collection[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that has passed by then is none that PyMongo takes."""
+    looked, is_last = ending.check_time, iter([False, True])
+
+    def stand_still(frame: Frame, session: ClientSession) -> None:
+        looked(frame, session)
+        if next(is_last):
+            wait_for(lambda: frame.remaining < 0)
+
+    monkeypatch.setattr(blocks, "check_time", stand_still)
+    block = transactional(client, timeout=1.0)
+    with pytest.raises(TransactionTimeoutError) as caught, block as session:
+        notes.insert_one({"text": "late"}, session=session)
+    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
+    client.admin.command("killAllSessions", [])  # it was not sent, and nobody else ends it soon
+    assert texts(notes) == []
 
 
 def test_the_write_of_a_box_ends_with_the_time_of_its_block(

@@ -15,7 +15,9 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.embedded import MongoServer
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from mongo_celery.twophase.states import State
@@ -296,6 +298,13 @@ def test_a_standalone_server_is_served_by_markers(standalone_url: str, make_clie
     with pytest.raises(TransactionCanceledError, match="does not meet"):
         bank.transfer("A", "B", 1001)
     assert balances(database) == {"A": 1000, "B": 1000}
+
+
+def test_a_member_that_has_not_found_its_set_yet_is_no_standalone_server() -> None:
+    """It says so once in a process: markers would be used there for ever."""
+    with MongoServer(replica_set="late") as server, MongoClient[Document](server.url) as client:
+        assert client.admin.command("hello").get("setName") is None
+        assert not Clusters(lambda: client["bank"]["transactions"], {}).is_standalone(None)
 
 
 def test_one_that_is_partly_on_a_standalone_server_goes_by_markers(

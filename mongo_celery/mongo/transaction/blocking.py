@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import pymongo
+from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
@@ -22,11 +24,23 @@ from mongo_celery.mongo.transaction.ending import (
     pause_before_body,
     pause_before_commit,
 )
-from mongo_celery.mongo.transaction.frames import Frame
+from mongo_celery.mongo.transaction.frames import Frame, frame_of
 from mongo_celery.mongo.verdicts import standalone_refused
 
 Result = TypeVar("Result")
 Collecting = Callable[[ClientSession], AbstractContextManager[object]]
+
+
+def begin_session(client: MongoClient[Any], stack: ExitStack) -> ClientSession:
+    """A session that is ended with a stack; not by a child, where that would abort the transaction of its parent."""
+    session = client.start_session()
+    stack.callback(_end_session, session, os.getpid())
+    return session
+
+
+def _end_session(session: ClientSession, pid: int) -> None:
+    if os.getpid() == pid:
+        session.end_session()
 
 
 def repeat(
@@ -76,7 +90,8 @@ def commit(frame: Frame, session: ClientSession) -> None:
 
 def abort(session: ClientSession) -> None:
     """Free what is locked, as far as the server can be reached; else it does so itself after a while."""
-    if session.in_transaction:
+    frame = frame_of(session)
+    if session.in_transaction and not (frame is not None and frame.is_inherited):
         # In a context of its own: a time limit that has passed must not keep the abort from the server.
         contextvars.Context().run(_abort_within_its_time, session)
 

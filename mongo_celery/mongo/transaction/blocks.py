@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, _AsyncGeneratorContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, _AsyncGeneratorContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar
@@ -222,7 +222,7 @@ def _leave_own(block: Block[ClientSession], frame: Frame, error: BaseException |
     try:
         if session.in_transaction:
             check_time(frame, session)
-        with pymongo.timeout(max(frame.remaining, _LEAST)):
+        with _time_of(frame):
             block.close_box(None)
         if session.in_transaction:
             check_time(frame, session)
@@ -231,7 +231,7 @@ def _leave_own(block: Block[ClientSession], frame: Frame, error: BaseException |
         raise_timed_out(frame, met)
         raise
     if session.in_transaction:
-        with pymongo.timeout(frame.remaining):  # another thread's limit is not here
+        with _time_of(frame):  # another thread's limit is not here
             blocking.commit(frame, session)
     else:
         frame.callbacks.clear()
@@ -277,7 +277,7 @@ async def _leave_own_async(
     except BaseException:
         await asynchronous.abort(session)
         raise
-    with pymongo.timeout(frame.remaining):  # another task's limit is not here
+    with _time_of(frame):  # another task's limit is not here
         return await asynchronous.commit(frame, session)
 
 
@@ -287,6 +287,11 @@ def _pass(frame: Frame, failure: BaseException, error: BaseException | None) -> 
         raise failure
     refuse_standalone(error)
     raise_locked(frame, error)
+
+
+def _time_of(frame: Frame) -> AbstractContextManager[None]:
+    """What is left of a transaction's time, for calls inside; a thread may have stood still since it was looked at."""
+    return pymongo.timeout(max(frame.remaining, _LEAST))
 
 
 @contextmanager

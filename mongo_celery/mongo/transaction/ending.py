@@ -13,6 +13,7 @@ What an error means for a transaction: once more, or the end. Decided in one pla
 | a lock is given up, and the body catches that | aborted, the DocumentLockedError all the same |
 | the time is used up before a commit is tried | aborted, TransactionTimeoutError with the outcome `aborted` |
 | the time is used up while no commit was answered | TransactionTimeoutError with the outcome `unknown` |
+| a process that was forked in the body comes to its end | left to its parent; its own error, or TransactionError |
 | an asyncio task is canceled in the body | aborted, the CancelledError passes |
 | the same during the commit | its answer is waited for, callbacks run, and then the CancelledError passes |
 | the process dies | the server aborts after `transactionLifetimeLimitSeconds`, 60 by default |
@@ -80,6 +81,11 @@ def doom_of(frame: Frame, session: Session) -> BaseException | None:
     One that was ended in the body cannot be aborted any more, nor may it be repeated: it may be committed.
     """
     doom, is_ended = frame.doom, not session.in_transaction
+    if frame.is_inherited:
+        return TransactionError(
+            "A forked process has come to the end of a transaction that its parent has begun: it is the parent's to "
+            "commit. End the process inside, as multiprocessing does, or fork it before."
+        )
     if doom is None and frame.parts and not is_ended:
         return TransactionError(
             "The transaction was aborted: a part of it, as of a generator or another thread, had not ended when its "

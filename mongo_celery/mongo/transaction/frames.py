@@ -136,6 +136,11 @@ class Frame:
         return self.deadline - time.monotonic()
 
     @property
+    def is_inherited(self) -> bool:
+        """Whether another process has begun it, and has forked this one inside: it ends there."""
+        return self.owner[0] != os.getpid()
+
+    @property
     def locked(self) -> DocumentLockedError | None:
         """What a lock was given up with in this attempt: the server has ended the transaction by then."""
         return self.doom if isinstance(self.doom, DocumentLockedError) else None
@@ -286,7 +291,7 @@ def _refuse_to_join(frame: Frame) -> None:
             "The transaction of this session was given up, and will not be committed: nothing joins it. Use the "
             "session of one in progress."
         )
-    if frame.owner[0] != os.getpid():
+    if frame.is_inherited:
         raise TransactionError(
             "The transaction of this session belongs to the process that has forked this one; begin one here, without "
             "session=."

@@ -202,7 +202,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 stack.enter_context(self._collecting(joined))
                 return blocking.awaited_nowhere(body(joined))
             if given is None:
-                given = stack.enter_context(client.start_session())
+                given = blocking.begin_session(client, stack)
             frame = stack.enter_context(entered(given, self._seconds))
             stack.enter_context(pymongo.timeout(self._seconds))
             result = blocking.repeat(frame, given, body, self._options, self._collecting)
@@ -257,7 +257,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 around.enter_context(part_of(joined))
                 session: ClientSession = joined
             else:
-                session = around.enter_context(client.start_session())
+                session = blocking.begin_session(client, around)
                 frame = around.enter_context(entered(session, self._seconds if self._is_limited else math.inf))
             if self._is_limited:
                 around.enter_context(limited(self._seconds))
