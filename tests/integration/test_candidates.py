@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -234,6 +235,18 @@ def test_what_an_earlier_term_served_is_not_told_of_one_that_does_not_say(
     assert ring is not None
     assert ring.definitions is None
     assert _judged(leases, NEW) == [("definitions", "warning")]
+
+
+def test_check_names_the_handlers_that_the_leader_does_not_know(leases: Leases) -> None:
+    """New code in the workers, old code in the listener."""
+    _led(leases, NEW)
+    lease = leases.read()
+    assert lease is not None
+    newer = replace(NEW, handlers={**NEW.handlers, "invoice": "1"})
+    (found,) = judge_lease(lease, newer, datetime.now(UTC))
+
+    assert (found.name, found.level) == ("definitions", "warning")
+    assert "does not know invoice: deploy this code where listeners run" in found.message
 
 
 def _judged(leases: Leases, mine: Definitions) -> list[tuple[str, str]]:
