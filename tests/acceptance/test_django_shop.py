@@ -20,7 +20,7 @@ def test_an_order_goes_from_a_request_to_the_denormalised_page(browser: Any, pro
     require_server("mongod")
     require_server("redis-server")
     shop = processes.python("shop", str(ROOT / "examples/django_shop/run.py"), "serve")
-    address, password = shop.wait_for_output(r"(http\S+) and \S+ for operator with (\S+)\n").groups()
+    address, password = shop.wait_for_output(r"(http\S+) and \S+ for operator with (\S+)\n", timeout=300).groups()
 
     def reloaded() -> str:
         browser.get(address)

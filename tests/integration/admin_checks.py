@@ -34,9 +34,12 @@ from mongo_celery import Participant
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.contrib.django.admin import dead_letter_pages, outbox_pages
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
 from mongo_celery.testing import BridgeRunner
+from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from tests.fixtures.process import wait_for
 from tests.integration import admin_project as project
 
@@ -380,14 +383,21 @@ def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) 
     assert states() == {"collect": "flowing", "stop": "flowing"}
     assert project.transfers.read(identity).state == "initial"
     for address in (f"{BRIDGES}show/", f"{LETTERS}show/?bridge=shop", f"{OUTBOXES}show/", f"{TRANSACTIONS}show/?id=1"):
-        assert browser.get(address).status_code == 302, "back to the list, with a sentence"
+        assert browser.get(address).context["sentence"], address
     twice = f"{LETTERS}show/?bridge=shop&letter={quote(letter)}&letter={quote(letter)}"
     assert browser.get(twice).status_code == 200
     operators = quote('{"$gt": ""}')
     for text in NO_IDS:
         assert browser.get(LETTERS, {"key": text}).status_code == 200
-        assert browser.get(f"{TRANSACTIONS}show/", {"name": "transfers", "id": text}).status_code == 302
-    for address in (f"{LETTERS}?key={operators}", f"{LETTERS}?handler=no", f"{TRANSACTIONS}?state=no"):
+        assert browser.get(f"{TRANSACTIONS}show/", {"name": "transfers", "id": text}).context["sentence"]
+        assert browser.get(TRANSACTIONS, {"name": "transfers", "id": text}).status_code == 200
+    for address in (
+        f"{LETTERS}?key={operators}",
+        f"{LETTERS}?handler=no",
+        f"{LETTERS}?page=-1",
+        f"{OUTBOXES}show/?outbox=orders&page=999999999999",
+        f"{TRANSACTIONS}?state=no",
+    ):
         assert browser.get(address).status_code == 200
 
 
@@ -414,6 +424,59 @@ def test_a_letter_that_somebody_else_has_written_does_not_hide_the_others() -> N
     assert len(said(confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=names))) == 4
     confirmed(browser, OUTBOXES, action="discard", outbox="orders", letter=names)
     assert kept.count() == 1
+
+
+def test_a_list_has_pages_and_an_action_leads_back_to_where_it_was_chosen(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many letters there are, each can be had; the list of an outbox leaves the payloads where they are."""
+    for pages in (dead_letter_pages, outbox_pages):
+        monkeypatch.setattr(pages, "LISTED", 2)
+    for number in (1, 2, 3):
+        fail(runner, "letters", number)
+        outbox_letter(f"o-{number}")
+    entries = [str(each["_id"]).rpartition("/")[2] for each in project.outbox.dead_letters.find()]
+    assert [set(each["entry"]) & {"payload"} for each in project.outbox.dead_letters.find()] == [set()] * 3
+    assert "payload" in project.outbox.dead_letters.get(entries[0])["entry"]  # type: ignore[index]
+    browser = operator()
+    lists: list[tuple[str, dict[str, str], list[str]]] = [
+        (LETTERS, {"bridge": "shop", "handler": "collect"}, letters()),
+        (f"{OUTBOXES}show/", {"outbox": "orders"}, entries),
+    ]
+    for address, asked, (*first, last) in lists:
+        page = browser.get(address, asked)
+        assert [each in page.content.decode() for each in (*first, last)] == [True, True, False]
+        assert "1 to 2" in page.content.decode()
+        assert 'data-all="letter"' in page.content.decode()
+        assert page.context["before_url"] == ""
+        page = browser.get(page.context["after_url"])
+        assert [each in page.content.decode() for each in (*first, last)] == [False, False, True]
+        assert page.context["after_url"] == ""
+        assert 'type="checkbox"' in browser.get(page.context["before_url"]).content.decode()
+        assert browser.get(browser.get(address, {**asked, "page": "9"}).context["before_url"]).context["letters"]
+    answer = confirmed(browser, LETTERS, action="replay", bridge="shop", handler="collect", letter=letters()[:1])
+    assert answer.redirect_chain[0][0] == f"{LETTERS}?bridge=shop&handler=collect"
+    answer = confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=entries[:1])
+    assert answer.redirect_chain[0][0] == f"{OUTBOXES}show/?outbox=orders"
+    answer = confirmed(browser, BRIDGES, action="pause", bridge="shop", handler="stop")
+    assert answer.redirect_chain[0][0] == f"{BRIDGES}show/?bridge=shop"
+    assert f"{LETTERS}?bridge=shop&amp;handler=collect" in answer.content.decode()
+
+
+def test_a_page_says_what_is_kept_and_that_the_project_has_none_of_its_kind(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong with a project that has bridges, and no transactions."""
+    fail(runner, "letters")
+    (letter,) = letters()
+    page = operator().get(f"{LETTERS}show/", {"bridge": "shop", "letter": letter})
+    assert "<td>event, " in page.content.decode()
+    assert len(page.context["title"]) < len("Dead letter ") + 20
+    for registry, address in ((TWO_PHASE_COMMITS, TRANSACTIONS), (OUTBOXES_OF, OUTBOXES)):
+        monkeypatch.setattr(type(registry), "of", lambda *_: [])
+        page = operator().get(address)
+        assert f"has no {registry.kind}." in page.content.decode()
+        assert page.context["sentence"] == ""
 
 
 # -- outboxes and transactions -----------------------------------------------------------------------
@@ -446,6 +509,8 @@ def test_a_transaction_is_run_taken_back_and_canceled() -> None:
     done, left = transaction("t-1"), transaction({"n": 2})
     assert said(confirmed(browser, TRANSACTIONS, action="run", name="transfers", id=f'"{done}"')) == ['"t-1": done.']
     confirmed(browser, TRANSACTIONS, action="compensate", name="transfers", id=f'"{done}"')
+    for given, found in ((done, True), (f'"{done}"', True), ("t-9", False)):
+        assert (f"&quot;{done}&quot;" in browser.get(TRANSACTIONS, {"id": given}).content.decode()) is found
     page = browser.get(TRANSACTIONS).content.decode()
     assert "{&quot;n&quot;: {&quot;$numberInt&quot;: &quot;2&quot;}}" in page
     confirmed(browser, TRANSACTIONS, action="cancel", name="transfers", id='{"n": {"$numberInt": "2"}}')

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from django.http import HttpRequest, QueryDict
+from django.urls import reverse
 
 from mongo_celery.bridge.operations import commands, heads
 from mongo_celery.bridge.operations.overview import overview
@@ -24,7 +26,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, line_in_project, one_in_project
 from mongo_celery.contrib.django.admin.words import document, shown
-from mongo_celery.quantities import duration, number
+from mongo_celery.quantities import duration, moment, number
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.commands import CommandResult
@@ -48,6 +50,7 @@ class BridgeAdmin(OperationsAdmin):
     """All bridges of the project's app."""
 
     template = "bridges.html"
+    registry = BRIDGES
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
@@ -92,11 +95,21 @@ class BridgeAdmin(OperationsAdmin):
                     {"severity": each.severity, "sentence": shown(each.sentence), "command": shown(each.command or "")}
                     for each in verdict.reasons
                 ],
-                "handlers": [_handler(each) for each in seen["handlers"]],
+                "handlers": [self._handler(wiring.name, each) for each in seen["handlers"]],
                 "standing": [_partition(each) for each in seen["attention"]],
                 "does": [(name, label) for name, (label, _, _) in _DOES.items()],
             },
         )
+
+    def _handler(self, bridge: str, each: Mapping[str, Any]) -> Mapping[str, Any]:
+        query = urlencode({"bridge": bridge, "handler": each["name"]})
+        letters = reverse("admin:mongo_celery_changedeadletter_changelist", current_app=self.admin_site.name)
+        found = {"shown": shown(each["name"]), "lag": duration(each["lag_seconds"])}
+        return {**each, **found, "letters_url": f"{letters}?{query}"}
+
+    def place(self, form: QueryDict) -> str:
+        """The page of the bridge."""
+        return self.url("show", bridge=str(form.get("bridge", "")))
 
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `changes pause`, `resume`, `retry` and `set-aside`."""
@@ -143,11 +156,7 @@ class BridgeAdmin(OperationsAdmin):
 def _listener(listener: Mapping[str, Any] | None) -> str:
     if listener is None:
         return "nobody leads"
-    return shown(f"{listener['host']}, pid {listener['pid']}, since {listener['since']}")
-
-
-def _handler(each: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**each, "shown": shown(each["name"]), "lag": duration(each["lag_seconds"])}
+    return shown(f"{listener['host']}, pid {listener['pid']}, since {moment(listener['since'])}")
 
 
 def _partition(each: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    page_of,
     refuse,
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in_project
@@ -42,6 +43,7 @@ class OutboxAdmin(OperationsAdmin):
     """All outboxes of the project's app."""
 
     template = "outboxes.html"
+    registry = OUTBOXES
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
@@ -65,9 +67,16 @@ class OutboxAdmin(OperationsAdmin):
         with _reached(outbox):
             if name:
                 return "outbox_letter.html", f"Dead letter {name}", self._letter(request, outbox, _one(outbox, name))
-            found, count = commands.dead_letters(outbox, LISTED), outbox.dead_letters.count()
+            page = page_of(request)
+            found, count = commands.dead_letters(outbox, LISTED, skip=page * LISTED), outbox.dead_letters.count()
         letters = [{**_letter_row(each), "url": self.url("show", outbox=outbox.name, letter=each.id)} for each in found]
-        return "outbox.html", f"Outbox {outbox.name}", {"outbox": outbox.name, "letters": letters, "count": count}
+        pages = self.pages(page, count, LISTED, "show", outbox=outbox.name)
+        return "outbox.html", f"Outbox {outbox.name}", {"outbox": outbox.name, "letters": letters, **pages}
+
+    def place(self, form: QueryDict) -> str:
+        """The dead letters of the outbox; the list for who has swept."""
+        outbox = str(form.get("outbox", ""))
+        return self.url("changelist") if form.get("action") == "sweep" else self.url("show", outbox=outbox)
 
     def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
         """Of the outbox that is named."""
