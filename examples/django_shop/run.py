@@ -160,7 +160,7 @@ def wait_for_page(visitor: Visitor, server: "subprocess.Popen[bytes]") -> None:
             visitor.page()
         except OSError:
             if server.poll() is not None:
-                sys.exit(f"the web server has ended with {server.returncode}: {' '.join(map(str, server.args))} says why")
+                sys.exit(f"the web server has ended with {server.returncode}: `manage.py runserver` says why")
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

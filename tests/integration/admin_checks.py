@@ -10,6 +10,8 @@ import io
 import json
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import count
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -17,6 +19,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project
 
 import django
 import pytest
+from bson import Int64, json_util
 
 django.setup()
 
@@ -35,6 +38,8 @@ from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.contrib.django.admin import dead_letter_pages, outbox_pages
+from mongo_celery.contrib.django.admin.operations_admin import listed
+from mongo_celery.contrib.django.admin.words import document
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
@@ -342,6 +347,7 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
 
     told = said(confirmed(browser, LETTERS, action="replay", bridge="shop", letter=[first, third]))
     assert told[0].startswith("2 dead letters are to be replayed")
+    assert f"Asked for: {first}, {third}." in LogEntry.objects.get().change_message
     deliver(runner, [1, 3])
     assert letters() == [second]
 
@@ -561,6 +567,26 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
         assert "&lt;img" in text or page.request["PATH_INFO"] in {BRIDGES, TRANSACTIONS}
     for page in (*shown[:3], *shown[4:10]):
         assert "\u202e" not in page.content.decode(), page.request["PATH_INFO"]
+
+
+def test_a_sentence_on_many_names_some_of_them() -> None:
+    """The log has them all."""
+    assert listed([]) == ""
+    assert listed(list("abcde")) == "a, b, c, d, e"
+    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+def test_no_more_of_a_document_is_written_than_is_shown() -> None:
+    """One of sixteen megabytes takes no longer than one of a hundred kilobytes."""
+
+    class Endless(dict[str, int]):
+        def items(self) -> Any:
+            return ((str(number), number) for number in count())
+
+    assert document(Endless(a=1)).endswith("\n...")
+    values = {"at": datetime(2026, 1, 2, tzinfo=UTC), "n": Int64(3), "of": [{"b": b"x"}], "is": float("inf")}
+    assert json_util.loads(document(values), json_options=json_util.JSONOptions(tz_aware=True)) == values
+    assert document("x\ny") == '"x\\ny"'
 
 
 def test_what_ended_unforeseen_is_in_the_log_though_requests_are_transactions(monkeypatch: pytest.MonkeyPatch) -> None:

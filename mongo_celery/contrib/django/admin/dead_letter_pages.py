@@ -17,6 +17,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    listed,
     page_of,
     refuse,
 )
@@ -187,7 +188,7 @@ def _discard(request: HttpRequest) -> ActionOutcome:
 def _told(results: Sequence[LetterResult], result: str, past: str) -> ActionOutcome:
     done = [each.id for each in results if each.result == result]
     count = number(len(done), "dead letter is", "dead letters are")
-    named = f": {', '.join(done)}" if done else ""
+    named = f": {listed(short_ids(done))}" if done else ""
     said = " ".join([f"{count} {past}{named}.", *_followers(results, result)])
     return ActionOutcome(said=said, refused=[each.reason for each in results if each.reason])
 

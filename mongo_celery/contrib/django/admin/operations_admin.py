@@ -40,6 +40,8 @@ logger = logging.getLogger("mongo_celery.contrib.django")
 _SENTENCES_MAX = 5
 _REPRESENTATION_MAX = 200  # of Django's log
 _PAGE_DIGITS_MAX = 7
+_NAMED_MAX = 5
+_LOGGED_MAX = 200  # more than any page takes
 _YES = "yes"
 
 
@@ -294,22 +296,23 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     def _done(self, request: HttpRequest, name: str, action: PageAction) -> HttpResponse:
         """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
         target = shown(action.target(request.POST))  # databases refuse some of what is hidden
-        entry = self._begun(request, name, target)
+        several = _several(request.POST, action.names)
+        entry = self._begun(request, name, target, several)
         try:
             outcome, sentence = self._told(request, lambda: action.run(request))
         except BaseException as error:
-            self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.")
+            self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.{several}")
             raise
         if outcome is None:
-            self._ended(entry, f"{name} was refused: {sentence}")
+            self._ended(entry, f"{name} was refused: {sentence}{several}")
             return self._back(request, [sentence])
         refused = [shown(each) for each in outcome.refused]
         said = shown(outcome.said)
-        self._ended(entry, " ".join([f"{name}: {said}", *refused]))
+        self._ended(entry, " ".join([f"{name}: {said}", *refused]) + several)
         messages.success(request, said)
         return self._back(request, refused)
 
-    def _begun(self, request: HttpRequest, name: str, target: str) -> Any:
+    def _begun(self, request: HttpRequest, name: str, target: str, several: str) -> Any:
         logger.info(
             "%s of %s, asked for in the admin by user %s",
             name,
@@ -323,7 +326,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             object_id=target,
             object_repr=target[:_REPRESENTATION_MAX],
             action_flag=CHANGE,
-            change_message=f"{name} was begun.",
+            change_message=f"{name} was begun.{several}",
         )
 
     def _ended(self, entry: Any, message: str) -> None:
@@ -336,6 +339,18 @@ def chosen(request: HttpRequest, name: str) -> str:
     fields: QueryDict = request.POST if request.method == "POST" else request.GET
     value = fields.get(name, "")
     return str(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a sentence: some of them where there are many."""
+    more = len(names) - _NAMED_MAX
+    return ", ".join(names[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _several(form: QueryDict, names: Sequence[str]) -> str:
+    """All that an action was asked for, for the log, where its target is only how many these are."""
+    given = [each for name in names for each in form.getlist(name) if len(form.getlist(name)) > 1]
+    return f" Asked for: {', '.join(map(shown, given[:_LOGGED_MAX]))}." if given else ""
 
 
 def page_of(request: HttpRequest) -> int:

@@ -15,6 +15,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    listed,
     page_of,
     refuse,
 )
@@ -209,7 +210,7 @@ def _replay(request: HttpRequest) -> ActionOutcome:
             refused.append(sentence_for(error) or str(error))
         else:
             (published if result.entry is None else pending).append(each.id)
-    done = [f"{word}: {', '.join(ids)}." for word, ids in (("Pending again", pending), ("Published", published)) if ids]
+    done = [f"{word}: {listed(ids)}." for word, ids in (("Pending again", pending), ("Published", published)) if ids]
     return ActionOutcome(said=" ".join(done) or "Nothing was replayed.", refused=refused)
 
 
@@ -218,7 +219,7 @@ def _discard(request: HttpRequest) -> ActionOutcome:
     gone = [each.id for each in letters if commands.discard(outbox, each.id)]
     other = [f"{each.id}: somebody else has replayed or discarded it." for each in letters if each.id not in gone]
     count = number(len(gone), "dead letter was", "dead letters were")
-    return ActionOutcome(said=f"{count} discarded{': ' if gone else ''}{', '.join(gone)}.", refused=other)
+    return ActionOutcome(said=f"{count} discarded{': ' if gone else ''}{listed(gone)}.", refused=other)
 
 
 def _lines(letters: Sequence[DeadLetter]) -> list[str]:
