@@ -20,6 +20,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project
 import django
 import pytest
 from bson import Int64, json_util
+from celery import Celery
 
 django.setup()
 
@@ -29,18 +30,21 @@ from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.core.checks import run_checks
 from django.core.management import call_command
+from django.template import Context, Template
 from django.test import Client
 from django.test.utils import override_settings, setup_test_environment
 from django.urls import path
 
-from mongo_celery import Participant
+from mongo_celery import Outbox, Participant
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.contrib.django.admin import dead_letter_pages, outbox_pages
+from mongo_celery.contrib.django.admin.bridge_pages import _partition
 from mongo_celery.contrib.django.admin.operations_admin import listed
 from mongo_celery.contrib.django.admin.words import document
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.outbox import health
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
 from mongo_celery.testing import BridgeRunner
@@ -50,6 +54,7 @@ from tests.integration import admin_project as project
 
 urlpatterns = [path("admin/", admin.site.urls)]
 
+HALTED = {"subscription": "stop", "index": 1024, "state": "halted", "key": "", "error": "", "retries": 0}
 HOSTILE = "<img src=x onerror=alert(1)>\u202etxt"
 CARD = "card-4111"
 NO_IDS = ("99999999999999999999", '"\\ud800"', '{"a\\u0000": 1}', '{"$numberDecimal": "x"}', "[" * 3000)
@@ -320,6 +325,9 @@ def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
     browser = operator()
     page = browser.get(f"{BRIDGES}show/", {"bridge": "shop"}).content.decode()
     assert "celery -A tests.integration.admin_project:app changes retry" in page
+    with override_settings(USE_THOUSAND_SEPARATOR=True):
+        text = Template("{{ each.index }}").render(Context({"each": _partition(HALTED)}))
+    assert text == "1024", "what a form names is no number of the user's language"
     place = {"bridge": "shop", "handler": "stop", "partition": "0"}
     old = browser.post(f"{BRIDGES}act/", {"action": "set_aside", **place}).context["fields"]
     confirmed(browser, BRIDGES, action="retry", **place)
@@ -466,7 +474,9 @@ def test_a_list_has_pages_and_an_action_leads_back_to_where_it_was_chosen(
     assert answer.redirect_chain[0][0] == f"{OUTBOXES}show/?outbox=orders"
     answer = confirmed(browser, BRIDGES, action="pause", bridge="shop", handler="stop")
     assert answer.redirect_chain[0][0] == f"{BRIDGES}show/?bridge=shop"
-    assert f"{LETTERS}?bridge=shop&amp;handler=collect" in answer.content.decode()
+    link = f"{LETTERS}?bridge=shop&amp;handler=collect"
+    assert link in answer.content.decode()
+    assert link not in user("one", "view_changebridge").get(f"{BRIDGES}show/?bridge=shop").content.decode()
 
 
 def test_a_page_says_what_is_kept_and_that_the_project_has_none_of_its_kind(
@@ -478,6 +488,13 @@ def test_a_page_says_what_is_kept_and_that_the_project_has_none_of_its_kind(
     page = operator().get(f"{LETTERS}show/", {"bridge": "shop", "letter": letter})
     assert "<td>event, " in page.content.decode()
     assert len(page.context["title"]) < len("Dead letter ") + 20
+    asked: list[object] = []
+    monkeypatch.setattr(health, "ask_broker", asked.append)
+    other = Celery("other", broker="memory://", set_as_current=False)
+    second = Outbox(other, lambda: project.database["parcels"], name="second", at_once=False, sweep_every=None)
+    monkeypatch.setattr(type(OUTBOXES_OF), "of", lambda *_: [project.outbox, second])
+    assert len(operator().get(OUTBOXES).context["outboxes"]) == 2
+    assert len(asked) == 1, "a broker that is away is waited for once"
     for registry, address in ((TWO_PHASE_COMMITS, TRANSACTIONS), (OUTBOXES_OF, OUTBOXES)):
         monkeypatch.setattr(type(registry), "of", lambda *_: [])
         page = operator().get(address)
