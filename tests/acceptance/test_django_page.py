@@ -92,9 +92,17 @@ def test_the_project_of_the_page_runs(
     listener = run("listener", "-m", "django", "listener")
     worker = run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")
     checked = run("check", "-m", "django", "check", "--deploy", "--tag", "mongo_celery")
+    relational = processes.python(
+        "relational",
+        *("-m", "django", "check", "--database", "default", "--database", "mongodb"),
+        environment={"DJANGO_SETTINGS_MODULE": "shop.relational"},
+        directory=project,
+    )
     sold = run("sell", "-c", SELL)
     assert sold.wait() == 0, sold.text
 
+    assert relational.wait() == 0, relational.text
+    assert "no issues" in relational.text
     assert checked.wait() == 1, checked.text
     assert not re.search(r"mongo_celery\.[EW]0", checked.text), "the page's settings and code are sound"
     assert "outbox outbox: (mongo_celery.E103) sweep: Nobody has swept this outbox yet" in checked.text  # no beat runs

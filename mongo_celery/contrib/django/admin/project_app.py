@@ -18,9 +18,9 @@ def all_in_project(registry: Registry[T]) -> list[T]:
     All of a kind.
 
     Raises:
-        ConfigurationError: there is none, or the app cannot be had.
+        ConfigurationError: the app cannot be had.
     """
-    return registry.named(celery_app(), [])
+    return registry.of(celery_app())
 
 
 def one_in_project(registry: Registry[T], name: str) -> T:
