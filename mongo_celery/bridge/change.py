@@ -217,7 +217,7 @@ class Change:
 
         Args:
             operation_type: as in MongoDB's events.
-            ns: `"db.collection"`.
+            ns: `"db.collection"`; empty for `invalidate`, which has none.
             document_key: by default the `_id` of `full_document`.
             full_document: the document, if the event carries one.
             fencing_token: for a handler that compares tokens itself; by default -1, which no `Fence` takes.
@@ -237,8 +237,9 @@ class Change:
             "_id": {"_data": ObjectId().binary.hex()},
             "operationType": operation_type,
             "clusterTime": Timestamp(1, 1),
-            "ns": {"db": database, "coll": collection} if collection else {"db": database},
         }
+        if ns:
+            event["ns"] = {"db": database, "coll": collection} if collection else {"db": database}
         if document_key is not None:
             event["documentKey"] = dict(document_key)
         if full_document is not None:
