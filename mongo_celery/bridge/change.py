@@ -83,14 +83,16 @@ class Change:
         object.__delattr__(change, "raw")
         return change
 
-    def __getattr__(self, name: str) -> Any:
-        """Only what is missing comes here: the event that nobody has looked at yet."""
-        read = self._read if name == "raw" else None
-        if read is None:
-            raise AttributeError(f"'Change' object has no attribute {name!r}")
-        raw = read()
-        object.__setattr__(self, "raw", raw)
-        return raw
+    if not TYPE_CHECKING:  # a checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Only what is missing comes here: the event that nobody has looked at yet."""
+            read = self._read if name == "raw" else None
+            if read is None:
+                raise AttributeError(f"'Change' object has no attribute {name!r}")
+            raw = read()
+            object.__setattr__(self, "raw", raw)
+            return raw
 
     @property
     def operation_type(self) -> str:

@@ -147,6 +147,7 @@ def build_change(operation_type: str, *, ns: str, **options: Any) -> Change:
     _check_namespace(operation_type, ns)
     for name in sorted(options.keys() - _OPTIONS - _FIELDS):
         meant = difflib.get_close_matches(_camel(name), _FIELDS, n=1, cutoff=_ALIKE)
+        meant = meant or difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=_ALIKE)
         if meant:  # else a pipeline may have added it
             raise HandlerUsageError(f"no event has a field {name!r} (did you mean {meant[0]!r}?).")
     change = Change.build(operation_type, ns=ns, **options)

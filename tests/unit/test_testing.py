@@ -194,6 +194,7 @@ def test_a_change_made_by_hand_has_the_fence_that_it_is_given() -> None:
         (lambda: deleted(ORDERS, 1, full_document_before_change={"_id": 1}), "mean 'fullDocumentBeforeChange'"),
         (lambda: deleted(ORDERS, 1, fullDocumentBeforeChange={"_id": 2}), "never changes"),
         (lambda: inserted(ORDERS, {"_id": 1}, cluster_time=5), "mean 'clusterTime'"),
+        (lambda: inserted(ORDERS, {"_id": 1}, fnce=None), "mean 'fence'"),
         (lambda: build_change("insert", ns=ORDERS, full_documnt={"_id": 1}), "mean 'fullDocument'"),
         (lambda: build_change("drop", ns=ORDERS, document_key={"_id": 1}), "drop has no documentKey"),
         (lambda: build_change("rename", ns=ORDERS), "belongs to the event of a rename"),
