@@ -460,7 +460,7 @@ def test_sent_tasks_can_be_looked_at_and_run(shop: Shop, run: Run) -> None:
     """What a handler sends, what an outbox sends, and what these send; a task's own error is raised."""
     ran: list[Any] = []
 
-    @shop.app.task(name="shop.mail", bind=True, max_retries=3)
+    @shop.app.task(name="shop.mail", bind=True, max_retries=3, shared=False)
     def mail(self: Any, key: int, subject: str = "") -> None:
         ran.append((key, subject, self.request.retries))
         if key == 1 and self.request.retries == 0:
