@@ -82,14 +82,16 @@ class Change:
         object.__delattr__(change, "raw")
         return change
 
-    def __getattr__(self, name: str) -> Any:
-        """Only what is missing comes here: the event that nobody has looked at yet."""
-        read = self._read if name == "raw" else None
-        if read is None:
-            raise AttributeError(f"'Change' object has no attribute {name!r}")
-        raw = read()
-        object.__setattr__(self, "raw", raw)
-        return raw
+    if not TYPE_CHECKING:  # a checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Only what is missing comes here: the event that nobody has looked at yet."""
+            read = self._read if name == "raw" else None
+            if read is None:
+                raise AttributeError(f"'Change' object has no attribute {name!r}")
+            raw = read()
+            object.__setattr__(self, "raw", raw)
+            return raw
 
     @property
     def operation_type(self) -> str:
@@ -234,7 +236,7 @@ class Change:
 
         Args:
             operation_type: as in MongoDB's events.
-            ns: `"db.collection"`.
+            ns: `"db.collection"`; empty for `invalidate`, which has none.
             document_key: by default the `_id` of `full_document`.
             full_document: the document, if the event carries one.
             fencing_token: for a handler that compares tokens itself; by default -1, which no `Fence` takes.
@@ -254,8 +256,9 @@ class Change:
             "_id": {"_data": ObjectId().binary.hex()},
             "operationType": operation_type,
             "clusterTime": Timestamp(1, 1),
-            "ns": {"db": database, "coll": collection} if collection else {"db": database},
         }
+        if ns:
+            event["ns"] = {"db": database, "coll": collection} if collection else {"db": database}
         if document_key is not None:
             event["documentKey"] = dict(document_key)
         if full_document is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -24,10 +25,31 @@ from mongo_celery.errors import HandlerUsageError, StaleFencingTokenError
 
 CrashPoint = Literal["claimed", "called", "handled"]
 CRASH_POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
+_FAREWELLS = ("advance", "crash", "relinquish")  # what a process that ends still writes of a claim
 
 
 class ProcessKilledError(BaseException):
     """The worker's process was killed here: no code of it runs any more, and nothing more is written."""
+
+
+@dataclass(slots=True)
+class PlannedCrash:
+    """
+    An execution that is to die.
+
+    Attributes:
+        point: where.
+        handler: that it is about; None for any.
+        after: how many executions are to go well before.
+    """
+
+    point: CrashPoint
+    handler: str | None
+    after: int = 0
+
+    def concerns(self, handler: str) -> bool:
+        """Whether it is about this one."""
+        return self.handler in (None, handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +102,13 @@ class CallRecorder:
 
     Attributes:
         calls: in the order of their ends.
-        crashes: points at which the next executions die, each once, with the handler that it is about; None for any.
+        crashes: the next executions that die, in their order.
         stalls: the next calls that stand still until all else is done, each by its handler; None for any.
     """
 
     def __init__(self, overtake: Callable[[], None]) -> None:
         self.calls: list[HandlerCall] = []
-        self.crashes: list[tuple[CrashPoint, str | None]] = []
+        self.crashes: list[PlannedCrash] = []
         self.stalls: list[str | None] = []
         self._overtake = overtake
 
@@ -95,7 +117,7 @@ class CallRecorder:
         """In words, what was to happen and has not; None where all of it has."""
         if self.stalls:
             return f"stands still before {self.stalls[0] or 'its handler'}"
-        return f"is killed at {self.crashes[0][0]!r}" if self.crashes else None
+        return f"is killed at {self.crashes[0].point!r}" if self.crashes else None
 
     def forget(self) -> None:
         """Nothing more is to happen."""
@@ -113,7 +135,8 @@ class CallRecorder:
             commit: Any = wiring.app.tasks[COMMIT_TASK]
             stack.enter_context(_instead(commit, "apply_async", functools.partial(self._link, commit.apply_async)))
             claims = wiring.store.claims
-            stack.enter_context(_instead(claims, "crash", functools.partial(_note_crash, claims.crash)))
+            for name in _FAREWELLS:
+                stack.enter_context(_instead(claims, name, functools.partial(_unless_killed, getattr(claims, name))))
             yield
 
     def _call(self, handler: Handler, function: Callable[..., Any], *args: Any) -> Any:
@@ -144,9 +167,22 @@ class CallRecorder:
 
     def _reach(self, point: CrashPoint, handler: str) -> None:
         """Die here, if that is to happen next."""
-        if self.crashes and self.crashes[0][0] == point and self.crashes[0][1] in (None, handler):
-            self.crashes.pop(0)
-            raise ProcessKilledError
+        planned = self.crashes[0] if self.crashes else None
+        if planned is None or planned.point != point or not planned.concerns(handler):
+            return
+        if planned.after:
+            planned.after -= 1
+            return
+        self.crashes.pop(0)
+        raise ProcessKilledError
+
+
+def handlers_part(error: BaseException) -> BaseException:
+    """An error of a handler, with that part of its traceback that is the handler's own."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_globals is not globals():
+        found = found.tb_next
+    return error if found is None else error.with_traceback(found.tb_next)
 
 
 def checked_point(point: str) -> CrashPoint:
@@ -162,14 +198,12 @@ def checked_point(point: str) -> CrashPoint:
     raise HandlerUsageError(f"crash({point!r}): a process dies at one of {', '.join(map(repr, CRASH_POINTS))}.")
 
 
-def _note_crash(write: Callable[..., bool], *args: Any) -> bool:
-    """Who is told to end has time to note it; who is killed has not."""
-    import sys
-
+def _unless_killed(write: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Who is told to end has time for a last write; who is killed has not."""
     killed = sys.exception()
     if isinstance(killed, ProcessKilledError):
         raise killed
-    return write(*args)
+    return write(*args, **options)
 
 
 @contextlib.contextmanager

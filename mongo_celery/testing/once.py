@@ -13,6 +13,7 @@ from pymongo.client_session import ClientSession
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.outbox.marks import MarkClaim, Marks
 
+__tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _SHOWN = 10
 
 

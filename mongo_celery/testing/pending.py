@@ -18,6 +18,7 @@ from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.parcels import ORDER, key_text
 from mongo_celery.outbox.registry import AnyOutbox
 
+__tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _SHOWN = 10
 
 

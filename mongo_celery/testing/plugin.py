@@ -76,15 +76,13 @@ def mongo_celery_emptied(pytestconfig: pytest.Config, mongo_celery_client: Mongo
 @pytest.fixture
 def mongo_celery_bridges(pytestconfig: pytest.Config) -> list[Bridge]:
     """Give the bridges that `bridge_runner` runs; a suite whose factory makes them has a fixture of this name."""
-    from celery.utils.imports import symbol_by_name
-
     names = str(pytestconfig.getini(BRIDGE)).split()
     if not names:
         raise pytest.UsageError(
             f"bridge_runner does not know the bridge: set {BRIDGE} = shop.celery:bridge in pytest's configuration, or "
             "write a fixture mongo_celery_bridges that returns a list of them.",
         )
-    return [symbol_by_name(name) for name in names]
+    return [_bridge_named(name) for name in names]
 
 
 @pytest.fixture
@@ -116,3 +114,27 @@ def given_url(config: pytest.Config, option: str) -> str:
             "its own, such as the database's name, or unset it, so that each starts a server of its own.",
         )
     return url.replace(WORKER, worker["workerid"] if worker is not None else "main")
+
+
+def _bridge_named(name: str) -> Bridge:
+    """The bridge that the configuration names as `module:name`."""
+    import importlib
+
+    from mongo_celery import Bridge
+
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise pytest.UsageError(f"{BRIDGE} = {name}: write it as module:name, such as shop.celery:bridge.")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of the module's own imports
+        raise pytest.UsageError(
+            f"{BRIDGE} = {name}: there is no module {error.name}. Install the project, or set pythonpath = . in "
+            "pytest's configuration, which is the directory of the packages.",
+        ) from None
+    if not isinstance(found, Bridge):
+        what = f"no {attribute}" if found is None else f"a {type(found).__name__} of this name"
+        raise pytest.UsageError(f"{BRIDGE} = {name}: the module {module} has {what}, and a Bridge is needed.")
+    return found

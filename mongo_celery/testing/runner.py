@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 from uuid import uuid4
 
@@ -21,12 +21,20 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.mongo.oplog import operation_time
-from mongo_celery.testing.calls import CallRecorder, HandlerCall, ProcessKilledError, checked_point
+from mongo_celery.testing.calls import (
+    CallRecorder,
+    HandlerCall,
+    PlannedCrash,
+    ProcessKilledError,
+    checked_point,
+    handlers_part,
+)
 from mongo_celery.testing.memory_broker import MemoryBroker
 from mongo_celery.testing.sent_tasks import SentTask
 from mongo_celery.testing.term import SteppedTerm, await_ends
 from mongo_celery.testing.worker import run_message
 
+__tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _PAUSE_SECONDS = 0.005
 _STILL_SECONDS = 60.0
 _SENT_SECONDS = 5.0
@@ -49,13 +57,21 @@ class DeliveredChanges:
     Attributes:
         calls: of handlers, in the order of their ends.
         standing: partitions that a person has to see to, each with its error.
+        handlers: names of all handlers of the bridges.
     """
 
     calls: tuple[HandlerCall, ...]
     standing: tuple[str, ...] = ()
+    handlers: tuple[str, ...] = field(default=(), repr=False)
 
     def of(self, handler: str) -> tuple[HandlerCall, ...]:
-        """The calls of one handler."""
+        """
+        The calls of one handler.
+
+        Raises:
+            HandlerUsageError: there is no such handler.
+        """
+        _check_handler(handler, self.handlers)
         return tuple(call for call in self.calls if call.handler == handler)
 
     @property
@@ -71,6 +87,11 @@ class DeliveredChanges:
             for number, call in enumerate(self.calls)
             if call.has_failed and not any(_repeats(later, call) for later in self.calls[number + 1 :])
         )
+
+
+def _check_handler(name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise HandlerUsageError(f"no bridge of the runner has a handler {name!r}{nearest(name, known)}.")
 
 
 def _drop(database: Database[Any]) -> None:
@@ -137,8 +158,12 @@ class BridgeRunner:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        awaited = self._recorder.awaited
+        self._recorder.forget()
         self._stack.close()
+        if awaited is not None and kind is None:
+            raise AssertionError(f"no execution came that {awaited}: there was no deliver() behind what asked for it.")
 
     def _place(self, wiring: Wiring, stack: contextlib.ExitStack) -> None:
         """Have a bridge work elsewhere, and watch its handlers."""
@@ -152,8 +177,8 @@ class BridgeRunner:
         url, state = placed(self._url, wiring), f"mongo_celery_test_{uuid4().hex[:12]}"
         with MongoClient[dict[str, Any]](url) as client:
             now = operation_time(client)
-        start = _starting(Timestamp(now.time, now.inc + 1))
-        stack.enter_context(wiring.elsewhere(url, start, database=state))
+        start_from = Timestamp(now.time, now.inc + 1)
+        stack.enter_context(wiring.elsewhere(url, _beginning(wiring.options), database=state, start_from=start_from))
         stack.callback(_drop, wiring.client[state])
         stack.enter_context(self._recorder.watching(wiring))
 
@@ -164,7 +189,7 @@ class BridgeRunner:
 
     # -- what is to happen -------------------------------------------------------------------------
 
-    def crash(self, at: str = "called", handler: str | None = None, *, times: int = 1) -> None:
+    def crash(self, at: str = "called", handler: str | None = None, *, times: int = 1, after: int = 0) -> None:
         """
         Have the next executions die, as by SIGKILL: nothing more is written, and the claim is left to lapse.
 
@@ -173,12 +198,14 @@ class BridgeRunner:
                 (with `transactional=True` its transaction is committed); `"handled"`, when its success is recorded and
                 the commit message is not sent, which `commit="inline"` has not.
             handler: name of the handler that it is about; by default any.
-            times: how many.
+            times: how many, one behind the other.
+            after: how many executions pass the point before the first of them.
 
         Raises:
             HandlerUsageError: there is no such point or handler.
         """
-        self._recorder.crashes += [(checked_point(at), self._checked_handler(handler))] * times
+        point, name = checked_point(at), self._checked_handler(handler)
+        self._recorder.crashes += [PlannedCrash(point, name, 0 if number else after) for number in range(times)]
 
     def stall(self, handler: str | None = None) -> None:
         """
@@ -194,10 +221,13 @@ class BridgeRunner:
         """
         self._recorder.stalls.append(self._checked_handler(handler))
 
+    @property
+    def _handlers(self) -> tuple[str, ...]:
+        return tuple(sorted({handler.name for wiring in self._wirings for handler in wiring.handlers}))
+
     def _checked_handler(self, name: str | None) -> str | None:
-        known = sorted({handler.name for wiring in self._wirings for handler in wiring.handlers})
-        if name is not None and name not in known:
-            raise HandlerUsageError(f"no bridge of the runner has a handler {name!r}{nearest(name, known)}.")
+        if name is not None:
+            _check_handler(name, self._handlers)
         return name
 
     def snapshot(self, handler: str, *, sources: Sequence[str] = (), match: Mapping[str, Any] | None = None) -> None:
@@ -237,8 +267,8 @@ class BridgeRunner:
             limit: most calls of handlers.
 
         Raises:
-            AssertionError: there are more calls than `limit`, a partition stands, or what `crash` or `stall` asked for
-                had no occasion to happen.
+            AssertionError: there are more calls than `limit`, a partition stands, a change waits for a server that
+                stays away, or what `crash` or `stall` asked for had no occasion to happen.
             Exception: the first failed handler's own.
         """
         began, self._began = len(self.calls), len(self.calls)
@@ -246,7 +276,7 @@ class BridgeRunner:
         self._options = {"retries": retries, "duplicates": duplicates}
         self._until_idle()
         standing = [each for term in self._terms for each in term.standing()]
-        delivered = DeliveredChanges(tuple(self._recorder.calls[began:]), tuple(standing))
+        delivered = DeliveredChanges(tuple(self._recorder.calls[began:]), tuple(standing), self._handlers)
         self._demand_faults()
         new, self._known = set(standing) - self._known, set(standing)
         if raises:
@@ -438,11 +468,11 @@ def placed(url: str | None, wiring: Wiring) -> str:
     return f"{scheme}://{hosts}/{database}{more or ''}"
 
 
-def _starting(now: Timestamp) -> Callable[[BridgeOptions, Handler], Handler]:
-    """Handlers that begin now, with what exists where they ask for that."""
+def _beginning(own: BridgeOptions) -> Callable[[BridgeOptions, Handler], Handler]:
+    """Handlers that begin where the runner does, with what exists where they ask for that by the bridge's options."""
 
-    def change(options: BridgeOptions, handler: Handler) -> Handler:
-        return replace(handler, start_from=SNAPSHOT if handler.begins_with_snapshot(options) else now)
+    def change(_options: BridgeOptions, handler: Handler) -> Handler:
+        return replace(handler, start_from=SNAPSHOT if handler.begins_with_snapshot(own) else None)
 
     return change
 
@@ -451,7 +481,7 @@ def _raise_failures(delivered: DeliveredChanges, standing: Sequence[str]) -> Non
     for call in delivered.failures:
         assert call.error is not None, "a failure has an error"
         call.error.add_note(f"of {call!r}; {'; '.join(standing) or 'no partition stands'}")
-        raise call.error
+        raise handlers_part(call.error)
     if standing:
         raise AssertionError("; ".join(standing))
 

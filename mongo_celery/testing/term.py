@@ -8,6 +8,7 @@ are moved into the past, and what has been lost is known to be lost, since broke
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -20,6 +21,7 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.candidacy import Candidacy
 from mongo_celery.bridge.listener.leader import Leader
+from mongo_celery.bridge.listener.listener import check_app
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.tracker import Tracker
@@ -31,7 +33,10 @@ from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.oplog import check_topology, operation_time
 
 _OF_A_TERM = {f"mongo_celery-{name}" for name in ("reader", "snapshot", "removal", "horizon", "evidence")}
+__tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _ENDING_SECONDS = 10.0
+_OUTAGES_MAX = 3
+_CHOSEN_HERE = {"start_pinned", "subscription_added"}  # else they would stand above the output of each failed test
 
 
 class SteppedTerm:
@@ -58,6 +63,7 @@ class SteppedTerm:
     def led(self) -> Iterator[None]:
         """Inside, the bridge is led by this thread."""
         wiring = self._wiring
+        check_app(wiring.app)
         leases = wiring.store.leases
         selectors, scope = wiring.stream()
         check_topology(wiring.client)
@@ -69,6 +75,8 @@ class SteppedTerm:
             raise LeaseLostError
         renewal = self._renewal = Renewal(leases, term, wiring.options.lease_ttl, dict, candidacy.definitions)
         renewal.start()
+        log = logging.getLogger("mongo_celery.listener")
+        log.addFilter(_is_news)
         try:
             leases.serve(term, candidacy.definitions)
             activity = Activity(wiring.name, [handler.name for handler in wiring.handlers], wiring.options.lease_ttl)
@@ -81,6 +89,7 @@ class SteppedTerm:
                 yield
         finally:
             self._leader = None
+            log.removeFilter(_is_news)
             renewal.stop()
             leases.release(renewal.term, candidacy.definitions)
 
@@ -160,9 +169,15 @@ class SteppedTerm:
         )
 
     def end_waits(self) -> None:
-        """Move the times for which changes wait into the past."""
+        """
+        Move the times for which changes wait into the past.
+
+        Raises:
+            AssertionError: one has waited for a server again and again, which nobody counts.
+        """
         for _, tracker in self._trackers():
             if tracker.image.parked:
+                _demand_servers(tracker)
                 self._set_past(tracker, "retry.notBefore", {"$gt": ["$retry.notBefore", "$$NOW"]})
 
     def make_up(self) -> None:
@@ -199,6 +214,22 @@ class SteppedTerm:
 
     def _partitions(self) -> Collection[dict[str, Any]]:
         return strict(self._wiring.client[self._wiring.options.database])["partitions"]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether the runner has not decided it."""
+    return getattr(record, "event", None) not in _CHOSEN_HERE
+
+
+def _demand_servers(tracker: Tracker) -> None:
+    """In doubt (`timeOuts`) a change waits some times and then fails; for what is away it would wait for ever."""
+    waiting = tracker.image.waiting or {}
+    if waiting.get("timeOuts") or waiting.get("count", 0) < _OUTAGES_MAX:
+        return
+    raise AssertionError(
+        f"a change of {tracker.partition_id} has waited {_OUTAGES_MAX} times in a row for a server: "
+        f"{waiting['cause']}. Has the handler a client of its own? Make it of mongo_celery_mongodb_url.",
+    )
 
 
 def _is_due(subscription: Subscription, tracker: Tracker, now: float) -> bool:

@@ -12,12 +12,24 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, shared_task
+from celery._state import get_current_app
+from kombu.exceptions import ContentDisallowed
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
+from pymongo.errors import AutoReconnect, ServerSelectionTimeoutError
 
-from mongo_celery import Bridge, Change, Changes, HandlerUsageError, Outbox, TransactionError, transactional
+from mongo_celery import (
+    Bridge,
+    Change,
+    Changes,
+    ConfigurationError,
+    HandlerUsageError,
+    Outbox,
+    TransactionError,
+    transactional,
+)
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner, drain
@@ -164,7 +176,7 @@ def test_a_stale_execution_goes_on_when_all_else_is_done(shop: Shop, run: Run) -
 
 
 def test_a_failure_for_good_is_raised_with_what_stands(shop: Shop, run: Run) -> None:
-    """Once: what stood before does not fail the next delivery."""
+    """Once: what stood before does not fail the next delivery. What pytest shows are the test and the handler."""
     shop.handle()
     shop.failing = [ValueError("no such order")]
     with run(shop) as runner:
@@ -172,6 +184,8 @@ def test_a_failure_for_good_is_raised_with_what_stands(shop: Shop, run: Run) -> 
         with pytest.raises(ValueError, match="no such order") as raised:
             runner.deliver()
         assert "is halted" in raised.value.__notes__[0]
+        shown = raised.traceback.filter(raised)
+        assert [each.name for each in shown] == ["test_a_failure_for_good_is_raised_with_what_stands", "note"]
         assert len(runner.deliver().standing) == 1
 
 
@@ -213,6 +227,104 @@ def test_a_fault_that_had_no_occasion_fails_the_test(shop: Shop, run: Run) -> No
             runner.deliver()
         shop.orders.insert_one({"_id": 1})
         assert len(runner.deliver().calls) == 1
+
+
+def test_a_fault_that_is_asked_for_after_the_last_delivery_fails_the_test(shop: Shop, run: Run) -> None:
+    """It would have tried nothing either; but a test that fails otherwise keeps its own error."""
+    shop.handle()
+    with pytest.raises(AssertionError, match=r"is killed at 'called'.* no deliver"), run(shop) as runner:
+        runner.crash("called")
+
+    def fail_otherwise(runner: BridgeRunner) -> None:
+        runner.stall()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), run(shop) as runner:
+        fail_otherwise(runner)
+
+
+def test_a_handler_that_is_misspelt_has_no_calls_to_ask_for(shop: Shop, run: Run) -> None:
+    """`not delivered.of("nte")` would be true whatever happens."""
+    shop.handle()
+    with run(shop) as runner:
+        delivered = runner.deliver()
+        assert delivered.of("note") == ()
+        with pytest.raises(HandlerUsageError, match=r"has a handler 'nte'.*did you mean 'note'"):
+            delivered.of("nte")
+
+
+def test_a_server_that_stays_away_ends_the_delivery(shop: Shop, run: Run) -> None:
+    """In production the change waits as long as it takes, uncounted; here that would be for ever."""
+    shop.handle()
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        shop.failing = [AutoReconnect("away"), ServerSelectionTimeoutError("still")]
+        runner.deliver()
+        assert shop.seen == [("insert", 1)]
+        shop.orders.insert_one({"_id": 2})
+        shop.failing = [AutoReconnect("localhost:1 is away") for _ in range(9)]
+        with pytest.raises(AssertionError, match=r"shop/note/.* waited 3 times .*: localhost:1 is away.*a client"):
+            runner.deliver(raises=False)
+        assert len(shop.failing) == 6
+
+
+def test_a_kill_in_a_run_repeats_what_was_done_before_it(database: Database[Document], run: Run) -> None:
+    """Nothing is written behind a kill, not even how far the run was; `after` executions go well before it."""
+    shop = Shop(database, partitions=1, run_size=10, partition_by=None)
+    shop.handle()
+    with run(shop) as runner:
+        shop.orders.insert_many([{"_id": number} for number in range(5)])
+        runner.crash("called", "note", after=2)
+        delivered = runner.deliver()
+    assert [call.was_killed for call in delivered.calls] == [False, False, True, *[False] * 5]
+    assert [key for _, key in shop.seen] == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+def test_nothing_is_logged_of_a_beginning_that_the_runner_has_chosen(
+    shop: Shop, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line for each handler would stand above the output of each test that fails."""
+    shop.handle()
+    with caplog.at_level("WARNING", "mongo_celery"), run(shop) as runner:
+        runner.deliver()
+    assert caplog.messages == []
+
+
+def test_the_app_of_a_message_is_the_current_one(shop: Shop, run: Run) -> None:
+    """As in its worker: a `shared_task` that a handler sends goes to the handler's app, whatever was made since."""
+
+    @shared_task(name="shop.letter")
+    def letter() -> None:
+        """Of no effect."""
+
+    @shop.bridge.on_change(shop.orders.full_name)
+    def send(_change: Change) -> None:
+        letter.delay()
+
+    before = get_current_app()
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        runner.deliver()
+        runner.assert_enqueued("shop.letter")
+        runner.run_tasks()
+    assert get_current_app() is before
+
+
+def test_what_a_worker_would_refuse_is_refused(shop: Shop, run: Run) -> None:
+    """Messages in a serializer that is not accepted; an app whose messages carry no chain."""
+
+    @shop.app.task(name="shop.yaml", serializer="yaml", shared=False)
+    def mail() -> None:
+        """Of no effect."""
+
+    shop.handle()
+    with run(shop) as runner:
+        mail.delay()
+        with pytest.raises(ContentDisallowed, match="yaml"):
+            runner.run_tasks()
+    shop.app.conf.task_protocol = 1
+    with pytest.raises(ConfigurationError, match="task_protocol=1"), run(shop):
+        pass
 
 
 def test_repeated_messages_start_no_handler(shop: Shop, run: Run) -> None:
@@ -348,7 +460,7 @@ def test_sent_tasks_can_be_looked_at_and_run(shop: Shop, run: Run) -> None:
     """What a handler sends, what an outbox sends, and what these send; a task's own error is raised."""
     ran: list[Any] = []
 
-    @shop.app.task(name="shop.mail", bind=True, max_retries=3)
+    @shop.app.task(name="shop.mail", bind=True, max_retries=3, shared=False)
     def mail(self: Any, key: int, subject: str = "") -> None:
         ran.append((key, subject, self.request.retries))
         if key == 1 and self.request.retries == 0:

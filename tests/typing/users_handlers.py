@@ -108,6 +108,7 @@ def use() -> None:
     summarise.delay(change)  # type: ignore[attr-defined] # the listener dispatches it
     count(change)  # type: ignore[arg-type]
     mail("no change")  # type: ignore[arg-type]
+    mail(change.fullDocument)  # type: ignore[attr-defined] # a field of an event, not of a change
     error: HandlerUsageError = HandlerUsageError()
     assert_type(error.retryable, bool)
 

@@ -48,6 +48,7 @@ def test_note(bridge: Bridge, bridge_runner: BridgeRunner) -> None:
     assert_type(bridge_runner.sent(), list[SentTask])
     with BridgeRunner(bridge, url="mongodb://localhost:27017/?replicaSet=rs0") as runner:
         runner.crash()
+        runner.crash("called", "note", after=2)
         runner.snapshot("note", sources=["shop.orders"], match={"$gt": ["$fullDocument.total", 5]})
     drain(bridge, timeout=5)
 

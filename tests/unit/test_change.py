@@ -63,7 +63,7 @@ def test_a_change_is_decoded_when_it_is_looked_at_and_once() -> None:
     change = Change.unread(read, partition=3, seq=9, fencing_token=12)
     assert (change.partition, change.seq, change.fencing_token, looked) == (3, 9, 12, [])
     with pytest.raises(AttributeError, match="no attribute 'rwa'"):
-        change.rwa  # noqa: B018
+        change.rwa  # type: ignore[attr-defined] # noqa: B018
     assert not hasattr(change, "raws")
     with pytest.raises(FrozenInstanceError):
         change.raw = {}  # type: ignore[misc]

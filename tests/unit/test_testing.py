@@ -7,8 +7,12 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import Celery
@@ -62,6 +66,33 @@ def test_a_url_is_the_processes_own_under_xdist() -> None:
     assert plugin.given_url(configured("", "gw3"), plugin.MONGODB) == ""
     with pytest.raises(pytest.UsageError, match="processes of xdist would share"):
         plugin.given_url(configured("mongodb://db/shop", "gw3"), plugin.MONGODB)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("shop.celery", "write it as module:name"),
+        ("no_such_package.celery:bridge", r"no module no_such_package\. .*pythonpath = \."),
+        ("mongo_celery.nowhere:bridge", r"no module mongo_celery\.nowhere"),
+        ("mongo_celery.errors:bridge", "has no bridge, and a Bridge"),
+        ("mongo_celery.errors:NAME", "has no NAME"),
+        ("mongo_celery:Fence", "has a type of this name"),
+    ],
+)
+def test_a_bridge_that_is_not_there_is_said_in_a_sentence(name: str, said: str) -> None:
+    """Not by a traceback out of importlib."""
+    with pytest.raises(pytest.UsageError, match=said):
+        plugin._bridge_named(name)
+
+
+def test_what_fails_inside_of_the_named_module_is_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing dependency of the project is not a wrong configuration."""
+    (tmp_path / "needy_shop.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        plugin._bridge_named("needy_shop:bridge")
 
 
 # -- the runner, before it begins ------------------------------------------------------------------
@@ -150,6 +181,30 @@ def test_a_change_made_by_hand_has_the_fence_that_it_is_given() -> None:
         (lambda: updated(ORDERS, None, {"total": 1}), "give its _id"),
         (lambda: build_change("update", ns=ORDERS, full_document={"_id": 1}), "see updated"),
         (lambda: inserted(ORDERS, {"_id": 1}, updateDescription={}), "to none else"),
+        (lambda: updated(ORDERS, {"_id": 1}, {"total": 1}, key=2), "another _id than the document's, 1"),
+        (lambda: updated(ORDERS, {"_id": 1}, {"_id": 1}), "never changes the _id"),
+        (lambda: updated(ORDERS, {"_id": 1}, {"total": 1}, removed=["total"]), "both set and remove 'total'"),
+        (lambda: inserted(ORDERS, {"_id": [1]}), "an _id is no list"),
+        (lambda: inserted(ORDERS, {"_id": 1, "price": Decimal("1.5")}), "MongoDB cannot hold this insert: .*Decimal"),
+        (lambda: inserted(ORDERS, {"_id": 1, "day": date(2026, 1, 1)}), "cannot hold"),
+        (lambda: inserted(ORDERS, {"_id": 1, "": {2: 3}}), "cannot hold"),
+        (lambda: inserted(ORDERS, {"_id": 1, "n": 2**64}), "cannot hold"),
+        (lambda: updated(ORDERS, {"_id": 1}, {"tags": {"a"}}), "cannot hold"),
+        (lambda: inserted(ORDERS, {"_id": 1}, fullDocumentBeforeChange={"_id": 1}), "insert has no fullDocumentBefore"),
+        (lambda: deleted(ORDERS, 1, full_document_before_change={"_id": 1}), "mean 'fullDocumentBeforeChange'"),
+        (lambda: deleted(ORDERS, 1, fullDocumentBeforeChange={"_id": 2}), "never changes"),
+        (lambda: inserted(ORDERS, {"_id": 1}, cluster_time=5), "mean 'clusterTime'"),
+        (lambda: inserted(ORDERS, {"_id": 1}, fnce=None), "mean 'fence'"),
+        (lambda: build_change("insert", ns=ORDERS, full_documnt={"_id": 1}), "mean 'fullDocument'"),
+        (lambda: build_change("drop", ns=ORDERS, document_key={"_id": 1}), "drop has no documentKey"),
+        (lambda: build_change("rename", ns=ORDERS), "belongs to the event of a rename"),
+        (lambda: build_change("drop", ns=ORDERS, to={"db": "shop", "coll": "old"}), "and to none else"),
+        (lambda: build_change("invalidate", ns=ORDERS), "no namespace: ns=''"),
+        (lambda: inserted("local.orders", {"_id": 1}), "in no change stream"),
+        (lambda: inserted("shop.system.views", {"_id": 1}), "in no change stream"),
+        (lambda: inserted("my shop.orders", {"_id": 1}), "no name that a server takes"),
+        (lambda: inserted("shop.or$ders", {"_id": 1}), "no name that a server takes"),
+        (lambda: build_change("dropDatabase", ns=""), "no name that a server takes"),
     ],
 )
 def test_what_no_server_sends_is_refused(make: Callable[[], Change], said: str) -> None:
@@ -162,3 +217,16 @@ def test_what_is_not_of_a_document_can_be_made_too() -> None:
     """Handlers may ask for drops."""
     assert build_change("drop", ns=ORDERS).namespace == ORDERS
     assert build_change("dropDatabase", ns="shop").namespace == "shop"
+    assert build_change("rename", ns=ORDERS, to={"db": "shop", "coll": "old"}).to["coll"] == "old"
+    invalidate = build_change("invalidate", ns="")
+    assert (invalidate.ns, invalidate.namespace, "ns" in invalidate.raw) == ({}, "", False)
+
+
+def test_what_a_server_may_send_is_not_refused() -> None:
+    """Names with points, values of every kind, images before a change, and what a pipeline has added."""
+    order = {"_id": uuid4(), "at": datetime.now(UTC), "lines": ({"n": 1},), "$odd": None}
+    update = updated("shop.eu.orders", order, {"lines.0.n": 1}, fullDocumentBeforeChange=order, to_be=5)
+    assert (update.ns["coll"], update["to_be"]) == ("eu.orders", 5)
+    assert build_change("snapshot", ns=ORDERS, full_document=order).full_document == order
+    assert build_change("create", ns=ORDERS, operationDescription={"idIndex": {}}).operation_type == "create"
+    assert inserted(ORDERS, {"_id": None}).document_key == {"_id": None}

@@ -39,6 +39,8 @@ from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import brief, explained, is_transient, raise_if_final
 
 if TYPE_CHECKING:
+    from celery import Celery
+
     from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -92,7 +94,7 @@ class Listener:
                 of this name, on the same MongoDB or leading on the same broker.
             StreamError: the stream cannot go on; also HistoryLostError.
         """
-        self._check_app()
+        check_app(self._wiring.app)
         selectors, scope = self._plan()
         self._wait_for_servers()
         leases = self._wiring.store.leases
@@ -104,13 +106,6 @@ class Listener:
             if term is not None:
                 self._lead(leases, term, candidacy.definitions, selectors, scope)
                 self._pause()  # whatever ended the term may end the next one as soon: no hot loop
-
-    def _check_app(self) -> None:
-        conf = self._wiring.app.conf
-        if conf.task_always_eager:
-            raise ConfigurationError("task_always_eager drops chains, so no change would be committed; unset it here.")
-        if conf.task_protocol != _PROTOCOL:
-            raise ConfigurationError("task_protocol=1 cannot carry chains; use Celery's default, 2.")
 
     def _plan(self) -> tuple[list[Selector], Scope]:
         if not self._wiring.handlers:
@@ -269,3 +264,16 @@ def _sentence(error: Exception | None) -> str | None:
     if error is None:
         return None
     return str(error) if isinstance(error, MongoCeleryError) else f"{type(error).__name__}: {short(error)}"
+
+
+def check_app(app: Celery) -> None:
+    """
+    Refuse an app whose messages cannot be those of a bridge.
+
+    Raises:
+        ConfigurationError: a setting of Celery's would drop the commit behind a handler.
+    """
+    if app.conf.task_always_eager:
+        raise ConfigurationError("task_always_eager drops chains, so no change would be committed; unset it here.")
+    if app.conf.task_protocol != _PROTOCOL:
+        raise ConfigurationError("task_protocol=1 cannot carry chains; use Celery's default, 2.")
