@@ -165,7 +165,7 @@ def wait_for_page(visitor: Visitor, server: "subprocess.Popen[bytes]") -> None:
             visitor.page()
         except OSError:
             if server.poll() is not None:
-                sys.exit(f"the web server has ended with {server.returncode}: `manage.py runserver` says why")
+                failed(f"the web server has ended with {server.returncode}")
             if time.monotonic() > deadline:
                 failed("the page did not come")
             time.sleep(0.1)
