@@ -218,7 +218,8 @@ def test_a_removal_that_mongodb_does_not_answer_is_made_again(
     rig.drain()
     with failpoint(failCommands=["update"], closeConnection=True, appName="dispatcher"):
         outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
-        wait_for(lambda: len(rig.sent()) > 0 and outbox.status().dispatcher.unsettled)
+        wait_for(lambda: outbox.status().dispatcher.unsettled)
+        assert rig.sent() == [[1, 0]]
         assert outbox.status().pending == 1
     wait_for(lambda: settled(outbox))
     assert rig.sent() == []

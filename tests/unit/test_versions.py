@@ -12,9 +12,9 @@ import pytest
 from tests.fixtures import rabbitmq
 from tests.versions.environment import NEEDED, find_python, needed_requirements
 from tests.versions.matrix import CELLS, MATRIX, NEWEST, Cell
-from tests.versions.report import BEGIN, END
-from tests.versions.run import run_cell
-from tests.versions.servers import MONGODB, REDIS_PACKAGES, REDIS_WHEELS, MissingError
+from tests.versions.report import BEGIN, END, is_done, keep, kept, record
+from tests.versions.run import Outcome, run_cell
+from tests.versions.servers import MONGODB, REDIS, MissingError, Servers
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def test_the_table_of_the_page_has_no_failure() -> None:
 def test_a_cell_names_servers_and_tests_that_exist(name: str) -> None:
     cell = CELLS[name]
     assert cell.mongodb in MONGODB
-    assert cell.redis in {**REDIS_WHEELS, **REDIS_PACKAGES}
+    assert cell.redis in REDIS
     assert [path for path in cell.tests if not (ROOT / path).exists()] == []
 
 
@@ -46,6 +46,21 @@ def test_cells_have_names_of_their_own() -> None:
 
 def test_what_a_cell_needs_is_part_of_the_extra_for_development() -> None:
     assert len(needed_requirements()) == len(NEEDED)
+
+
+def test_what_ran_is_written_into_the_table_and_all_else_stays(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    table = "| `newest` | as it was |\n| `gone` | no cell |"
+    page.write_text(f"before\n{BEGIN}\n{table}\n{END}\nafter\n", encoding="utf-8")
+    record([Outcome(CELLS["oldest"], "2026-11-28", missing="no server")], page)
+    lines = page.read_text(encoding="utf-8").splitlines()
+
+    assert (lines[:2], lines[-2:]) == (["before", BEGIN], [END, "after"])
+    rows = [line for line in lines if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == list(CELLS)
+    assert rows[0].startswith("| `oldest` | 2026-11-28 | not run: no server |")
+    assert rows[1] == "| `newest` | as it was |"
+    assert "not run: not yet" in rows[2]
 
 
 def _program(path: Path, line: str) -> None:
@@ -58,8 +73,8 @@ def _folder(folder: Path, mongod: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that has servers and an environment already, so that nothing is downloaded."""
     _program(folder / "programs/python3.14", "exit 0")
     monkeypatch.setenv("PATH", f"{folder / 'programs'}:{os.environ['PATH']}")
-    _program(folder / "mongod-6.0.5" / MONGODB["6.0.5"].program, mongod)
-    _program(folder / "redis-server-6.2" / REDIS_WHEELS["6.2"].program, "echo v=6.2.14")
+    _program(folder / "mongod-6.0.5" / MONGODB["6.0.5"].path, mongod)
+    _program(folder / "redis-server-6.2" / REDIS["6.2"].path, "echo v=6.2.14")
     _program(folder / "venv-tried/bin/python", f'exec "{sys.executable}" "$@"')
     (folder / "venv-tried/complete").touch()
     return folder
@@ -75,13 +90,36 @@ def test_a_server_that_does_not_run_here_is_said_and_the_other_cells_go_on(
     assert outcome.missing == "mongod does not run here: libcurl.so.4: cannot open"
 
 
-def test_a_python_that_cannot_make_environments_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian has `venv` everywhere, and what it needs in a package of its own."""
-    _program(tmp_path / "bin/python3.14", 'case "$2" in *ensurepip*) exit 1; esac')
+def test_a_python_that_does_not_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a version manager's stand-in for one that it does not have."""
+    _program(tmp_path / "bin/python3.10", "exit 127")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    with pytest.raises(MissingError, match=r"no Python 3\.14 on this machine that makes"):
-        find_python("3.14")
+    with pytest.raises(MissingError, match=r"no Python 3\.10 on this machine"):
+        find_python("3.10", Servers(tmp_path))
+
+
+def test_the_newest_python_is_one_of_the_machine_where_there_is_no_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every machine is a Debian; and Debian may have left that version behind."""
+    _program(tmp_path / "bin/python3.12", "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert find_python(NEWEST, Servers(tmp_path)) == tmp_path / "bin/python3.12"
+    with pytest.raises(MissingError, match="from Debian's archive, by apt-get and dpkg-deb"):
+        find_python("3.14", Servers(tmp_path))
+
+
+def test_a_cell_is_done_that_has_run_well_with_the_same_files(tmp_path: Path) -> None:
+    """What `--resume` leaves out."""
+    assert not is_done("oldest", tmp_path, "files")
+    for name, failed in (("oldest", ()), ("newest", ("a test",))):
+        keep(Outcome(CELLS[name], "2026-11-28", passed=1, failed=failed), tmp_path, "files")
+    assert is_done("oldest", tmp_path, "files")
+    assert not is_done("oldest", tmp_path, "other files")
+    assert not is_done("newest", tmp_path, "files")
+    assert [outcome.failed for outcome in kept(tmp_path)] == [(), ("a test",)]
 
 
 def test_a_broker_that_is_not_here_is_said_for_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

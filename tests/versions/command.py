@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tests.versions.environment import PROJECT
+from tests.versions.environment import PROJECT, fingerprint
 from tests.versions.matrix import CELLS, SHORT
-from tests.versions.report import as_json, as_table, keep, kept, record
+from tests.versions.report import as_json, as_table, is_done, keep, kept, record
 from tests.versions.run import Outcome, run_cell
 
 PAGE = PROJECT / "docs" / "versions.md"
@@ -28,7 +28,8 @@ _FOLDER = Path(tempfile.gettempdir()) / "mongo_celery_versions"
     help="For servers, environments and outputs; kept, so that a second run needs no network.",
 )
 @click.option("-n", "processes", default="2", show_default=True, help="Processes of pytest, or `auto`.")
-@click.option("-k", "chosen", help="As pytest takes it.")
+@click.option("-k", "chosen", help="As pytest takes it; then nothing is kept for `--record`.")
+@click.option("--resume", is_flag=True, help="Leave out cells that have run well with package and tests as they are.")
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--record", "wants_record", is_flag=True, help=f"Write what all have last come to into docs/{PAGE.name}.")
 def versions(
@@ -37,6 +38,7 @@ def versions(
     folder: Path,
     processes: str,
     chosen: str | None,
+    resume: bool,
     wants_json: bool,
     wants_record: bool,
 ) -> None:
@@ -52,10 +54,14 @@ def versions(
     console = Console(stderr=True)
     outcomes: list[Outcome] = []
     for name in names:
+        files = fingerprint()
+        if resume and is_done(name, folder, files):
+            continue
         console.print(f"{name} ...")
         outcome = run_cell(CELLS[name], folder.absolute(), arguments)
         console.print(_sentence(outcome, folder), markup=False)
-        keep(outcome, folder)
+        if not chosen:
+            keep(outcome, folder, files if files == fingerprint() else "changed meanwhile")
         outcomes.append(outcome)
     if wants_record:
         record(kept(folder), PAGE)

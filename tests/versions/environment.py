@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from tests.versions.matrix import NEWEST
-from tests.versions.servers import MissingError
+from tests.versions.servers import MissingError, Servers
 
 PROJECT = Path(__file__).parents[2]
 NEEDED = (
@@ -28,25 +30,31 @@ NEEDED = (
 )
 """Of the extra `dev`, what the core imports: frameworks and object mappers have wishes about versions of their own."""
 
+_PARTS = ("mongo_celery", "tests/fixtures", "tests/integration", "tests/acceptance", "tests/versions")
 _PYTHONS = ("3.14", "3.13", "3.12", "3.11")
 _REPORTED = ("celery", "kombu", "pymongo", "redis")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
-def find_python(version: str) -> Path:
+def find_python(version: str, servers: Servers) -> Path:
     """
-    Give an interpreter of that version, or the newest that this machine has.
+    Give an interpreter of that version, or the newest that this machine or Debian's archive has.
 
     Raises:
         MissingError: there is none.
     """
+    missing: list[MissingError] = []
     for candidate in _PYTHONS if version == NEWEST else (version,):
         kept = sorted(_pyenv().glob(f"versions/{candidate}.*/bin/python{candidate}"))
         for found in (shutil.which(f"python{candidate}"), *map(str, kept)):
             # A version manager's stand-in is found and yet may not run: only running it tells.
             if found and _runs(found):
                 return Path(found)
-    raise MissingError(f"there is no Python {version} on this machine that makes virtual environments")
+        try:
+            return servers.python(candidate)
+        except MissingError as error:
+            missing.append(error)
+    raise missing[0]
 
 
 def make_environment(folder: Path, python: Path, packages: Mapping[str, str]) -> Path:
@@ -65,7 +73,10 @@ def make_environment(folder: Path, python: Path, packages: Mapping[str, str]) ->
     done = folder / "complete"
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([python, "-m", "venv", folder], check=True)
+        # Debian has what brings pip into an environment in a package of its own: the newest pip comes from outside.
+        subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
+        modules = next(folder.glob("lib/python*/site-packages"))
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", modules, "pip"], check=True)
         pins = folder / "pins.txt"
         pins.write_text("".join(f"{name}{pin}\n" for name, pin in packages.items()), encoding="utf-8")
         wanted = [*needed_requirements(), *(f"{name}{pin}" for name, pin in packages.items())]
@@ -97,6 +108,15 @@ def needed_requirements() -> list[str]:
     return [found[name] for name in NEEDED]
 
 
+def fingerprint() -> str:
+    """One word for all files that cells have a part of, as they are now: what a cell came to holds for these alone."""
+    digest = hashlib.sha256((PROJECT / "pyproject.toml").read_bytes())
+    for file in sorted(path for part in _PARTS for path in (PROJECT / part).rglob("*.*")):
+        if file.is_file() and file.suffix != ".pyc":
+            digest.update(f"{file.relative_to(PROJECT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
 def versions_in(interpreter: Path) -> dict[str, str]:
     """Give what an environment really has: Python and the packages that the table names."""
     code = (
@@ -114,4 +134,4 @@ def _pyenv() -> Path:
 
 
 def _runs(program: str) -> bool:
-    return subprocess.run([program, "-c", "import ensurepip, venv"], capture_output=True, check=False).returncode == 0
+    return subprocess.run([program, "-c", "import venv"], capture_output=True, check=False).returncode == 0

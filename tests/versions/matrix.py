@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 NEWEST = "newest"
-"""The newest Python that this machine has."""
+"""The newest Python that this machine or Debian's archive has."""
 
 BROKER_CORE = (
     "tests/acceptance/test_chain.py",
@@ -76,7 +76,7 @@ _OLDEST = Cell(
     tests=SHORT_CORE,
     packages={"celery": "==5.5.0", "kombu": "==5.5.*", "pymongo": "==4.9", "redis": "==4.5.2", "click": "==8.1.3"},
 )
-_NEWEST = Cell("newest", python=NEWEST, mongodb="6.0.27", redis="7.0", tests=SHORT_CORE)
+_NEWEST = Cell("newest", python=NEWEST, mongodb="6.0.27", redis="8.0", tests=SHORT_CORE)
 
 MATRIX = (
     _OLDEST,
@@ -89,6 +89,8 @@ MATRIX = (
     Cell("pymongo-4.9", packages={"pymongo": "==4.9.*"}),
     Cell("pymongo-4.13", packages={"pymongo": "==4.13.*"}),
     Cell("redis-7.0", redis="7.0"),
+    Cell("redis-8.0", redis="8.0"),
+    Cell("valkey-9", redis="valkey-9"),
     Cell("python-3.12", python="3.12"),
     Cell("python-3.13", python="3.13"),
     Cell("python-3.14", python="3.14"),

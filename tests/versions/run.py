@@ -75,7 +75,7 @@ def run_cell(cell: Cell, folder: Path, arguments: tuple[str, ...] = ()) -> Outco
 def _run_here(cell: Cell, folder: Path, arguments: tuple[str, ...], today: str) -> Outcome:
     servers = Servers(folder)
     mongod, redis_server = servers.mongod(cell.mongodb), servers.redis_server(cell.redis)
-    python = find_python(cell.python)
+    python = find_python(cell.python, servers)
     environment = folder / f"venv-{cell.name}"
     interpreter = make_environment(environment, python, cell.packages)
     versions = {**versions_in(interpreter), "mongod": _said(mongod), "redis-server": _said(redis_server)}
@@ -98,9 +98,11 @@ def _run_here(cell: Cell, folder: Path, arguments: tuple[str, ...], today: str) 
         "no:cacheprovider",
         "-o",
         "filterwarnings=default",
+        "-m",
+        "",  # slow ones too: there are few, and other pools are among them
     ]
     started = time.monotonic()
-    with (folder / f"{cell.name}.txt").open("wb") as output, _broker(cell, folder) as broker:
+    with (folder / f"{cell.name}.txt").open("wb") as output, _broker(cell, folder) as (broker, its_version):
         subprocess.run(
             [*command, f"--junitxml={report}", *cell.tests, *arguments],
             cwd=PROJECT,
@@ -110,6 +112,7 @@ def _run_here(cell: Cell, folder: Path, arguments: tuple[str, ...], today: str) 
             check=False,
         )
     seconds = time.monotonic() - started
+    versions |= its_version
     if not report.exists():
         return Outcome(cell, today, versions, failed=("pytest itself",), seconds=seconds)
     passed, failed, skipped = _read(report)
@@ -117,17 +120,17 @@ def _run_here(cell: Cell, folder: Path, arguments: tuple[str, ...], today: str) 
 
 
 @contextmanager
-def _broker(cell: Cell, folder: Path) -> Iterator[dict[str, str]]:
-    """The variables by which the acceptance tests have RabbitMQ as their broker, while a node of it runs."""
+def _broker(cell: Cell, folder: Path) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """The variables by which the acceptance tests have RabbitMQ as their broker, while a node runs, and its version."""
     if cell.broker == "redis":
-        yield {}
+        yield {}, {}
         return
     with TemporaryDirectory(prefix="rabbitmq-", dir=folder) as made, Processes(Path(made)) as processes:
         try:
             node = RabbitCluster(processes, Path(made), 1, management=True).nodes[0]
         except pytest.skip.Exception as error:
             raise MissingError(str(error)) from error
-        yield {MANAGEMENT: node.management_url, QUEUES: cell.broker}
+        yield {MANAGEMENT: node.management_url, QUEUES: cell.broker}, {"rabbitmq": node.version}
 
 
 def _read(report: Path) -> tuple[int, tuple[str, ...], dict[str, str]]:
