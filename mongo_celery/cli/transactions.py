@@ -119,7 +119,8 @@ def recover(
         if as_json:
             click.echo(_json({"id": each.id, "before": each.before, "after": each.after, "error": each.error}))
         else:
-            click.echo(f"{_text(each.id)}: {each.before}, now {each.after}{f': {each.error}' if each.error else ''}")
+            became = f"stays {each.after}" if each.before == each.after else f"{each.before}, now {each.after}"
+            click.echo(f"{_text(each.id)}: {became}{f': {each.error}' if each.error else ''}")
     if not report and not as_json:
         click.echo("Nothing to recover.")
     ctx.exit(1 if any(each.error for each in report) else 0)
@@ -312,7 +313,11 @@ def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
 
 
 def _participant(stored: object) -> str:
-    return f"{stored.get('collection')} {_text(stored.get('id'))}" if isinstance(stored, dict) else _json(stored)
+    if not isinstance(stored, dict):
+        return _json(stored)
+    cluster = stored.get("cluster")
+    where = "" if cluster is None else f"{cluster}:"
+    return f"{where}{stored.get('collection')} {_text(stored.get('id'))}"
 
 
 def _text(value: object) -> str:

@@ -30,8 +30,7 @@ from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Relay
-from mongo_celery.outbox.swept import SweepRecords, patience
-from mongo_celery.outbox.unswept import SweepWatch
+from mongo_celery.outbox.swept import SweepRecords, patience, sweep_watch
 from mongo_celery.outbox.writes import Writer
 
 _PROBE_SECONDS = 5
@@ -99,7 +98,7 @@ class Backing:
         self._options = options
         self.field = PendingField(options.field)
         self.others_told_at = -math.inf
-        self.watch = SweepWatch(
+        self.watch = sweep_watch(
             lambda: self.collection.full_name,
             lambda: self.sweeps,
             patience(options.sweep_every),
@@ -213,7 +212,7 @@ class Backing:
 
     def dispatch_all_at_once(self, writes: Sequence[Written], session: ClientSession | None) -> None:
         """As `dispatch_at_once`, of what was written together; with `at_once="wait"` within one bound for all."""
-        self.watch.written()
+        self.watch.needed()
         writes = [written for written in writes if written.matched or written.upserted]
         if not self.at_once or not writes:
             return

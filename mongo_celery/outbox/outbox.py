@@ -505,7 +505,7 @@ class Outbox(AnyOutbox):
         """Have the index looked at soon: a write that somebody else carries out will be found there."""
         if not tasks and not events:
             return
-        self.backing.watch.written()
+        self.backing.watch.needed()
         if self.backing.at_once:
             self.backing.dispatcher.expect()
 

@@ -138,7 +138,7 @@ class ParcelBacking(Backing):
 
     def insert(self, contents: Contents, session: ClientSession | None) -> list[Any]:
         """Insert what a transaction is to send; the `_id`s of the new parcels."""
-        self.watch.written()
+        self.watch.needed()
         return [head.id for head in self.store.insert(contents.entries, contents.serialized, session)]
 
     def put_back(self, place: object, entry: Entry) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
+from mongo_celery.periodic import PeriodicWatch
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -122,3 +123,34 @@ class SweepRecords:
         if found is None:
             return None
         return LastSweep(float(found["seconds"]), str(found.get("app", "")), str(found.get("process", "?")))
+
+
+def sweep_watch(
+    name: Callable[[], str],
+    records: Callable[[], SweepRecords],
+    patience: float,
+    is_broker_down: Callable[[], bool],
+) -> PeriodicWatch:
+    """
+    What a writer looks by, whether somebody sweeps what it writes.
+
+    Args:
+        name: gives what logs call the outbox.
+        records: gives the notes of its sweeps.
+        patience: seconds without a sweep after which it is said that nobody does.
+        is_broker_down: whether this process knows that the broker does not answer: then beat can send no sweep.
+    """
+
+    def age() -> float | None:
+        last = records().last()
+        return None if last is None else last.seconds
+
+    def tell(since: str) -> None:
+        logger.error(
+            "outbox %s: nobody has swept it %s, so what a crash or an outage leaves in it is never sent; run `celery "
+            "beat` and a worker that both import it, then see `outbox check`",
+            name(), since,
+            extra={"event": "nobody_sweeps"},
+        )  # fmt: skip
+
+    return PeriodicWatch("mongo-celery-sweep-watch", age, tell, patience, is_broker_down)

@@ -10,6 +10,7 @@ from datetime import datetime
 from itertools import islice
 from typing import Any
 
+from mongo_celery.mongo.expressions import literal
 from mongo_celery.twophase.branches import Own
 from mongo_celery.twophase.log import IS_OVERDUE, UNFINISHED, TransactionLog, age_key, is_abandoned, is_older
 from mongo_celery.twophase.states import State
@@ -104,7 +105,7 @@ class AbandonedTransactions:
 
         Args:
             older_than: as of `find`.
-            silent: the clusters. Where one of them decides, nothing can be taken back.
+            silent: the clusters. Where one of them decides by its receipt, nothing can be taken back.
             any_application: also those of other applications.
             limit: how many at most.
         """
@@ -112,7 +113,7 @@ class AbandonedTransactions:
         condition: Document = {
             "$and": [
                 {"$or": [{"changes.cluster": named}, {"participants.cluster": named}]},
-                {"$or": [{"own": str(Own.LAST)}, {"key": None}]},
+                {"$or": [{"own": str(Own.LAST)}, {"key": None}, {"$expr": _is_decided_by_others(silent)}]},
             ],
             **({} if any_application else self._log.ours()),
         }
@@ -121,6 +122,21 @@ class AbandonedTransactions:
         late = {**condition, "$expr": {"$and": [is_abandoned(older_than), IS_OVERDUE]}}
         found = [self._log.of_state(State.CANCELING, tried, limit), self._log.of_state(State.PENDING, late, limit)]
         return list(islice(heapq.merge(*found, key=age_key), limit))
+
+
+def _is_decided_by_others(silent: Container[str]) -> Document:
+    """Whether the last remote branch has markers, so that the log decides, or is in none of these; see `BranchPlan`."""
+    named = {"$cond": [{"$isArray": "$changes.cluster"}, "$changes.cluster", []]}
+    in_order = {
+        "$reduce": {
+            "input": {"$filter": {"input": named, "cond": {"$ne": ["$$this", None]}}},
+            "initialValue": [],
+            "in": {"$cond": [{"$in": ["$$this", "$$value"]}, "$$value", {"$concatArrays": ["$$value", ["$$this"]]}]},
+        }
+    }
+    last = {"$arrayElemAt": [in_order, -1]}
+    marked = {"$cond": [{"$isArray": "$marked"}, "$marked", []]}
+    return {"$or": [{"$in": [last, marked]}, {"$not": [{"$in": [last, literal(list(silent))]}]}]}
 
 
 def _states_of(document: Mapping[str, Any]) -> list[State]:

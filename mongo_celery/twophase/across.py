@@ -33,6 +33,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.verdicts import brief
 from mongo_celery.twophase.branches import Branch, BranchPlan, Own, plan_of
+from mongo_celery.twophase.clusters import noted
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
 from mongo_celery.twophase.local import (
     RefusedError,
@@ -236,10 +237,11 @@ class AcrossClusters:
         return self._cancel(transaction, "it was not applied before its deadline")
 
     def _applied_branch(self, transaction: Transaction, branch: Branch, until: float) -> Receipt | None:
-        if not branch.marked:
-            return self._receipts.apply(transaction, branch, until)
-        self._marked.perform(transaction, branch)
-        return Receipt.APPLIED
+        with noted(branch.cluster):
+            if not branch.marked:
+                return self._receipts.apply(transaction, branch, until)
+            self._marked.perform(transaction, branch)
+            return Receipt.APPLIED
 
     def _applied(self, transaction: Transaction, plan: BranchPlan, until: float) -> Transaction:
         if plan.decider is not None:
@@ -261,10 +263,11 @@ class AcrossClusters:
     def _settle(self, transaction: Transaction) -> Transaction:
         # In their order, so the decider comes last: whoever finds it gone must find the others settled.
         for branch in plan_for(transaction).remote:
-            if branch.marked:
-                self._marked.perform(transaction, branch)
-            else:
-                self._receipts.settle(transaction, branch)
+            with noted(branch.cluster):
+                if branch.marked:
+                    self._marked.perform(transaction, branch)
+                else:
+                    self._receipts.settle(transaction, branch)
         return _mine(self._log.move(transaction, State.DONE))
 
     def together(self, transactions: Sequence[Transaction], until: float) -> list[Transaction]:
@@ -353,11 +356,12 @@ class AcrossClusters:
         for left, branch in reversed(list(enumerate(branches, 1))):
             share = time.monotonic() + max(until - time.monotonic(), 0) / left
             try:
-                if branch.marked:
-                    with pymongo.timeout(max(share - time.monotonic(), 0)):
-                        self._marked.perform(transaction, branch)
-                else:
-                    self._note_gone(transaction, self._receipts.undo(transaction, branch, share))
+                with noted(branch.cluster):
+                    if branch.marked:
+                        with pymongo.timeout(max(share - time.monotonic(), 0)):
+                            self._marked.perform(transaction, branch)
+                    else:
+                        self._note_gone(transaction, self._receipts.undo(transaction, branch, share))
             except (UndoRefusedError, RefusedError, StuckError) as error:
                 stuck = stuck or error
             except (PyMongoError, TransactionTimeoutError, BusyError) as error:
@@ -420,7 +424,8 @@ class AcrossClusters:
 def _asked(decider: Branch) -> Iterator[None]:
     """Say of a branch that decides, and whose server will not say what, what is missing there."""
     try:
-        yield
+        with noted(decider.cluster):
+            yield
     except OperationFailure as error:
         if not is_unwritable(error):
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -12,9 +12,9 @@ from typing import Any
 from bson.codec_options import DatetimeConversion
 from pymongo import MongoClient, ReadPreference
 from pymongo.collection import Collection
-from pymongo.errors import ServerSelectionTimeoutError
+from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 
-from mongo_celery.errors import ConfigurationError
+from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.opening import Client, client_of, plain_types, strict
 from mongo_celery.twophase.participants import Part
@@ -42,6 +42,17 @@ def without(clusters: Container[str]) -> Iterator[None]:
 def is_away(cluster: str | None) -> bool:
     """Whether a cluster is not to be asked."""
     return cluster is not None and cluster in _away.get()
+
+
+@contextmanager
+def noted(cluster: str | None) -> Iterator[None]:
+    """Note in what a server, or the time, has raised which cluster it was: there are several, and one is away."""
+    try:
+        yield
+    except (PyMongoError, TransactionTimeoutError) as error:
+        if cluster is not None:
+            error.add_note(f"in cluster {cluster!r}")
+        raise
 
 
 class Clusters:
@@ -77,12 +88,22 @@ class Clusters:
             found = self._opened[place] = self._open(part)
         return found
 
+    def refuse_unknown(self, parts: Iterable[Part]) -> None:
+        """
+        Refuse what this process cannot finish; nothing is asked of a server.
+
+        Raises:
+            ConfigurationError: the cluster of a participant is not known here.
+        """
+        for part in parts:
+            if not self.knows(part.cluster):
+                raise ConfigurationError(
+                    f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "
+                    f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
+                )
+
     def _open(self, part: Part) -> Collection[dict[str, Any]]:
-        if part.cluster is not None and part.cluster not in self._others:
-            raise ConfigurationError(
-                f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "
-                f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
-            )
+        self.refuse_unknown([part])
         own, client = self._own(), self.client(part.cluster)
         database, _, name = part.namespace.partition(".")
         # Ids are sent as they were read: both with the codec of the transactions.
@@ -100,7 +121,8 @@ class Clusters:
         """Whether a cluster has no MongoDB transactions; it is asked once a process."""
         place = (os.getpid(), cluster)
         if place not in self._standalone:
-            answer = self.client(cluster).admin.command("hello")
+            with noted(cluster):
+                answer = self.client(cluster).admin.command("hello")
             self._standalone[place] = "setName" not in answer and answer.get("msg") != "isdbgrid"
         return self._standalone[place]
 

@@ -95,8 +95,16 @@ class Completion:
         with sessions_of(self._clusters, self._pool), without(away), pymongo.timeout(self._timeout):
             yield time.monotonic() + self._timeout
 
-    def end_others(self, transactions: Sequence[Transaction]) -> None:
-        """End what other coordinators keep open for these, which is to be taken from them. It never fails."""
+    def prepare_taking(self, transactions: Sequence[Transaction]) -> None:
+        """
+        End what other coordinators keep open for these, which is to be taken from them.
+
+        Raises:
+            ConfigurationError: this process could not finish one of them, so it must not take it: another
+                application's would be looked after by nobody any more.
+        """
+        for each in transactions:
+            self._clusters.refuse_unknown(each.parts)
         named = [each for each in transactions if each.sessions]
         wanted: dict[str | None, dict[Binary, float]] = {}
         # By the age of each: among many somebody has taken over one just now, and those of the others may be at work.
@@ -148,6 +156,10 @@ class Completion:
             return self.way_for(transaction.parts)
         return Way.DOCUMENTS if transaction.key is None else Way.ACROSS
 
+    def way_asked(self, transaction: Transaction, deadline: float) -> Way:
+        """The same, repeated until its clusters have answered what they are; errors as of `until_answered`."""
+        return self.until_answered(lambda: self.way_of(transaction), deadline, hint=NOT_BEGUN, id=transaction.id)
+
     def to_the_end(self, transaction: Transaction, deadline: float, *, any_application: bool = False) -> Transaction:
         """
         Step by step until the state is final. If another coordinator takes over, wait for it.
@@ -164,7 +176,7 @@ class Completion:
         unchanged = 0
         while not transaction.state.is_final:
             current = transaction
-            way = self.until_answered(lambda: self.way_of(current), deadline, hint=NOT_BEGUN, id=current.id)  # noqa: B023
+            way = self.way_asked(current, deadline)
             if way is Way.DOCUMENTS:
                 return self._by_documents(current, deadline)
             try:
@@ -309,7 +321,7 @@ class Completion:
                     raise
                 raise known from error
             raise TransactionTimeoutError(
-                f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
+                f"MongoDB did not let it get on in time{_where(error)} ({short(error)}); {hint}.",
                 outcome="unknown",
                 **fields,
             ) from error
@@ -377,8 +389,15 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any] |
         outcome = vars(error).get("outcome", "unknown")
         follows = aborted if outcome == "aborted" else unknown
         found = () if client is None else in_the_way(error, client)
-        message = f"transaction {identity!r}, {follows}. {error} {in_words(found)}".rstrip()
+        message = (
+            f"transaction {identity!r} did not get on{_where(error)}: {follows}. {error} {in_words(found)}".rstrip()
+        )
         raise TransactionTimeoutError(message, id=identity, outcome=outcome, candidates=found) from error
+
+
+def _where(error: BaseException) -> str:
+    """In which cluster it was, as far as that was noted."""
+    return "".join(f" {note}" for note in getattr(error, "__notes__", ())[:1])
 
 
 def _is_repeatable(error: Exception) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.log import TransactionLog, is_older
 from mongo_celery.twophase.states import FINAL
@@ -63,21 +63,18 @@ class FinalTransactions:
             condition: which of them are wanted.
             last: the last one that was read; None at the beginning.
         """
-        # As an expression: a plain $gt would end at the last id of the same type.
-        behind: list[Document] = (
-            [] if last is None else [{"$match": {"$expr": {"$gt": ["$_id", literal(last["_id"])]}}}]
-        )
-        wanted = [{"$match": {**self._condition, **condition}}, {"$project": {"state": 1, "compensatedBy": 1}}]
-        read = [{"$group": {"_id": None, "last": {"$last": "$_id"}}}]
-        # Only behind the limit: by a condition of its own a call would read all that does not meet it.
-        stages = [
-            *behind,
-            {"$sort": {"_id": 1}},
-            {"$limit": _READ_AT_ONCE},
-            {"$facet": {"found": wanted, "read": read}},
-        ]
-        answer = next(iter(self._collection.aggregate(stages)))
-        return Page(answer["found"], {"_id": answer["read"][0]["last"]} if answer["read"] else None)
+        by_id = [("_id", 1)]
+        read = self._collection.find({}, {"_id": 1}).sort(by_id).hint(by_id).limit(_READ_AT_ONCE)
+        if last is not None:
+            # A $gt would end at the last id of the same type, and as an expression read all before it on MongoDB 4.4.
+            read = read.min([("_id", last["_id"])]).limit(_READ_AT_ONCE + 1)
+        ids = [each["_id"] for each in read]
+        if last is not None and ids and same_bson(ids[0], last["_id"]):  # else it was removed
+            del ids[0]
+        # Only among these: by a condition of its own a call would read all that does not meet it.
+        wanted = {**self._condition, **condition, "_id": {"$in": ids}}
+        found = self._collection.find(wanted, {"state": 1, "compensatedBy": 1}).sort(by_id).hint(by_id)
+        return Page(list(found) if ids else [], {"_id": ids[-1]} if ids else None)
 
     def holds(self, identity: Any) -> bool:
         """Whether the transaction of that id is one of them."""

@@ -13,7 +13,7 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
+from mongo_celery.periodic import PeriodicWatch
 
 logger = logging.getLogger("mongo_celery.twophase")
 
@@ -184,6 +185,32 @@ class RecoveryRecords:
             sign_seconds=_seconds(found["sign"]),
             outcomes={name: int(found.get(name, 0)) for name in OUTCOMES},
         )
+
+
+def recovery_watch(name: str, records: Callable[[], RecoveryRecords], patience: float) -> PeriodicWatch:
+    """
+    What a process that begins transactions looks by, whether somebody recovers them.
+
+    Args:
+        name: what logs call the `TwoPhaseCommit`.
+        records: gives the notes of recoveries.
+        patience: seconds without a sign of one after which it is said that nobody does.
+    """
+
+    def age() -> float | None:
+        last = records().last()
+        return None if last is None else last.sign_seconds
+
+    def tell(since: str) -> None:
+        logger.error(
+            "transactions %s: no recovery has noted itself %s, so what a crash or an outage leaves may stay half done; "
+            "run `celery beat`, or the listener of a bridge, and a worker that import them, or `transactions recover`. "
+            "If one runs, grant it find, insert and update on %s",
+            name, since, records().full_name,
+            extra={"event": "nobody_recovers"},
+        )  # fmt: skip
+
+    return PeriodicWatch("mongo-celery-recovery-watch", age, tell, patience)
 
 
 def _age(moment: Any) -> dict[str, Any]:

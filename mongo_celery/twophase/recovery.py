@@ -316,7 +316,7 @@ class Recoverer:
         ids, coordinator = [each["_id"] for each in documents], ObjectId()
         try:
             with self._completion.bounded() as deadline:
-                self._completion.end_others([self._log.read(each) for each in documents])
+                self._completion.prepare_taking([self._log.read(each) for each in documents])
                 mine = self._completion.until_answered(  # an answer that is lost: they are known by their coordinator
                     lambda: self._log.take_over_together(
                         ids, coordinator, lane.clusters, older_than=self._age, any_application=self._any_application
@@ -369,7 +369,7 @@ class Recoverer:
         """What was left, in our hands; None if another was faster."""
         read, coordinator = self._log.read(document), self._completion.new_coordinator()
         if read.state is not State.INITIAL:
-            self._completion.end_others([read])
+            self._completion.prepare_taking([read])
             return self._log.take_over(
                 read, coordinator.identity, older_than=self._age, any_application=self._any_application
             )

@@ -27,11 +27,10 @@ from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
 from mongo_celery.twophase.participants import Part, is_same, part_of
 from mongo_celery.twophase.purge import Purge, Purger
-from mongo_celery.twophase.recoveries import Recovery, RecoveryRecords, patience
+from mongo_celery.twophase.recoveries import Recovery, RecoveryRecords, patience, recovery_watch
 from mongo_celery.twophase.recovery import Recoverer
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
 from mongo_celery.twophase.steps import RECOVER_TASK, publish_step, register_tasks
-from mongo_celery.twophase.unrecovered import RecoveryWatch
 from mongo_celery.twophase.values import plain, plain_id
 
 _RECOVER_LIMIT = 1000
@@ -117,7 +116,7 @@ class TwoPhaseCommit:
         self._options = options
         self._given = (transactions, accounts)
         self._clusters = Clusters(lambda: self.transactions, clients or {})
-        self._watch = RecoveryWatch(name, lambda: self.recoveries, patience(self.recover_every))
+        self._watch = recovery_watch(name, lambda: self.recoveries, patience(self.recover_every))
         if app is not None:
             TWO_PHASE_COMMITS.add(app, self, name)
             register_tasks(app, partial(_step, app), partial(_recover, app))
@@ -252,7 +251,10 @@ class TwoPhaseCommit:
                 message says when that is not known, and `run` may be called again in any case.
         """
         with self._completion.bounded() as deadline:
-            return _ended(self._completion.to_the_end(self._taken_over(id, deadline), deadline))
+            taken = self._taken_over(id, deadline)
+            if not taken.state.is_final and self._completion.way_asked(taken, deadline) is not Way.WITHIN:
+                self._watch.needed()
+            return _ended(self._completion.to_the_end(taken, deadline))
 
     def delay(self, id: Any) -> Any:  # noqa: A002
         """
@@ -272,7 +274,7 @@ class TwoPhaseCommit:
             raise ConfigurationError("delay needs the Celery app: TwoPhaseCommit(app, transactions).")
         with self._completion.bounded():
             self._note_queued(id)
-        self._watch.begun()
+        self._watch.needed()
         return publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
 
     def _note_queued(self, id: Any) -> None:  # noqa: A002
@@ -371,7 +373,7 @@ class TwoPhaseCommit:
             if seen.state is State.INITIAL:
                 return still_mine(self.log.drop(seen, reason))
             if seen.state in {State.PENDING, State.CANCELING}:
-                self._completion.end_others([seen])
+                self._completion.prepare_taking([seen])
             if seen.state is State.PENDING:
                 return still_mine(self.log.cancel(seen, self._completion.new_coordinator().identity, reason))
             if seen.state in {State.APPLIED, State.DONE}:
@@ -508,7 +510,7 @@ class TwoPhaseCommit:
         with self._completion.bounded() as deadline:
             way = self._way_for(parts, deadline) if run else None
             if way in {Way.ACROSS, Way.DOCUMENTS}:
-                self._watch.begun()
+                self._watch.needed()
             if way is Way.WITHIN:
                 self._store_done(fields, parts, identity, deadline)
             elif way is Way.ACROSS:
@@ -567,7 +569,7 @@ class TwoPhaseCommit:
             self._refuse_foreign(seen, allowed=seen.state.is_final)
             if seen.state is State.INITIAL or seen.state.is_final:
                 return seen
-            self._completion.end_others([seen])
+            self._completion.prepare_taking([seen])
             return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity))
 
         return self._completion.until_answered(attempt, deadline, hint=NOT_BEGUN, id=id)

@@ -147,6 +147,7 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
             {"_id": "0123456789abcdef01234567", **shape},
             {"_id": "t", "state": "pending", "participants": ["a"]},
             {"_id": "u", "state": "pending", "participants": 5},
+            {"_id": "w", "state": "pending", "changes": [{"cluster": "east", "collection": "a.b", "id": 1}]},
             {"_id": "v", **shape, "state": "canceled", "reason": "see [/x]"},
         ]
     )
@@ -155,6 +156,7 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
     assert [line.split()[0] for line in listed.splitlines()].count('"123"') == 1
     assert '"0123456789abcdef01234567"' in listed
     assert "[red]x" in listed
+    assert "  east:a.b 1" in listed
     assert "see [/x]" in "\n".join(bank.output("transactions", "list", "--state", "canceled"))
     assert json.loads(bank.output("transactions", "cancel", '"123"', "--yes", "--json")[-1])["id"] == "123"
     assert stored.count_documents({"state": "canceled"}) == 2

@@ -14,13 +14,13 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mongo_celery import Outbox, OutboxCollection
+from mongo_celery import Outbox, OutboxCollection, periodic
 from mongo_celery.findings import Finding
-from mongo_celery.outbox import unswept
 from mongo_celery.outbox.check import sweeping
 from mongo_celery.outbox.check.examination import AppFacts, check, look_around
 from mongo_celery.outbox.check.odm import check_models
 from mongo_celery.outbox.registry import AnyOutbox
+from mongo_celery.outbox.swept import sweep_watch
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import UrlOf
 
@@ -235,10 +235,8 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its second write on, whoever carries it out, in a thread of its own; one without entries is none."""
-    monkeypatch.setattr(unswept, "_LOOK_SECONDS", 0.0)
-    watch = outbox.backing.watch = unswept.SweepWatch(
-        lambda: "orders", lambda: outbox.backing.sweeps, 0.0, lambda: False
-    )
+    monkeypatch.setattr(periodic, "_LOOK_SECONDS", 0.0)
+    watch = outbox.backing.watch = sweep_watch(lambda: "orders", lambda: outbox.backing.sweeps, 0.0, lambda: False)
     looked: list[bool | None] = []
     look = watch.look
     monkeypatch.setattr(watch, "look", lambda: looked.append(look()))
@@ -254,4 +252,4 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     outbox.sweep()
     last = outbox.backing.sweeps.last()
     assert last is not None
-    assert unswept.SweepWatch(lambda: "orders", lambda: outbox.backing.sweeps, 60.0, lambda: False).look() is True
+    assert sweep_watch(lambda: "orders", lambda: outbox.backing.sweeps, 60.0, lambda: False).look() is True

@@ -30,10 +30,11 @@ from mongo_celery import (
 )
 from mongo_celery.bridge.listener.recovering import RecoveryRequests
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.twophase import final, recovery, unrecovered
+from mongo_celery.twophase import final, recovery
 from mongo_celery.twophase.across import plan_for
 from mongo_celery.twophase.prometheus import TransactionCollector
 from mongo_celery.twophase.purge import Purge
+from mongo_celery.twophase.recoveries import recovery_watch
 from mongo_celery.twophase.steps import RECOVER_TASK
 from tests.fixtures.process import wait_for
 from tests.integration.receipts_rig import START, Clusters
@@ -191,6 +192,46 @@ def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
     assert clusters.balances() == {"own": START, "east": START, "west": START}
 
 
+def test_what_is_owed_comes_back_where_another_cluster_than_the_dead_one_decides(
+    clusters: Clusters, other_cluster: MongoReplicaSet, mongo_url: str
+) -> None:
+    """The last one says that nothing is done; so the first has back what it has paid, whatever stands between them."""
+    north = MongoClient[Document](mongo_url)
+    clients = {**clusters.clients, "north": north}
+    paying = north[f"{clusters.name}_own"]["paying"]
+    paying.insert_one({"_id": "A", "balance": START})
+    change = {"$inc": {"balance": 1}}
+    bank = clusters.coordinator(clients)
+    identity = bank.begin(
+        [
+            Participant(paying, "A", {"$inc": {"balance": -2}}),
+            Participant(clusters.accounts("east"), "A", change),
+            Participant(clusters.accounts("west"), "A", change),
+        ]
+    )
+    bank.step(identity, None)
+    read = bank.read(identity)
+    bank._completion._across._receipts.apply(read, plan_for(read).remote[0], time.monotonic() + 30)
+    assert paying.find_one() == {"_id": "A", "balance": START - 2}
+    clusters.log.update_many({}, {"$set": {"deadline": LONG_AGO, "lastModified": LONG_AGO}})
+    other_cluster.pause()
+    try:
+        blind = clusters.coordinator({**clients, "east": MongoClient[Document](other_cluster.url)})
+        (became,) = blind.recover()
+    finally:
+        other_cluster.resume()
+        blind._clusters.client("east").close()
+
+    assert (became.before, became.after) == ("pending", "canceling")
+    assert paying.find_one() == {"_id": "A", "balance": START}
+    assert [each.after for each in bank.recover(0)] == ["canceled"]
+    assert (paying.find_one(), clusters.balances()) == (
+        {"_id": "A", "balance": START},
+        dict.fromkeys(("own", "east", "west"), START),
+    )
+    north.close()
+
+
 def test_a_lost_answer_puts_off_none_of_many(clusters: Clusters) -> None:
     """They are known by who has taken them."""
     identities = [clusters.begin("own", "west", value=1) for _ in range(5)]
@@ -263,7 +304,7 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
 ) -> None:
     """What is one MongoDB transaction needs no recovery, and asks for none."""
     looked = threading.Event()
-    watch = clusters.bank._watch = unrecovered.RecoveryWatch("bank", lambda: clusters.bank.recoveries, 0.0)
+    watch = clusters.bank._watch = recovery_watch("bank", lambda: clusters.bank.recoveries, 0.0)
     look = watch.look
 
     def noted() -> None:
@@ -274,14 +315,14 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
     for _ in range(2):
         clusters.begin("own", run=True)
     assert not looked.is_set()
-    for _ in range(2):
-        clusters.begin("own", "east", run=True)
+    clusters.begin("own", "east", run=True)
+    clusters.bank.run(clusters.begin("own", "east"))
     assert looked.wait(60)
     assert said(caplog) == ["nobody_recovers"]
     assert "no recovery has noted itself yet" in caplog.text
 
     clusters.bank.recover()
-    patient = unrecovered.RecoveryWatch("bank", lambda: clusters.bank.recoveries, 600.0)
+    patient = recovery_watch("bank", lambda: clusters.bank.recoveries, 600.0)
     assert patient.look() is True
     assert said(caplog) == ["nobody_recovers"]
 
@@ -289,7 +330,7 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
 def test_a_recovery_that_lasts_is_one_all_the_same(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so while it goes on, and what it has done is noted also where a time limit ends it."""
     seen: list[tuple[bool | None, float]] = []
-    watch = unrecovered.RecoveryWatch("bank", lambda: clusters.bank.recoveries, 600.0)
+    watch = recovery_watch("bank", lambda: clusters.bank.recoveries, 600.0)
 
     def ended(*_: object) -> None:
         last = clusters.bank.recoveries.last()
@@ -466,9 +507,10 @@ def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatc
     profiled.command({"profile": 0})
 
     assert bank.transactions.count_documents({}) == 300
-    pages = list(profiled["system.profile"].find({"command.aggregate": "transactions"}))
-    assert len(pages) >= 2 * 300 / 50
+    pages = list(profiled["system.profile"].find({"command.find": "transactions"}))
+    assert len(pages) >= 2 * 2 * 300 / 50
     assert max(each["docsExamined"] for each in pages) <= 51
+    assert max(each["keysExamined"] for each in pages) <= 2 * 51
 
 
 def test_no_compensation_expires_before_what_it_takes_back(database: Database[Document]) -> None:
@@ -497,3 +539,23 @@ def test_a_participant_of_clusters_is_left_by_a_process_that_cannot_reach_it(clu
     last = blind.recoveries.last()
     assert last is not None
     assert last.silent == ()
+
+
+@pytest.mark.parametrize("call", ["recover", "cancel"])
+def test_whoever_cannot_reach_a_participant_takes_nothing_from_those_who_can(clusters: Clusters, call: str) -> None:
+    """Also where it may take another application's: theirs would be looked after by nobody any more."""
+    two = [clusters.begin("own", "east", value=1) for _ in range(2)]
+    for identity in two:
+        clusters.stepped(identity, 1)
+    clusters.log.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    blind = clusters.coordinator({"own": clusters.clients["own"]}, application="App2")
+    if call == "cancel":
+        for identity in two:
+            with pytest.raises(ConfigurationError, match="which this process does not know"):
+                blind.cancel(identity, all=True)
+    else:
+        assert {each.stopped for each in blind.recover(0, all=True)} == {True}
+
+    assert {each["application"] for each in clusters.log.find()} == {"App1"}
+    assert {each.after for each in clusters.bank.recover()} == {"done"}
+    assert clusters.balances() == {"own": START - 2, "east": START + 2, "west": START}

@@ -20,7 +20,10 @@ DJANGOS_NAMES = {"contrib.django.models"}
 
 FLOORS = (
     {"errors"},
-    {"arguments", "quantities", "findings", "app", "forking", "exits", "mongo", "broker", "embedded", "tracing"},
+    {
+        *("arguments", "quantities", "findings", "app", "forking", "exits", "periodic"),
+        *("mongo", "broker", "embedded", "tracing"),
+    },
     {"locking", "twophase"},
     {"outbox"},
     {"bridge"},

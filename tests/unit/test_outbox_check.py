@@ -23,8 +23,7 @@ from mongo_celery.outbox.check.storage import (
 )
 from mongo_celery.outbox.check.sweeping import Sweeping, judge_sweeping, sweep_queue
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from mongo_celery.outbox.swept import LastSweep, patience
-from mongo_celery.outbox.unswept import SweepWatch
+from mongo_celery.outbox.swept import LastSweep, patience, sweep_watch
 
 Document = dict[str, Any]
 
@@ -236,7 +235,7 @@ def test_a_writer_says_that_nobody_sweeps_and_is_silent_where_it_cannot_tell(
     answer: LastSweep | Exception | None, swept: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As an error, with what to do."""
-    watch = SweepWatch(lambda: "shop.orders", lambda: Notes(answer), 60.0, lambda: False)  # type: ignore[arg-type, return-value]
+    watch = sweep_watch(lambda: "shop.orders", lambda: Notes(answer), 60.0, lambda: False)  # type: ignore[arg-type, return-value]
     with caplog.at_level(logging.INFO):
         assert watch.look() is swept
     records = [(each.levelname, getattr(each, "event", "")) for each in caplog.records]
@@ -246,7 +245,7 @@ def test_a_writer_says_that_nobody_sweeps_and_is_silent_where_it_cannot_tell(
 
 def test_a_writer_that_knows_of_an_outage_blames_no_sweep(caplog: pytest.LogCaptureFixture) -> None:
     """Beat can send none while the broker is down."""
-    watch = SweepWatch(lambda: "shop.orders", lambda: Notes(None), 60.0, lambda: True)  # type: ignore[arg-type, return-value]
+    watch = sweep_watch(lambda: "shop.orders", lambda: Notes(None), 60.0, lambda: True)  # type: ignore[arg-type, return-value]
     with caplog.at_level(logging.INFO):
         assert watch.look() is None
     assert not caplog.records
