@@ -8,7 +8,7 @@ from mongo_celery.app import Named, Registry
 from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.contrib.django.project import celery_app, project_settings
-from mongo_celery.errors import CommandRefusedError
+from mongo_celery.errors import CommandRefusedError, ConfigurationError
 
 T = TypeVar("T", bound=Named)
 
@@ -20,7 +20,10 @@ def all_in_project(registry: Registry[T]) -> list[T]:
     Raises:
         ConfigurationError: there is none, or the app cannot be had.
     """
-    return registry.named(celery_app(), [])
+    found = registry.of(celery_app())
+    if not found:
+        raise ConfigurationError(f"the project's Celery app has no {registry.kind}: create one with {registry.create}.")
+    return found
 
 
 def one_in_project(registry: Registry[T], name: str) -> T:
