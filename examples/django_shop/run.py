@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 LAMPS, CUSTOMERS = 4, 5
 CELERY = [sys.executable, "-m", "celery", "-A", "shop", "--quiet"]
 BEAT = ["beat", "--schedule", os.devnull, "--scheduler", "celery.beat:Scheduler"]
-SECONDS = 60
+SECONDS = 180  # four interpreters with Django and Celery take their time on a busy machine
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def running() -> Iterator[str]:
         processes = [start(command) for command in commands]
         try:
             address = f"http://127.0.0.1:{port}/"
-            wait_for_page(Visitor(address))
+            wait_for_page(Visitor(address), processes[-1])
             yield address
         finally:
             for process in processes:
@@ -152,13 +152,15 @@ def place_and_die() -> None:
     signal.pause()  # the outbox sends in the background, and meets its end there
 
 
-def wait_for_page(visitor: Visitor) -> None:
+def wait_for_page(visitor: Visitor, server: "subprocess.Popen[bytes]") -> None:
     """Until the web server answers."""
     deadline = time.monotonic() + SECONDS
     while True:
         try:
             visitor.page()
         except OSError:
+            if server.poll() is not None:
+                sys.exit(f"the web server has ended with {server.returncode}: `manage.py runserver` says why")
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)

@@ -18,6 +18,7 @@ from mongo_celery.outbox.stored_id import derived_id
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
+_WITHOUT_PAYLOADS = {"entry.payload": 0, "entry.bind.payload": 0}
 
 
 class OutboxDeadLetters:
@@ -79,9 +80,10 @@ class OutboxDeadLetters:
         """How many there are."""
         return self._collection.count_documents({"outbox": self._outbox})
 
-    def find(self, limit: int = 0) -> list[dict[str, Any]]:
-        """The oldest first."""
-        return list(self._collection.find({"outbox": self._outbox}).sort("at", 1).limit(limit))
+    def find(self, limit: int = 0, *, skip: int = 0) -> list[dict[str, Any]]:
+        """The oldest first, without their payloads: a list of them would be as large as all of these."""
+        found = self._collection.find({"outbox": self._outbox}, _WITHOUT_PAYLOADS, allow_disk_use=True)
+        return list(found.sort([("at", 1), ("_id", 1)]).skip(skip).limit(limit))
 
     def get(self, entry_id: str) -> dict[str, Any] | None:
         """One by the id of its entry."""

@@ -78,9 +78,9 @@ class Replay:
     entry: str | None
 
 
-def dead_letters(outbox: AnyOutbox, limit: int) -> list[DeadLetter]:
-    """The dead letters of an outbox, the oldest first."""
-    return [_dead_letter(outbox, stored) for stored in outbox.dead_letters.find(limit)]
+def dead_letters(outbox: AnyOutbox, limit: int, *, skip: int = 0) -> list[DeadLetter]:
+    """The dead letters of an outbox, the oldest first, without the payloads of their entries."""
+    return [_dead_letter(outbox, stored) for stored in outbox.dead_letters.find(limit, skip=skip)]
 
 
 def dead_letter(outbox: AnyOutbox, id: str) -> DeadLetter | None:  # noqa: A002

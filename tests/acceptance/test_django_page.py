@@ -90,6 +90,14 @@ def test_the_project_of_the_page_runs(
         return processes.python(name, *words, environment=environment, directory=project)
 
     checked = run("check", "-m", "django", "check", "--deploy", "--tag", "mongo_celery")
+    relational = processes.python(
+        "relational",
+        *("-m", "django", "check", "--database", "default", "--database", "mongodb"),
+        environment={"DJANGO_SETTINGS_MODULE": "shop.relational"},
+        directory=project,
+    )
+    assert relational.wait() == 0, relational.text
+    assert "no issues" in relational.text
     assert checked.wait() == 1, checked.text
     assert not re.search(r"mongo_celery\.[EW]0", checked.text), "the page's settings and code are sound"
     assert "outbox outbox: (mongo_celery.E103) sweep: Nobody has swept this outbox yet" in checked.text

@@ -20,7 +20,7 @@ def test_an_order_goes_from_a_request_to_the_denormalised_page(browser: Any, pro
     require_server("mongod")
     require_server("redis-server")
     shop = processes.python("shop", str(ROOT / "examples/django_shop/run.py"), "serve")
-    address, password = shop.wait_for_output(r"(http\S+) and \S+ for operator with (\S+)\n").groups()
+    address, password = shop.wait_for_output(r"(http\S+) and \S+ for operator with (\S+)\n", timeout=300).groups()
 
     def reloaded() -> str:
         browser.get(address)
@@ -44,5 +44,9 @@ def test_an_order_goes_from_a_request_to_the_denormalised_page(browser: Any, pro
     press(".mongo-celery [type=submit]")
     press(".messagelist")
     assert "Paused: show 0" in browser.find_element("class name", "messagelist").text
+    browser.set_window_size(400, 800)
+    for page in ("changebridge/", "changebridge/show/?bridge=shop", "changedeadletter/", "taskoutbox/"):
+        browser.get(f"{address}admin/mongo_celery/{page}")
+        assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), page
     browser.get("about:blank")
     assert shop.terminate() == 0, shop.text

@@ -10,6 +10,8 @@ import io
 import json
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import count
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -17,6 +19,8 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project
 
 import django
 import pytest
+from bson import Int64, json_util
+from celery import Celery
 
 django.setup()
 
@@ -26,22 +30,31 @@ from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
 from django.core.checks import run_checks
 from django.core.management import call_command
+from django.template import Context, Template
 from django.test import Client
 from django.test.utils import override_settings, setup_test_environment
 from django.urls import path
 
-from mongo_celery import Participant
+from mongo_celery import Outbox, Participant
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.contrib.django.admin import dead_letter_pages, outbox_pages
+from mongo_celery.contrib.django.admin.bridge_pages import _partition
+from mongo_celery.contrib.django.admin.operations_admin import listed
+from mongo_celery.contrib.django.admin.words import document
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.outbox import health
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
 from mongo_celery.testing import BridgeRunner
+from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from tests.fixtures.process import wait_for
 from tests.integration import admin_project as project
 
 urlpatterns = [path("admin/", admin.site.urls)]
 
+HALTED = {"subscription": "stop", "index": 1024, "state": "halted", "key": "", "error": "", "retries": 0}
 HOSTILE = "<img src=x onerror=alert(1)>\u202etxt"
 CARD = "card-4111"
 NO_IDS = ("99999999999999999999", '"\\ud800"', '{"a\\u0000": 1}', '{"$numberDecimal": "x"}', "[" * 3000)
@@ -312,6 +325,9 @@ def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
     browser = operator()
     page = browser.get(f"{BRIDGES}show/", {"bridge": "shop"}).content.decode()
     assert "celery -A tests.integration.admin_project:app changes retry" in page
+    with override_settings(USE_THOUSAND_SEPARATOR=True):
+        text = Template("{{ each.index }}").render(Context({"each": _partition(HALTED)}))
+    assert text == "1024", "what a form names is no number of the user's language"
     place = {"bridge": "shop", "handler": "stop", "partition": "0"}
     old = browser.post(f"{BRIDGES}act/", {"action": "set_aside", **place}).context["fields"]
     confirmed(browser, BRIDGES, action="retry", **place)
@@ -339,6 +355,7 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
 
     told = said(confirmed(browser, LETTERS, action="replay", bridge="shop", letter=[first, third]))
     assert told[0].startswith("2 dead letters are to be replayed")
+    assert f"Asked for: {first}, {third}." in LogEntry.objects.get().change_message
     deliver(runner, [1, 3])
     assert letters() == [second]
 
@@ -380,14 +397,21 @@ def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) 
     assert states() == {"collect": "flowing", "stop": "flowing"}
     assert project.transfers.read(identity).state == "initial"
     for address in (f"{BRIDGES}show/", f"{LETTERS}show/?bridge=shop", f"{OUTBOXES}show/", f"{TRANSACTIONS}show/?id=1"):
-        assert browser.get(address).status_code == 302, "back to the list, with a sentence"
+        assert browser.get(address).context["sentence"], address
     twice = f"{LETTERS}show/?bridge=shop&letter={quote(letter)}&letter={quote(letter)}"
     assert browser.get(twice).status_code == 200
     operators = quote('{"$gt": ""}')
     for text in NO_IDS:
         assert browser.get(LETTERS, {"key": text}).status_code == 200
-        assert browser.get(f"{TRANSACTIONS}show/", {"name": "transfers", "id": text}).status_code == 302
-    for address in (f"{LETTERS}?key={operators}", f"{LETTERS}?handler=no", f"{TRANSACTIONS}?state=no"):
+        assert browser.get(f"{TRANSACTIONS}show/", {"name": "transfers", "id": text}).context["sentence"]
+        assert browser.get(TRANSACTIONS, {"name": "transfers", "id": text}).status_code == 200
+    for address in (
+        f"{LETTERS}?key={operators}",
+        f"{LETTERS}?handler=no",
+        f"{LETTERS}?page=-1",
+        f"{OUTBOXES}show/?outbox=orders&page=999999999999",
+        f"{TRANSACTIONS}?state=no",
+    ):
         assert browser.get(address).status_code == 200
 
 
@@ -414,6 +438,68 @@ def test_a_letter_that_somebody_else_has_written_does_not_hide_the_others() -> N
     assert len(said(confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=names))) == 4
     confirmed(browser, OUTBOXES, action="discard", outbox="orders", letter=names)
     assert kept.count() == 1
+
+
+def test_a_list_has_pages_and_an_action_leads_back_to_where_it_was_chosen(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many letters there are, each can be had; the list of an outbox leaves the payloads where they are."""
+    for pages in (dead_letter_pages, outbox_pages):
+        monkeypatch.setattr(pages, "LISTED", 2)
+    for number in (1, 2, 3):
+        fail(runner, "letters", number)
+        outbox_letter(f"o-{number}")
+    entries = [str(each["_id"]).rpartition("/")[2] for each in project.outbox.dead_letters.find()]
+    assert [set(each["entry"]) & {"payload"} for each in project.outbox.dead_letters.find()] == [set()] * 3
+    assert "payload" in project.outbox.dead_letters.get(entries[0])["entry"]  # type: ignore[index]
+    browser = operator()
+    lists: list[tuple[str, dict[str, str], list[str]]] = [
+        (LETTERS, {"bridge": "shop", "handler": "collect"}, letters()),
+        (f"{OUTBOXES}show/", {"outbox": "orders"}, entries),
+    ]
+    for address, asked, (*first, last) in lists:
+        page = browser.get(address, asked)
+        assert [each in page.content.decode() for each in (*first, last)] == [True, True, False]
+        assert "1 to 2" in page.content.decode()
+        assert 'data-all="letter"' in page.content.decode()
+        assert page.context["before_url"] == ""
+        page = browser.get(page.context["after_url"])
+        assert [each in page.content.decode() for each in (*first, last)] == [False, False, True]
+        assert page.context["after_url"] == ""
+        assert 'type="checkbox"' in browser.get(page.context["before_url"]).content.decode()
+        assert browser.get(browser.get(address, {**asked, "page": "9"}).context["before_url"]).context["letters"]
+    answer = confirmed(browser, LETTERS, action="replay", bridge="shop", handler="collect", letter=letters()[:1])
+    assert answer.redirect_chain[0][0] == f"{LETTERS}?bridge=shop&handler=collect"
+    answer = confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=entries[:1])
+    assert answer.redirect_chain[0][0] == f"{OUTBOXES}show/?outbox=orders"
+    answer = confirmed(browser, BRIDGES, action="pause", bridge="shop", handler="stop")
+    assert answer.redirect_chain[0][0] == f"{BRIDGES}show/?bridge=shop"
+    link = f"{LETTERS}?bridge=shop&amp;handler=collect"
+    assert link in answer.content.decode()
+    assert link not in user("one", "view_changebridge").get(f"{BRIDGES}show/?bridge=shop").content.decode()
+
+
+def test_a_page_says_what_is_kept_and_that_the_project_has_none_of_its_kind(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong with a project that has bridges, and no transactions."""
+    fail(runner, "letters")
+    (letter,) = letters()
+    page = operator().get(f"{LETTERS}show/", {"bridge": "shop", "letter": letter})
+    assert "<td>event, " in page.content.decode()
+    assert len(page.context["title"]) < len("Dead letter ") + 20
+    asked: list[object] = []
+    monkeypatch.setattr(health, "ask_broker", asked.append)
+    other = Celery("other", broker="memory://", set_as_current=False)
+    second = Outbox(other, lambda: project.database["parcels"], name="second", at_once=False, sweep_every=None)
+    monkeypatch.setattr(type(OUTBOXES_OF), "of", lambda *_: [project.outbox, second])
+    assert len(operator().get(OUTBOXES).context["outboxes"]) == 2
+    assert len(asked) == 1, "a broker that is away is waited for once"
+    for registry, address in ((TWO_PHASE_COMMITS, TRANSACTIONS), (OUTBOXES_OF, OUTBOXES)):
+        monkeypatch.setattr(type(registry), "of", lambda *_: [])
+        page = operator().get(address)
+        assert f"has no {registry.kind}." in page.content.decode()
+        assert page.context["sentence"] == ""
 
 
 # -- outboxes and transactions -----------------------------------------------------------------------
@@ -446,6 +532,8 @@ def test_a_transaction_is_run_taken_back_and_canceled() -> None:
     done, left = transaction("t-1"), transaction({"n": 2})
     assert said(confirmed(browser, TRANSACTIONS, action="run", name="transfers", id=f'"{done}"')) == ['"t-1": done.']
     confirmed(browser, TRANSACTIONS, action="compensate", name="transfers", id=f'"{done}"')
+    for given, found in ((done, True), (f'"{done}"', True), ("t-9", False)):
+        assert (f"&quot;{done}&quot;" in browser.get(TRANSACTIONS, {"id": given}).content.decode()) is found
     page = browser.get(TRANSACTIONS).content.decode()
     assert "{&quot;n&quot;: {&quot;$numberInt&quot;: &quot;2&quot;}}" in page
     confirmed(browser, TRANSACTIONS, action="cancel", name="transfers", id='{"n": {"$numberInt": "2"}}')
@@ -496,6 +584,26 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
         assert "&lt;img" in text or page.request["PATH_INFO"] in {BRIDGES, TRANSACTIONS}
     for page in (*shown[:3], *shown[4:10]):
         assert "\u202e" not in page.content.decode(), page.request["PATH_INFO"]
+
+
+def test_a_sentence_on_many_names_some_of_them() -> None:
+    """The log has them all."""
+    assert listed([]) == ""
+    assert listed(list("abcde")) == "a, b, c, d, e"
+    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+def test_no_more_of_a_document_is_written_than_is_shown() -> None:
+    """One of sixteen megabytes takes no longer than one of a hundred kilobytes."""
+
+    class Endless(dict[str, int]):
+        def items(self) -> Any:
+            return ((str(number), number) for number in count())
+
+    assert document(Endless(a=1)).endswith("\n...")
+    values = {"at": datetime(2026, 1, 2, tzinfo=UTC), "n": Int64(3), "of": [{"b": b"x"}], "is": float("inf")}
+    assert json_util.loads(document(values), json_options=json_util.JSONOptions(tz_aware=True)) == values
+    assert document("x\ny") == '"x\\ny"'
 
 
 def test_what_ended_unforeseen_is_in_the_log_though_requests_are_transactions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,20 @@ found["misspelt"] = said(MONGO_CELERY={"AP": "project:sound"})
 found["no_dict"] = said(MONGO_CELERY=["project:sound"])
 found["not_said"] = said(MONGO_CELERY={})
 found["broken_module"] = said(MONGO_CELERY={"APP": "absent.celery:app"})
+import pathlib, tempfile
+from django.core.management import CommandError, call_command
+with tempfile.TemporaryDirectory() as directory:
+    pathlib.Path(directory, "handlers.py").write_text(
+        "from project import sound\\nfrom mongo_celery import shared_change\\n\\n"
+        "@shared_change('shop.orders', on_error='halt')\\ndef handler(change): ...\\n"
+    )
+    sys.path.insert(0, directory)
+    found["wrong_handler"] = said(MONGO_CELERY={"APP": "handlers:sound"})
+    with override_settings(MONGO_CELERY={"APP": "handlers:sound"}):
+        try:
+            call_command("changes", "status")
+        except CommandError as error:
+            found["wrong_handler"][0].append(str(error))
 found["servers"] = [each.id for each in run_checks(tags=["mongo_celery"], include_deployment_checks=False)]
 from django.db import connections
 assert connections["mongo"].connection is None, "a check without --deploy has connected"
@@ -145,8 +159,9 @@ EXPECTED = {
     "no_dict": ["E001"],
     "not_said": ["E001"],
     "broken_module": ["E002"],
+    "wrong_handler": ["E002"],
 }
-SETTINGS = {"misspelt", "no_dict", "not_said", "broken_module"}
+SETTINGS = {"misspelt", "no_dict", "not_said", "broken_module", "wrong_handler"}
 """What is wrong is the setting, and not an app."""
 
 
@@ -178,6 +193,10 @@ def test_a_message_names_cause_and_remedy_and_no_password() -> None:
     assert "word@" not in json.dumps(found["bad_url"])
     assert "did you mean 'APP'?" in found["misspelt"][0][2]
     assert "did you mean 'claim_ttl'?" in found["wrong_setting"][0][2]
+    _, place, sentence, command = found["wrong_handler"][0]
+    assert place.endswith("handlers.py, line 4")
+    assert sentence.startswith("option 'on_error' of on_change is unknown.")
+    assert command == f"{place}: option 'on_error' of on_change is unknown."
     assert found["relational"][0][1:] == [
         "handler of_relational of bridge shop",
         (

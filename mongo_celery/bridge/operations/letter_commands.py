@@ -112,9 +112,9 @@ def keys_of(text: str) -> list[Any]:
     return found
 
 
-def find(wiring: Wiring, selection: Selection, limit: int) -> Found:
+def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> Found:
     """
-    The first dead letters of a selection.
+    The first dead letters of a selection, behind those that are skipped.
 
     Raises:
         CommandRefusedError: the bridge has no such subscription, or an id names several letters.
@@ -130,7 +130,7 @@ def find(wiring: Wiring, selection: Selection, limit: int) -> Found:
             )
         for each in selection.ids:
             _check_id(wiring, replace(selection, ids=[each]), names)
-        letters = store.dead_letters.find(selection, names, limit)
+        letters = store.dead_letters.find(selection, names, limit, skip=skip)
         count = store.dead_letters.count_of(selection, names)
         replays = {each.letter: each for each in store.replays.read()}
         leads = bool((store.leases.read() or {}).get("live"))

@@ -189,7 +189,7 @@ class DeadLetters:
         ]
         return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
 
-    def find(self, selection: Selection, subscriptions: Sequence[str], limit: int) -> list[Letter]:
+    def find(self, selection: Selection, subscriptions: Sequence[str], limit: int, *, skip: int = 0) -> list[Letter]:
         """
         The first dead letters of a selection, by subscription, then in the order of the stream.
 
@@ -198,18 +198,19 @@ class DeadLetters:
         Args:
             subscriptions: all that are known, in which an id is looked for.
             limit: how many; 0 for all.
+            skip: how many of the first ones are left out.
         """
         query = self._query(selection, subscriptions)
         names = [selection.subscription] if selection.subscription is not None else subscriptions
         existing = {"$or": [{"_id": _range(f"{self._bridge}/{name}/{LETTER}")} for name in names]}
         if not names or self._table.find_one(existing, {"_id": 1}) is None:
             with self._table.limit():
-                found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], limit=limit)
+                found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], skip=skip, limit=limit)
                 return [_letter(document) for document in found]
         order = {"$sort": {"subscription": 1, **dict(_STREAM_ORDER)}}  # of headers: whole events would be too much
         stages: list[dict[str, Any]] = [{"$match": query}, {"$project": _FIELDS}, order]
-        if limit:
-            stages.append({"$limit": limit})
+        stages += [{"$skip": skip}] if skip else []
+        stages += [{"$limit": limit}] if limit else []
         return [_letter(document) for document in self._table.aggregate(stages)]
 
     def count_of(self, selection: Selection, subscriptions: Sequence[str]) -> int:

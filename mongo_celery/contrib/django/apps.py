@@ -10,7 +10,7 @@ class MongoCeleryConfig(AppConfig):  # type: ignore[misc] # has no types
 
     name = "mongo_celery.contrib.django"
     label = "mongo_celery"
-    verbose_name = "Change bridges"
+    verbose_name = "Celery and MongoDB"
 
     def ready(self) -> None:
         """Have `manage.py check` look at the project."""

@@ -14,7 +14,7 @@ from django.apps import apps
 from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004 - Django's name
 from django.db import connections, router
 
-from mongo_celery.contrib.django.project import celery_app, project_settings
+from mongo_celery.contrib.django.project import celery_app, place_of, project_settings
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import short, without_credentials
 
@@ -57,6 +57,7 @@ def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMess
             Error(
                 without_credentials(text),
                 hint=f"Try `celery -A {where} report`, which imports the same modules.",
+                obj=place_of(error),
                 id="mongo_celery.E002",
             )
         ]

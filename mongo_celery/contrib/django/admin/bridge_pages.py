@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from django.http import HttpRequest, QueryDict
+from django.urls import reverse
 
 from mongo_celery.bridge.operations import commands, heads
 from mongo_celery.bridge.operations.overview import overview
@@ -25,7 +27,8 @@ from mongo_celery.contrib.django.admin.operations_admin import (
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, line_in_project, one_in_project
 from mongo_celery.contrib.django.admin.words import document, shown
-from mongo_celery.quantities import duration, number
+from mongo_celery.contrib.django.models import ChangeDeadLetter
+from mongo_celery.quantities import duration, moment, number
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.commands import CommandResult
@@ -49,6 +52,7 @@ class BridgeAdmin(OperationsAdmin):
     """All bridges of the project's app."""
 
     template = "bridges.html"
+    registry = BRIDGES
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
@@ -79,6 +83,7 @@ class BridgeAdmin(OperationsAdmin):
         status = read_status(wiring)
         verdict = judge(status, line=line_in_project(wiring.name))
         seen = overview(status)
+        letters = self._letters_url(request, wiring.name)
         return (
             "bridge.html",
             f"Bridge {wiring.name}",
@@ -93,11 +98,24 @@ class BridgeAdmin(OperationsAdmin):
                     {"severity": each.severity, "sentence": shown(each.sentence), "command": shown(each.command or "")}
                     for each in verdict.reasons
                 ],
-                "handlers": [_handler(each) for each in seen["handlers"]],
+                "handlers": [_handler(each, letters) for each in seen["handlers"]],
                 "standing": [_partition(each) for each in seen["attention"]],
                 "does": [(name, label) for name, (label, _, _) in _DOES.items()],
             },
         )
+
+    def _letters_url(self, request: HttpRequest, bridge: str) -> str:
+        """The page of its dead letters, up to the handler's name; empty for who may not see it, or has none."""
+        if not self.admin_site.is_registered(ChangeDeadLetter):
+            return ""
+        if not request.user.has_perm(f"{self.opts.app_label}.view_changedeadletter"):
+            return ""
+        page = reverse("admin:mongo_celery_changedeadletter_changelist", current_app=self.admin_site.name)
+        return f"{page}?{urlencode({'bridge': bridge})}&"
+
+    def place(self, form: QueryDict) -> str:
+        """The page of the bridge."""
+        return self.url("show", bridge=str(form.get("bridge", "")))
 
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `changes pause`, `resume`, `retry` and `set-aside`."""
@@ -144,17 +162,20 @@ class BridgeAdmin(OperationsAdmin):
 def _listener(listener: Mapping[str, Any] | None) -> str:
     if listener is None:
         return "nobody leads"
-    return shown(f"{listener['host']}, pid {listener['pid']}, since {listener['since']}")
+    return shown(f"{listener['host']}, pid {listener['pid']}, since {moment(listener['since'])}")
 
 
-def _handler(each: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**each, "shown": shown(each["name"]), "lag": duration(each["lag_seconds"])}
+def _handler(each: Mapping[str, Any], letters: str) -> Mapping[str, Any]:
+    found = {"shown": shown(each["name"]), "lag": duration(each["lag_seconds"])}
+    query = urlencode({"handler": each["name"]})
+    return {**each, **found, "letters_url": f"{letters}{query}" if letters and each["dead_letters"] else ""}
 
 
 def _partition(each: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         **each,
         "shown": shown(each["subscription"]),
+        "index": str(each["index"]),  # in a form: Django writes numbers in the manner of the user's language
         "key": shown(each["key"] or ""),
         "error": shown(each["error"] or ""),
         "cures": _CURES.get(each["state"], ()),

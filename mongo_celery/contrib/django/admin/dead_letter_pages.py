@@ -17,6 +17,8 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    listed,
+    page_of,
     refuse,
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in_project
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 
 LISTED = 100
 """Letters on one page, and in one action."""
+_LIST_NAMES = ("bridge", "handler", "key")
 
 
 class DeadLetterAdmin(OperationsAdmin):
     """The dead letters of one bridge at a time."""
 
     template = "dead_letters.html"
+    registry = BRIDGES
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:
         """Those of a handler, or of a document, or all; by handler, then in the order of the stream."""
@@ -43,9 +47,11 @@ class DeadLetterAdmin(OperationsAdmin):
         wiring = one_in_project(BRIDGES, chosen(request, "bridge") or names[0])
         handler, key = chosen(request, "handler"), chosen(request, "key")
         selection = Selection(subscription=handler or None, keys=commands.keys_of(key) if key else [])
-        page = {"bridges": names, "bridge": wiring.name, "handler": handler, "key": key}
-        found = commands.find(wiring, selection, LISTED)
-        return {**page, "count": found.count, "letters": self._rows(wiring, found), "leads": found.leads}
+        asked = {"bridge": wiring.name, "handler": handler, "key": key}
+        page = page_of(request)
+        found = commands.find(wiring, selection, LISTED, skip=page * LISTED)
+        shown_ = {"bridges": names, **asked, "letters": self._rows(wiring, found), "leads": found.leads}
+        return {**shown_, **self.pages(page, found.count, LISTED, "changelist", **asked)}
 
     def _rows(self, wiring: Wiring, found: Found) -> list[Mapping[str, Any]]:
         ids = short_ids([each.id for each in found.letters])
@@ -65,20 +71,24 @@ class DeadLetterAdmin(OperationsAdmin):
         contents = document(change["event"]) if change.get("event") is not None else shown(change.get("raw") or "")
         return (
             "dead_letter.html",
-            f"Dead letter {letter.id}",
+            f"Dead letter {short_ids([letter.id])[0]}",
             {
                 "bridge": wiring.name,
                 "letter": {**_row(letter, found), "id": letter.id, "traceback": block(letter.traceback)},
                 "attempts": number(letter.attempts, "attempt", "attempts"),
                 "bytes": size(letter.bytes),
-                "kept": letter.kept,
+                "kept": shown(letter.kept),
                 "contents": contents,
             },
         )
 
+    def place(self, form: QueryDict) -> str:
+        """The list, as it was chosen."""
+        return self.url("changelist", **{name: str(form[name]) for name in _LIST_NAMES if form.get(name)})
+
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `changes dead-letters replay` and `discard`."""
-        names = ("bridge", "letter")
+        names = (*_LIST_NAMES, "letter")
         return {
             "replay": PageAction(label="Replay", names=names, target=_target, ask=_ask_to_replay, run=_replay),
             "discard": PageAction(label="Discard", names=names, target=_target, ask=_ask_to_discard, run=_discard),
@@ -178,7 +188,7 @@ def _discard(request: HttpRequest) -> ActionOutcome:
 def _told(results: Sequence[LetterResult], result: str, past: str) -> ActionOutcome:
     done = [each.id for each in results if each.result == result]
     count = number(len(done), "dead letter is", "dead letters are")
-    named = f": {', '.join(done)}" if done else ""
+    named = f": {listed(short_ids(done))}" if done else ""
     said = " ".join([f"{count} {past}{named}.", *_followers(results, result)])
     return ActionOutcome(said=said, refused=[each.reason for each in results if each.reason])
 

@@ -25,9 +25,11 @@ from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.views.decorators.clickjacking import xframe_options_deny
 
+from mongo_celery.app import Registry
 from mongo_celery.cli.apps import sentence_for
 from mongo_celery.cli.verdict_view import visible
 from mongo_celery.contrib.django.admin.words import shown
+from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
 
@@ -37,6 +39,9 @@ logger = logging.getLogger("mongo_celery.contrib.django")
 
 _SENTENCES_MAX = 5
 _REPRESENTATION_MAX = 200  # of Django's log
+_PAGE_DIGITS_MAX = 7
+_NAMED_MAX = 5
+_LOGGED_MAX = 200  # more than any page takes
 _YES = "yes"
 
 
@@ -103,6 +108,8 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
 
     template = ""
     """Of the first page."""
+    registry: Registry[Any]
+    """What it is about."""
 
     # -- rights ------------------------------------------------------------------------------------
 
@@ -164,10 +171,26 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     def _url_name(self, page: str) -> str:
         return f"{self.opts.app_label}_{self.opts.model_name}_{page}"
 
-    def url(self, page: str, **query: str) -> str:
+    def url(self, page: str, /, **query: str) -> str:
         """The address of one of the pages: `changelist`, `show` or `act`."""
         found: str = reverse(f"admin:{self._url_name(page)}", current_app=self.admin_site.name)
         return f"{found}?{urlencode(query)}" if query else found
+
+    def pages(self, page: int, count: int, listed: int, name: str, /, **query: str) -> Mapping[str, Any]:
+        """What a list shows of its place among all there is, with the addresses of the pages beside it."""
+        asked = {key: value for key, value in query.items() if value}
+
+        def at(number: int) -> str:
+            return self.url(name, **asked, **({"page": str(number)} if number else {}))
+
+        last = max(count - 1, 0) // listed
+        return {
+            "count": count,
+            "from_": page * listed + 1,
+            "to": min((page + 1) * listed, count),
+            "before_url": at(min(page, last + 1) - 1) if page else "",
+            "after_url": at(page + 1) if page < last else "",
+        }
 
     # -- pages -------------------------------------------------------------------------------------
 
@@ -187,14 +210,27 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         """What can be done here, by the name in the form."""
         raise NotImplementedError
 
+    def place(self, form: QueryDict) -> str:  # noqa: ARG002
+        """The address of the page from which a form was sent, to which its sender comes back."""
+        return self.url("changelist")
+
     def _first_page(self, request: HttpRequest) -> HttpResponse:
-        found, sentence = self._told(request, lambda: self.first_page(request))
+        found, sentence = self._told(request, lambda: self._first_or_none(request))
         title = str(self.opts.verbose_name_plural).capitalize()
-        return self._shown(request, self.template, title, {**(found or {}), "sentence": sentence})
+        template = "page.html" if found is None or "none" in found else self.template
+        return self._shown(request, template, title, {**(found or {}), "sentence": sentence, "first": True})
+
+    def _first_or_none(self, request: HttpRequest) -> Mapping[str, Any]:
+        if not self.registry.of(celery_app()):
+            return {"none": f"The project's Celery app has no {self.registry.kind}."}
+        return self.first_page(request)
 
     def _details(self, request: HttpRequest) -> HttpResponse:
+        """A sentence in its place where it cannot be read: the list would wait for the same server once more."""
         found, sentence = self._told(request, lambda: self.details(request))
-        return self._back(request, [sentence]) if found is None else self._shown(request, *found)
+        if found is None:
+            return self._shown(request, "page.html", str(self.opts.verbose_name).capitalize(), {"sentence": sentence})
+        return self._shown(request, *found)
 
     def _shown(self, request: HttpRequest, template: str, title: str, found: Mapping[str, Any]) -> HttpResponse:
         context = {
@@ -224,7 +260,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             messages.error(request, sentence)
         if len(sentences) > _SENTENCES_MAX:
             messages.error(request, f"And {len(sentences) - _SENTENCES_MAX} more.")
-        return HttpResponseRedirect(self.url("changelist"))
+        return HttpResponseRedirect(self.place(request.POST))
 
     # -- actions -----------------------------------------------------------------------------------
 
@@ -248,6 +284,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             "notes": [shown(each) for each in confirmation.notes],
             "action": name,
             "action_label": action.label,
+            "place_url": self.place(request.POST),
             "confirmed": _YES,
             "fields": [
                 *((name, value) for name in action.names for value in request.POST.getlist(name)),
@@ -258,23 +295,24 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
 
     def _done(self, request: HttpRequest, name: str, action: PageAction) -> HttpResponse:
         """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
-        target = visible(action.target(request.POST))  # databases refuse some of what is hidden
-        entry = self._begun(request, name, target)
+        target = shown(action.target(request.POST))  # databases refuse some of what is hidden
+        several = _several(request.POST, action.names)
+        entry = self._begun(request, name, target, several)
         try:
             outcome, sentence = self._told(request, lambda: action.run(request))
         except BaseException as error:
-            self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.")
+            self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.{several}")
             raise
         if outcome is None:
-            self._ended(entry, f"{name} was refused: {sentence}")
+            self._ended(entry, f"{name} was refused: {sentence}{several}")
             return self._back(request, [sentence])
         refused = [shown(each) for each in outcome.refused]
         said = shown(outcome.said)
-        self._ended(entry, " ".join([f"{name}: {said}", *refused]))
+        self._ended(entry, " ".join([f"{name}: {said}", *refused]) + several)
         messages.success(request, said)
         return self._back(request, refused)
 
-    def _begun(self, request: HttpRequest, name: str, target: str) -> Any:
+    def _begun(self, request: HttpRequest, name: str, target: str, several: str) -> Any:
         logger.info(
             "%s of %s, asked for in the admin by user %s",
             name,
@@ -288,7 +326,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             object_id=target,
             object_repr=target[:_REPRESENTATION_MAX],
             action_flag=CHANGE,
-            change_message=f"{name} was begun.",
+            change_message=f"{name} was begun.{several}",
         )
 
     def _ended(self, entry: Any, message: str) -> None:
@@ -301,6 +339,28 @@ def chosen(request: HttpRequest, name: str) -> str:
     fields: QueryDict = request.POST if request.method == "POST" else request.GET
     value = fields.get(name, "")
     return str(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a sentence: some of them where there are many."""
+    more = len(names) - _NAMED_MAX
+    return ", ".join(names[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _several(form: QueryDict, names: Sequence[str]) -> str:
+    """All that an action was asked for, for the log, where its target is only how many these are."""
+    given = [each for name in names for each in form.getlist(name) if len(form.getlist(name)) > 1]
+    return f" Asked for: {', '.join(map(shown, given[:_LOGGED_MAX]))}." if given else ""
+
+
+def page_of(request: HttpRequest) -> int:
+    """Which page of a list is asked for, from 0."""
+    text = chosen(request, "page")
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit()) or len(text) > _PAGE_DIGITS_MAX:
+        raise refuse(f"{text!r} is no page.")
+    return int(text)
 
 
 def refuse(sentence: str) -> CommandRefusedError:

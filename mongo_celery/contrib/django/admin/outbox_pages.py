@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from django.http import HttpRequest, QueryDict
@@ -15,6 +15,8 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    listed,
+    page_of,
     refuse,
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in_project
@@ -42,21 +44,33 @@ class OutboxAdmin(OperationsAdmin):
     """All outboxes of the project's app."""
 
     template = "outboxes.html"
+    registry = OUTBOXES
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
-        return {"outboxes": [self._row(each) for each in all_in_project(OUTBOXES)]}
+        outboxes = all_in_project(OUTBOXES)
+        if len(outboxes) > 1:
+            with suppress(Exception):  # then each says its own below, and those that can be read are shown
+                found = read_health(celery_app(), outboxes)  # together: a broker that is away is waited for once
+                return {
+                    "outboxes": [
+                        {**self._named(each), **_figures(health)} for each, health in zip(outboxes, found, strict=True)
+                    ]
+                }
+        return {"outboxes": [self._row(each) for each in outboxes]}
+
+    def _named(self, outbox: AnyOutbox) -> Mapping[str, Any]:
+        return {"name": outbox.name, "url": self.url("show", outbox=outbox.name)}
 
     def _row(self, outbox: AnyOutbox) -> Mapping[str, Any]:
-        row = {"name": outbox.name, "url": self.url("show", outbox=outbox.name)}
         try:
             (health,) = read_health(celery_app(), [outbox])
         except Exception as error:
             sentence = sentence_for(error, lambda: concern_of(outbox))
             if sentence is None:
                 raise
-            return {**row, "advice": [shown(sentence)]}
-        return {**row, **_figures(health)}
+            return {**self._named(outbox), "advice": [shown(sentence)]}
+        return {**self._named(outbox), **_figures(health)}
 
     def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
         """The dead letters of an outbox, or one of them with its traceback."""
@@ -65,9 +79,16 @@ class OutboxAdmin(OperationsAdmin):
         with _reached(outbox):
             if name:
                 return "outbox_letter.html", f"Dead letter {name}", self._letter(request, outbox, _one(outbox, name))
-            found, count = commands.dead_letters(outbox, LISTED), outbox.dead_letters.count()
+            page = page_of(request)
+            found, count = commands.dead_letters(outbox, LISTED, skip=page * LISTED), outbox.dead_letters.count()
         letters = [{**_letter_row(each), "url": self.url("show", outbox=outbox.name, letter=each.id)} for each in found]
-        return "outbox.html", f"Outbox {outbox.name}", {"outbox": outbox.name, "letters": letters, "count": count}
+        pages = self.pages(page, count, LISTED, "show", outbox=outbox.name)
+        return "outbox.html", f"Outbox {outbox.name}", {"outbox": outbox.name, "letters": letters, **pages}
+
+    def place(self, form: QueryDict) -> str:
+        """The dead letters of the outbox; the list for who has swept."""
+        outbox = str(form.get("outbox", ""))
+        return self.url("changelist") if form.get("action") == "sweep" else self.url("show", outbox=outbox)
 
     def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
         """Of the outbox that is named."""
@@ -200,7 +221,7 @@ def _replay(request: HttpRequest) -> ActionOutcome:
             refused.append(sentence_for(error) or str(error))
         else:
             (published if result.entry is None else pending).append(each.id)
-    done = [f"{word}: {', '.join(ids)}." for word, ids in (("Pending again", pending), ("Published", published)) if ids]
+    done = [f"{word}: {listed(ids)}." for word, ids in (("Pending again", pending), ("Published", published)) if ids]
     return ActionOutcome(said=" ".join(done) or "Nothing was replayed.", refused=refused)
 
 
@@ -209,7 +230,7 @@ def _discard(request: HttpRequest) -> ActionOutcome:
     gone = [each.id for each in letters if commands.discard(outbox, each.id)]
     other = [f"{each.id}: somebody else has replayed or discarded it." for each in letters if each.id not in gone]
     count = number(len(gone), "dead letter was", "dead letters were")
-    return ActionOutcome(said=f"{count} discarded{': ' if gone else ''}{', '.join(gone)}.", refused=other)
+    return ActionOutcome(said=f"{count} discarded{': ' if gone else ''}{listed(gone)}.", refused=other)
 
 
 def _lines(letters: Sequence[DeadLetter]) -> list[str]:

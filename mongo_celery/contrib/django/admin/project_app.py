@@ -8,7 +8,7 @@ from mongo_celery.app import Named, Registry
 from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.contrib.django.project import celery_app, project_settings
-from mongo_celery.errors import CommandRefusedError, ConfigurationError
+from mongo_celery.errors import CommandRefusedError
 
 T = TypeVar("T", bound=Named)
 
@@ -18,12 +18,9 @@ def all_in_project(registry: Registry[T]) -> list[T]:
     All of a kind.
 
     Raises:
-        ConfigurationError: there is none, or the app cannot be had.
+        ConfigurationError: the app cannot be had.
     """
-    found = registry.of(celery_app())
-    if not found:
-        raise ConfigurationError(f"the project's Celery app has no {registry.kind}: create one with {registry.create}.")
-    return found
+    return registry.of(celery_app())
 
 
 def one_in_project(registry: Registry[T], name: str) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -47,20 +48,26 @@ class TransactionAdmin(OperationsAdmin):
     """The two-phase transactions of the project's app, those of one coordinator's log at a time."""
 
     template = "transactions.html"
+    registry = TWO_PHASE_COMMITS
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:
-        """Those of one state, or all that are not final, the one with the oldest step first."""
+        """The one of an id; or those of one state, or all that are not final, the one with the oldest step first."""
         names = [each.name for each in all_in_project(TWO_PHASE_COMMITS)]
         coordinator = _coordinator(request)
         state = chosen(request, "state")
         if state and state not in STATES:
             raise refuse(f"{state!r} is no state: it is one of {', '.join(STATES)}.")
+        text = chosen(request, "id")
         with pymongo.timeout(_READ_SECONDS):
-            found = list(coordinator.log.find([state] if state else _UNFINISHED, None, LISTED))
+            if text:
+                known = map(coordinator.log.find_one, _ids(coordinator, text))
+                found = [each.document for each in known if each is not None]
+            else:
+                found = list(coordinator.log.find([state] if state else _UNFINISHED, None, LISTED))
         rows = [
             {**_row(each), "url": self.url("show", name=coordinator.name, id=to_text(each["_id"]))} for each in found
         ]
-        page = {"names": names, "name": coordinator.name, "state": state, "states": STATES}
+        page = {"names": names, "name": coordinator.name, "state": state, "states": STATES, "id": text}
         return {**page, "transactions": rows, "more": len(found) == LISTED}
 
     def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
@@ -83,6 +90,10 @@ class TransactionAdmin(OperationsAdmin):
                 "contents": document(found.document) if self.may_see_contents(request) else "",
             },
         )
+
+    def place(self, form: QueryDict) -> str:
+        """The list of its coordinator."""
+        return self.url("changelist", name=str(form.get("name", "")))
 
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `transactions run`, `cancel` and `compensate`."""
@@ -139,6 +150,14 @@ def _named(request: HttpRequest) -> tuple[TwoPhaseCommit, Transaction]:
     except Exception as error:  # PyMongo raises what it likes on what is no extended JSON, or no document can have
         raise refuse("There is no such transaction: go back to the list.") from error
     return coordinator, coordinator.read(identity)
+
+
+def _ids(coordinator: TwoPhaseCommit, text: str) -> list[Any]:
+    """What an id that somebody has typed may mean: text, and what it is as JSON."""
+    found: list[Any] = [text]
+    with suppress(Exception):  # no JSON; see `_named`
+        found.append(plain_id("id", from_text(text), coordinator.transactions.codec_options))
+    return found
 
 
 def _coordinator(request: HttpRequest) -> TwoPhaseCommit:

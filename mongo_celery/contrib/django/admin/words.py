@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from bson import json_util
@@ -17,17 +18,29 @@ _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepr
 
 def shown(text: object) -> str:
     """One line, not without end."""
-    line = " ".join(str(text).split())
+    line = " ".join(str(text)[:_CONTENTS_MAX].split())
     return visible(f"{line[:_SHOWN_MAX]}..." if len(line) > _SHOWN_MAX else line)
 
 
 def block(text: str) -> str:
     """Lines, such as those of a traceback."""
-    lines = "\n".join(map(visible, text.rstrip().splitlines()))
-    return f"{lines[:_CONTENTS_MAX]}\n..." if len(lines) > _CONTENTS_MAX else lines
+    lines = "\n".join(map(visible, text[:_CONTENTS_MAX].rstrip().splitlines()))
+    return f"{lines}\n..." if len(text) > _CONTENTS_MAX else lines
 
 
 def document(value: Any) -> str:
-    """A document as extended JSON."""
-    plain = json.loads(json_util.dumps(value, json_options=_JSON))
-    return block(json.dumps(plain, indent=2, ensure_ascii=False))
+    """A document as extended JSON, as much of it as is shown: whole ones of megabytes take seconds to write."""
+    parts, length = [], 0
+    for part in _ENCODER.iterencode(value):
+        parts.append(part)
+        length += len(part)
+        if length > _CONTENTS_MAX:
+            break
+    return block("".join(parts))
+
+
+def _extended(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else json_util.default(value, json_options=_JSON)
+
+
+_ENCODER = json.JSONEncoder(indent=2, ensure_ascii=False, default=_extended)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import click
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from mongo_celery.contrib.django.project import celery_app, project_settings
-from mongo_celery.errors import MongoCeleryError
+from mongo_celery.contrib.django.project import celery_app, place_of, project_settings
+from mongo_celery.errors import ConfigurationError, MongoCeleryError
 from mongo_celery.mongo.redaction import without_credentials
 
 _DJANGOS = ("--settings", "--pythonpath")
@@ -91,7 +91,11 @@ class CeleryCommand(BaseCommand):  # type: ignore[misc] # has no types
     def _call(self, arguments: Sequence[str], program: str, own: Sequence[str], *, standalone: bool) -> int:
         from celery.bin.celery import celery
 
-        celery_app()  # what is wrong with it is one sentence here, and a traceback there
+        try:
+            celery_app()  # what is wrong with it is one sentence here, and a traceback there
+        except ConfigurationError as error:
+            place = place_of(error)
+            raise ConfigurationError(f"{place}: {error}" if place else str(error)) from error
         words = ["-A", project_settings().app, *own, self.word, *arguments]
         status = celery.main(args=words, prog_name=program, standalone_mode=standalone, auto_envvar_prefix=_ENVIRONMENT)
         return int(status or 0)
