@@ -37,7 +37,24 @@ class _Held:
     periods: dict[tuple[str, ...], float] = field(default_factory=dict)
 
 
+def check_app(app: object) -> None:
+    """
+    Refuse what is no Celery app, or does not stand for one: the app of a web framework, a URL, a collection.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    from celery import Celery
+
+    if not isinstance(app, Celery):
+        raise ConfigurationError(
+            f"the app has to be a Celery app, not {type(app).__name__}: that of a Flask app is what "
+            "celery_init_app(app) returns; a URL is given as url='...'.",
+        )
+
+
 def _held_by(app: Celery) -> _Held:
+    check_app(app)
     held: _Held = app.__dict__.setdefault(_ATTRIBUTE, _Held())
     return held
 

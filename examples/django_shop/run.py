@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -19,11 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
+from typing import NoReturn
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded.ports import free_port
 
 HERE = Path(__file__).parent
+LOG, LOG_BYTES_MAX = tempfile.TemporaryFile(), 1_000_000  # noqa: SIM115 - until the end
 LAMPS, CUSTOMERS = 4, 5
 CELERY = [sys.executable, "-m", "celery", "-A", "shop", "--quiet"]
 BEAT = ["beat", "--schedule", os.devnull, "--scheduler", "celery.beat:Scheduler"]
@@ -130,8 +133,10 @@ def judge(visitor: Visitor) -> int:
     confirmed, shown = Order.objects.filter(confirmed=True).count(), visitor.page().count("<li>")
     print(f"{sold} sold, {left} left, {confirmed} confirmed, {shown} on the page")
     right = (sold, left, confirmed, shown) == (LAMPS, 0, LAMPS, LAMPS)
-    print("what was sold is confirmed and shown, and nothing else" if right else "WRONG")
-    return 0 if right else 1
+    if not right:
+        failed("WRONG")
+    print("what was sold is confirmed and shown, and nothing else")
+    return 0
 
 
 def place_and_die() -> None:
@@ -149,7 +154,7 @@ def place_and_die() -> None:
 
     before_task_publish.connect(die, weak=False)
     place("customer-0", "lamp")
-    signal.pause()  # the outbox sends in the background, and meets its end there
+    os.kill(os.getpid(), signal.SIGKILL)  # at the latest: what has not been sent yet is in MongoDB
 
 
 def wait_for_page(visitor: Visitor, server: "subprocess.Popen[bytes]") -> None:
@@ -162,15 +167,21 @@ def wait_for_page(visitor: Visitor, server: "subprocess.Popen[bytes]") -> None:
             if server.poll() is not None:
                 sys.exit(f"the web server has ended with {server.returncode}: `manage.py runserver` says why")
             if time.monotonic() > deadline:
-                raise
+                failed("the page did not come")
             time.sleep(0.1)
         else:
             return
 
 
 def start(command: list[str]) -> "subprocess.Popen[bytes]":
-    """Start a process of the shop; its log goes nowhere."""
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """Start a process of the shop; its log is shown if something does not come."""
+    return subprocess.Popen(command, stdout=LOG, stderr=LOG)
+
+
+def failed(what: str) -> NoReturn:
+    """End with status 1, and with what the processes have said."""
+    sys.stderr.write(os.pread(LOG.fileno(), LOG_BYTES_MAX, 0).decode(errors="replace"))
+    sys.exit(what)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,17 @@ One order of each kind has an accident: its worker is killed right after it has 
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 HERE = Path(__file__).parent
+LOG, LOG_BYTES_MAX = tempfile.TemporaryFile(), 1_000_000  # noqa: SIM115 - until the end
 KINDS = ("naive", "outbox")
 ORDERS = 5
 
@@ -48,7 +50,7 @@ def place_orders(shop: Any) -> None:
 
 def judge(shop: Any, state: Any) -> int:
     """Wait until every change is handled and nothing is pending, then count."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while not is_quiet(shop, state) and time.monotonic() < deadline:
         time.sleep(0.1)
     counts = {}
@@ -58,8 +60,10 @@ def judge(shop: Any, state: Any) -> int:
         counts[how] = (packed, sent)
         print(f"{how}: {packed} parcels packed, {sent} sent")
     right = counts == {"naive": (ORDERS, ORDERS - 1), "outbox": (ORDERS, ORDERS)}
-    print("nothing is lost with the outbox" if right else "WRONG")
-    return 0 if right else 1
+    if not right:
+        failed("WRONG")
+    print("nothing is lost with the outbox")
+    return 0
 
 
 def is_quiet(shop: Any, state: Any) -> bool:
@@ -74,9 +78,15 @@ def is_quiet(shop: Any, state: Any) -> bool:
 
 
 def start(environment: dict[str, str], *arguments: str) -> "subprocess.Popen[bytes]":
-    """Start a process of the shop; its log goes nowhere."""
+    """Start a process of the shop; its log is shown if something does not come."""
     command = [sys.executable, "-m", "celery", "-A", "shop", *arguments, "--loglevel", "WARNING"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=environment, stdout=LOG, stderr=LOG)
+
+
+def failed(what: str) -> NoReturn:
+    """End with status 1, and with what the processes have said."""
+    sys.stderr.write(os.pread(LOG.fileno(), LOG_BYTES_MAX, 0).decode(errors="replace"))
+    sys.exit(what)
 
 
 if __name__ == "__main__":

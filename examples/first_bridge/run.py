@@ -12,15 +12,17 @@ In your own project the servers are already there, and these are separate proces
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 HERE = Path(__file__).parent
+LOG, LOG_BYTES_MAX = tempfile.TemporaryFile(), 1_000_000  # noqa: SIM115 - until the end
 ORDERS = 12
 
 
@@ -47,18 +49,18 @@ def celery(*arguments: str) -> list[str]:
 
 
 def start(environment: dict[str, str], *arguments: str) -> "subprocess.Popen[bytes]":
-    """Start a process of the shop; its log goes nowhere."""
+    """Start a process of the shop; its log is shown if something does not come."""
     command = celery(*arguments, "--loglevel", "WARNING")
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, env=environment, stdout=LOG, stderr=LOG)
 
 
 def show(shop: Any) -> None:
     """Wait until every order has its summary, then print them."""
     summaries = shop["order_summaries"]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while summaries.count_documents({"status": "paid"}) < ORDERS // 2 or summaries.count_documents({}) < ORDERS:
         if time.monotonic() > deadline:
-            sys.exit("the summaries did not come")
+            failed("the summaries did not come")
         time.sleep(0.1)
     print(f"{ORDERS} orders, {summaries.count_documents({})} summaries")
     for row in summaries.aggregate(
@@ -68,6 +70,12 @@ def show(shop: Any) -> None:
         ],
     ):
         print(f"{row['_id']}: {row['orders']} orders, {row['total']} in total")
+
+
+def failed(what: str) -> NoReturn:
+    """End with status 1, and with what the processes have said."""
+    sys.stderr.write(os.pread(LOG.fileno(), LOG_BYTES_MAX, 0).decode(errors="replace"))
+    sys.exit(what)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 HERE = Path(__file__).parent
+LOG, LOG_BYTES_MAX = tempfile.TemporaryFile(), 1_000_000  # noqa: SIM115 - until the end
 ORDERS, LAMPS = 3, 10
 WANTED = 3 * ORDERS + 1
 CELERY = [sys.executable, "-m", "flask", "--app", "shop", "celery", "--quiet"]
@@ -72,7 +74,9 @@ def judge(shop: Any, statuses: list[int]) -> int:
     print(f"to be refilled: {[(each['_id'], each['left']) for each in refills]}")
     print(f"an order without a customer, and one that is not there: {statuses}")
     right = (confirmed, len(orders), statuses) == (WANTED, ORDERS + 1, [400, 404])
-    return 0 if right and fields == ["_id", "customer", "status"] else 1
+    if not right or fields != ["_id", "customer", "status"]:
+        failed("WRONG")
+    return 0
 
 
 def place_and_die() -> None:
@@ -93,17 +97,23 @@ def die(**_: object) -> None:
 
 
 def start(*arguments: str) -> "subprocess.Popen[bytes]":
-    """Start a process of the shop; its log goes nowhere."""
-    return subprocess.Popen([*CELERY, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """Start a process of the shop; its log is shown if something does not come."""
+    return subprocess.Popen([*CELERY, *arguments], stdout=LOG, stderr=LOG)
 
 
 def wait(what: str, condition: Callable[[], bool]) -> None:
     """Until it is so; the example ends where it does not come."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         if time.monotonic() > deadline:
-            sys.exit(f"did not come: {what}")
+            failed(f"did not come: {what}")
         time.sleep(0.1)
+
+
+def failed(what: str) -> NoReturn:
+    """End with status 1, and with what the processes have said."""
+    sys.stderr.write(os.pread(LOG.fileno(), LOG_BYTES_MAX, 0).decode(errors="replace"))
+    sys.exit(what)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,18 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from celery.exceptions import TimeoutError as NoAnswerError
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 HERE = Path(__file__).parent
+LOG, LOG_BYTES_MAX = tempfile.TemporaryFile(), 1_000_000  # noqa: SIM115 - until the end
 ROWS, SEATS_IN_A_ROW = 5, 8
 CUSTOMERS, MONEY = 6, 50
 REQUESTS = 90
@@ -31,17 +34,19 @@ def main() -> None:
     with MongoReplicaSet() as mongo, RedisServer() as redis:
         os.environ |= {"MONGO_URL": mongo.url, "REDIS_URL": redis.url, "PYTHONPATH": str(HERE)}
         command = [sys.executable, "-m", "celery", "-A", "box_office", "worker", "--concurrency", "4"]
-        worker = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        worker = subprocess.Popen(command, cwd=HERE, stdout=LOG, stderr=LOG)
         try:
             with MongoClient[dict[str, Any]](mongo.url) as client:
                 open_theater(client["theater"])
                 answers = ask_for_seats()
                 problems = check(client["theater"], answers)
+        except NoAnswerError:
+            failed("did not come: an answer to each request")
         finally:
             worker.terminate()
             worker.wait()
     if problems:
-        sys.exit("\n".join(problems))
+        failed("\n".join(problems))
     print("each seat was sold at most once, and all the money is there")
 
 
@@ -92,6 +97,12 @@ def check(theater: Any, answers: "Counter[str]") -> list[str]:
         "nothing was fought for: the example shows nothing": not {"booked", "taken"} <= set(answers),
     }
     return [problem for problem, is_there in problems.items() if is_there]
+
+
+def failed(what: str) -> NoReturn:
+    """End with status 1, and with what the worker has said."""
+    sys.stderr.write(os.pread(LOG.fileno(), LOG_BYTES_MAX, 0).decode(errors="replace"))
+    sys.exit(what)
 
 
 if __name__ == "__main__":

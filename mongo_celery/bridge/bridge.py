@@ -10,6 +10,7 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
+from mongo_celery.app import check_app
 from mongo_celery.bridge.bindings import Bindings, itself
 from mongo_celery.bridge.discovery import discover_last
 from mongo_celery.bridge.handlers import Handler
@@ -49,7 +50,7 @@ class Bridge:
     Nothing connects before it is needed: not at import, and not in a worker's parent process.
 
     Raises:
-        ConfigurationError: an option is unknown or cannot work.
+        ConfigurationError: an option is unknown or cannot work, or the app is no Celery app.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Bridge:
         A second time for the same app does nothing.
 
         Raises:
-            ConfigurationError: the bridge was made with an app, the app has a bridge of this name, no name was given
-                and the app's own cannot serve, or a handler or an outbox cannot work in this app.
+            ConfigurationError: it is no Celery app, the bridge was made with one, the app has a bridge of this name, no
+                name was given and the app's own cannot serve, or a handler or an outbox cannot work in this app.
         """
         if self._only is not None:
             raise ConfigurationError(
@@ -299,6 +300,7 @@ class Bridge:
 
     def _bind(self, app: Celery, public: Bridge | None = None) -> Wiring:
         """Make the bridge known to an app: all of it, or what cannot be is refused before the app knows of any."""
+        check_app(app)
         app = itself(app)
         wiring = self._declared.of(app)
         name = wiring.name_in(app)

@@ -42,8 +42,6 @@ _LENIENT: CodecOptions[Any] = CodecOptions(
 _UNREAD: Mapping[str, Any] = {}
 _UNREADABLE = "an event that cannot be read"
 
-Fencer = Callable[["Change", "Collection[dict[str, Any]] | str"], "FencedCollection"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Change:
@@ -67,7 +65,8 @@ class Change:
     fencing_token: int = 1
     session: ClientSession | None = None
     replayed: bool = False
-    _fencer: Fencer | None = field(default=None, compare=False)
+    _fence: Callable[[Change], Fence] | None = field(default=None, compare=False)
+    _named: Callable[[str], Collection[dict[str, Any]]] | None = field(default=None, compare=False)
     _read: Callable[[], Mapping[str, Any]] | None = field(default=None, compare=False)
 
     @classmethod
@@ -170,6 +169,21 @@ class Change:
     def __repr__(self) -> str:
         return f"<Change {label_of(self)} seq={self.seq}>"
 
+    @property
+    def fence(self) -> Fence:
+        """
+        The right of this execution to write, for a store that no fenced view reaches, such as an SQL table.
+
+        Such a store compares it with the newest one it has seen, and takes it down, in the transaction of the effect;
+        see examples/fenced_sql.
+
+        Raises:
+            HandlerUsageError: the change was built by hand, without a fence.
+        """
+        if self._fence is None:
+            raise HandlerUsageError(HAND_MADE)
+        return self._fence(self)
+
     def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
         """
         A view of a collection whose writes carry this change's fencing token.
@@ -179,14 +193,17 @@ class Change:
         not touched.
 
         Args:
-            collection: a PyMongo collection, or `"db.collection"` on the bridge's cluster.
+            collection: a PyMongo collection, or one of the bridge's cluster by `"db.collection"`, or `"collection"` of
+                the URL's database.
 
         Raises:
             HandlerUsageError: the change was built by hand, without a fence.
         """
-        if self._fencer is None:
-            raise HandlerUsageError(HAND_MADE)
-        return self._fencer(self, collection)
+        fence = self.fence
+        if isinstance(collection, str):
+            assert self._named is not None, "it comes with the fence"
+            collection = self._named(collection)
+        return FencedCollection(collection, fence)
 
     def with_session(self, session: ClientSession) -> Change:
         """The same change, bound to a transaction's session."""
@@ -246,20 +263,21 @@ class Change:
         event.update(raw)
         if fence is not None:
             return cls(
-                event, partition=fence.index, fencing_token=fence.token, _fencer=partial(_fenced_by_hand, fence, client)
+                event,
+                partition=fence.index,
+                fencing_token=fence.token,
+                _fence=lambda _: fence,
+                _named=partial(_named_by_hand, client),
             )
         return cls(event, fencing_token=HAND_MADE_TOKEN if fencing_token is None else fencing_token)
 
 
-def _fenced_by_hand(
-    fence: Fence, client: Any, _change: Change, collection: Collection[dict[str, Any]] | str
-) -> FencedCollection:
-    if not isinstance(collection, str):
-        return FencedCollection(collection, fence)
+def _named_by_hand(client: Any, namespace: str) -> Collection[dict[str, Any]]:
     if client is None:
-        raise HandlerUsageError(f"To write to {collection!r} by its name, pass Change.build(..., client=...) as well.")
-    database, _, name = collection.partition(".")
-    return FencedCollection(client[database][name], fence)
+        raise HandlerUsageError(f"To write to {namespace!r} by its name, pass Change.build(..., client=...) as well.")
+    database, dot, name = namespace.partition(".")
+    named: Collection[dict[str, Any]] = client[database][name] if dot else client.get_default_database()[namespace]
+    return named
 
 
 def decoded(event: bytes | memoryview) -> dict[str, Any]:

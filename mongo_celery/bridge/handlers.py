@@ -183,6 +183,13 @@ class Handler:
         mine, theirs = _code(self.function), _code(other.function)
         return _place(mine) == _place(theirs) and self.task_name == other.task_name
 
+    def beside(self, known: Handler) -> str:
+        """What is to be done about another handler of this name, in an error's words."""
+        if _place(_code(self.function)) == _place(_code(known.function)):
+            modules = known.function.__module__, self.function.__module__
+            return f"its module was imported by two names, {' and '.join(modules)}: import it by one of them everywhere"
+        return "give one another name with name='...'"
+
     def is_another_closure(self, other: Handler) -> bool:
         """Whether both were made by one function that was called twice, with what it had each time."""
         mine, theirs = inspect.unwrap(self.function), inspect.unwrap(other.function)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Unpack
 
+from mongo_celery.arguments import check_name
 from mongo_celery.bridge.bindings import Bindings
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.registration import Registration, checked_sources, registration
@@ -119,6 +120,8 @@ def _is_for(shared: Registration, wiring: Wiring) -> bool:
 
 def _share(shared: Registration) -> None:
     """Keep it for bridges to come, and give it to those that are there: to all of them, or to none."""
+    if shared.shared_with is not None:
+        check_name(shared.shared_with, "the name of a bridge")
     alone = shared.handler(None)
     key = alone.name, shared.shared_with
     with LOCK:
@@ -147,8 +150,8 @@ def _given_to_all(shared: Registration) -> list[tuple[Wiring, Handler]]:
 
 
 def _refuse_another(handler: Handler, known: Registration | None) -> None:
-    if known is not None and not handler.is_same_code(known.handler(None)):
+    other = known.handler(None) if known is not None else handler
+    if not handler.is_same_code(other):
         raise ConfigurationError(
-            f"there is a shared handler named {handler.name!r} already ({known.handler(None).task_name}); give one "
-            "another name with name='...'.",
+            f"there is a shared handler named {handler.name!r} already ({other.task_name}); {handler.beside(other)}.",
         )

@@ -215,8 +215,8 @@ class Wiring:
         known = self._handlers.get(handler.name)
         if known is not None and not handler.is_same_code(known):
             raise ConfigurationError(
-                f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); give one "
-                "another name with name='...'.",
+                f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); "
+                f"{handler.beside(known)}.",
             )
         if known is not None and handler.is_another_closure(known):
             raise ConfigurationError(

@@ -30,6 +30,7 @@ def test_apps_that_were_used_leave_no_thread_and_no_client(
     @bridge.on_change(f"{database.name}.orders", bind=True)
     def note(self: Any, change: Change) -> None:
         assert self.bridge.app is self.app is bridge.app
+        assert (change.fence.key, change.fence.token) == ("shop/note", change.fencing_token)
         seen.append((self.app.conf.greeting, change.document_key["_id"]))
 
     def use(number: int) -> list[weakref.ref[Any]]:

@@ -30,6 +30,25 @@ def test_a_module_named_changes_is_found_beside_the_included_modules(
     assert sys.modules["discovered_shop.changes"].FOUND is True
 
 
+def test_packages_that_celery_is_told_of_are_searched_for_tasks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is told the name: nobody but Celery knows what was given to `autodiscover_tasks`."""
+    package = tmp_path / "told_shop"
+    package.mkdir()
+    for name in ("__init__", "tasks", "changes"):
+        (package / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    app = Celery("told", set_as_current=False)
+    Bridge(app, "mongodb://localhost:1")
+    found, options = list[bool](), list[dict[str, Any]]([{}, {"related_name": "changes"}])
+    for names in options:
+        app.autodiscover_tasks(["told_shop"], **names)
+        app.loader.import_default_modules()
+        found.append("told_shop.changes" in sys.modules)
+    assert found == [False, True]
+
+
 def test_an_app_may_do_without_discovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else's module of that name stays alone."""
     package = tmp_path / "undiscovered_shop"

@@ -9,11 +9,13 @@ import threading
 import unittest
 import weakref
 from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import pytest
 from celery import Celery
+from flask import Flask
+from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.wiring import BRIDGES
@@ -110,6 +112,35 @@ def test_in_a_task_its_own_app_is_meant() -> None:
         return bridge.app.main
 
     assert which.apply().get() == "first"
+
+
+@pytest.mark.parametrize("given", [Flask("shop"), URL, None])
+def test_what_is_no_celery_app_is_refused(given: Any) -> None:
+    """Flask's own extensions are given the Flask app; the URL is no first argument either."""
+    bridge = Bridge(url=URL, name="shop")
+    bridge.on_change("shop.orders")(summarise)
+    sentence = rf"has to be a Celery app, not {type(given).__name__}: .* celery_init_app\(app\)"
+    with pytest.raises(ConfigurationError, match=sentence):
+        bridge.init_app(given)
+    with pytest.raises(ConfigurationError, match=sentence):
+        Outbox(given, MongoClient[dict[str, Any]](URL, connect=False).shop.orders)
+    if given is not None:
+        with pytest.raises(ConfigurationError, match=sentence):
+            Bridge(given, URL)
+
+
+def test_a_module_that_was_imported_by_two_names_is_no_second_handler() -> None:
+    """Another name, the cure of two handlers of one name, would have each change handled twice."""
+    code = summarise.__code__
+    again = FunctionType(code, {"__name__": "binding_rig"}, summarise.__name__)
+    bridge = Bridge(url=URL, name="shop")
+    bridge.on_change("shop.orders")(summarise)
+    told = r"two names, tests\.unit\.binding_rig and binding_rig: import it by"
+    with pytest.raises(ConfigurationError, match=told):
+        bridge.on_change("shop.orders")(again)
+    app = made_app(bridge, "shop")
+    with pytest.raises(ConfigurationError, match=told):
+        bridge.of(app).on_change("shop.orders")(again)
 
 
 def test_a_second_time_for_one_app_does_nothing() -> None:

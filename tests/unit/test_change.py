@@ -113,7 +113,7 @@ def test_a_change_cannot_be_altered() -> None:
 
 def test_two_changes_are_equal_when_their_facts_are() -> None:
     """How it makes fenced views is no fact of a change."""
-    assert Change(full_event()) == Change(full_event(), _fencer=lambda *_: None)  # type: ignore[arg-type]
+    assert Change(full_event()) == Change(full_event(), _fence=lambda _: Fence("shop/summarise", 0, 0, 1))
     assert Change(full_event()) != Change(full_event(), fencing_token=2)
 
 
@@ -213,6 +213,8 @@ def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable
     for target in ("shop.summaries", unreachable["shop"]["summaries"]):
         with pytest.raises(HandlerUsageError, match=r"no fence that compares .* changes snapshot HANDLER"):
             change.fenced(target)
+    with pytest.raises(HandlerUsageError, match="no fence that compares"):
+        _ = change.fence
 
 
 def test_what_a_built_change_has_instead_of_a_token_makes_no_fence() -> None:
@@ -227,7 +229,7 @@ def test_a_built_change_with_a_fence_gives_fenced_views(unreachable: MongoClient
     """By name or by collection, with its partition and token; nothing connects before something is written."""
     fence = Fence("shop/summarise", 1, 3, 4)
     change = Change.build("insert", ns="shop.orders", fence=fence, client=unreachable)
-    assert (change.partition, change.fencing_token) == (3, 4)
+    assert (change.partition, change.fencing_token, change.fence) == (3, 4, fence)
     for target in ("shop.summaries.new", unreachable["shop"]["summaries.new"]):
         view = change.fenced(target)
         assert repr(fence) in repr(view)
@@ -240,6 +242,9 @@ def test_a_name_needs_a_client_and_a_collection_has_one(unreachable: MongoClient
     assert isinstance(change.fenced(unreachable["shop"]["summaries"]), FencedCollection)
     with pytest.raises(HandlerUsageError, match=r"Change\.build\(\.\.\., client=\.\.\.\)"):
         change.fenced("shop.summaries")
+    with MongoClient[dict[str, Any]]("mongodb://localhost:1/shop", connect=False) as client:
+        change = Change.build("insert", ns="shop.orders", fence=change.fence, client=client)
+        assert "'shop.summaries'" in repr(change.fenced("summaries"))
 
 
 def test_a_fence_and_a_token_are_not_given_together() -> None:

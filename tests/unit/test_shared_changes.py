@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -106,6 +107,8 @@ def test_with_several_bridges_it_has_to_name_one() -> None:
         ({"operations": ["insrt"]}, "insrt"),
         ({"max_retires": 1}, "max_retries"),
         ({"start_from": "yesterday"}, "start_from='yesterday'"),
+        ({"bridge": "the shop"}, "the name of a bridge 'the shop' must be"),
+        ({"bridge": Bridge(name="shop")}, "the name of a bridge <Bridge shop .*> must be"),
     ],
 )
 def test_what_can_be_known_to_fail_is_refused_without_an_app(options: dict[str, Any], sentence: str) -> None:
@@ -137,10 +140,13 @@ def test_what_is_written_wrong_says_how() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
-    """By another function; a module that is imported twice is no other."""
+    """By another function; a module that is imported twice is no other, and by another name it is told so."""
     shared_change("shop.orders")(summarise)
     shared_change("shop.orders")(summarise)
-    with pytest.raises(ConfigurationError, match="a shared handler named 'summarise' already"):
+    again = FunctionType(summarise.__code__, {"__name__": "binding_rig"}, "summarise")
+    with pytest.raises(ConfigurationError, match=r"two names, tests\.unit\.binding_rig and binding_rig: import"):
+        shared_change("shop.orders")(again)
+    with pytest.raises(ConfigurationError, match=r"a shared handler named 'summarise' already.*another name with"):
         shared_change("shop.orders", name="summarise", bind=True)(bound)
     bridge = Bridge(made_app(None, "shop"), URL)
     with pytest.raises(ConfigurationError, match="already has a handler named 'summarise'"):

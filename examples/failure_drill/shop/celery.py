@@ -11,6 +11,7 @@ bridge = Bridge(
     app,
     os.environ.get("MONGO_URL", "mongodb://localhost:27017/?replicaSet=rs0"),
     name="shop",
+    # Short times, so that the drill is: leave them out in a project of yours.
     lease_ttl=3,  # how soon another listener leads when one was killed
     claim_ttl=2,  # how soon a change starts again when its worker was killed
     dispatch_grace=2,

@@ -11,6 +11,7 @@ bridge = Bridge(
     app,
     os.environ.get("MONGO_URL", "mongodb://localhost:27017/?replicaSet=rs0"),
     name="shop",
+    # Short times, so that the example is: leave them out in a project of yours.
     claim_ttl=2,  # both say how soon a change starts again when its worker was killed
     dispatch_grace=2,
 )

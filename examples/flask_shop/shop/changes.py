@@ -9,7 +9,7 @@ from shop.models import Order
 @shared_change(Order)
 def show(change: Change) -> None:
     """Keep the page of each order rendered, by the app's own templates."""
-    pages, key = change.fenced("shop.pages"), {"_id": change.document_key["_id"]}
+    pages, key = change.fenced("pages"), {"_id": change.document_key["_id"]}
     if change.full_document is None:  # deleted since
         pages.delete_one(key)
     else:
@@ -22,4 +22,4 @@ def refill(change: Change) -> None:
     article = change.full_document
     if article is not None and article["left"] < current_app.config["LEAST_STOCK"]:
         key = {"_id": change.document_key["_id"]}
-        change.fenced("shop.refills").replace_one(key, {"left": article["left"]}, upsert=True)
+        change.fenced("refills").replace_one(key, {"left": article["left"]}, upsert=True)

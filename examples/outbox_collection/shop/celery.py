@@ -13,4 +13,5 @@ client: MongoClient[dict[str, Any]] = MongoClient(
     os.environ.get("MONGO_URL", "mongodb://localhost:27017/?replicaSet=rs0"), connect=False
 )
 database = client["shop"]
+# Short times, so that the example is: leave them out in a project of yours.
 leaving = OutboxCollection(app, database["leaving"], sweep_after=1, sweep_every=1, claim_ttl=2)

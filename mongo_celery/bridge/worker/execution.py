@@ -34,7 +34,6 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change, describe
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim, new_owner
 from mongo_celery.bridge.state.spill import StoredChange
@@ -484,7 +483,8 @@ class Execution:
             partition=self._run.index,
             seq=self._run.first + offset,
             fencing_token=claim.fence,
-            _fencer=self._fenced,
+            _fence=self._fence_of,
+            _named=self._wiring.collection,
         )
 
     def _fence_key(self) -> str:
@@ -492,11 +492,8 @@ class Execution:
         known_as = self.claim.fenced_as if self.claim is not None else None
         return f"{self._run.bridge}/{known_as or self._run.subscription}"
 
-    def _fenced(self, change: Change, collection: Any) -> FencedCollection:
-        if isinstance(collection, str):
-            collection = self._wiring.collection(collection)
-        fence = Fence(self._fence_key(), self._run.generation, self._run.index, change.fencing_token)
-        return FencedCollection(collection, fence)
+    def _fence_of(self, change: Change) -> Fence:
+        return Fence(self._fence_key(), self._run.generation, self._run.index, change.fencing_token)
 
     def _crashed(self, claim: Claim) -> HandlerCrashedError:
         message = (

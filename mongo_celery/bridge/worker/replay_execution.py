@@ -19,7 +19,6 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
-from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Place
 from mongo_celery.bridge.stream.source import strip_flags
@@ -272,17 +271,16 @@ class ReplayExecution(Execution):
             seq=self._place.seq if self._place is not None else 0,
             fencing_token=self._token,
             replayed=True,
-            _fencer=self._fenced,
+            _fence=self._fence_of,
+            _named=self._wiring.collection,
         )
 
-    def _fenced(self, change: Change, collection: Any) -> FencedCollection:
-        if isinstance(collection, str):
-            collection = self._wiring.collection(collection)
+    def _fence_of(self, change: Change) -> Fence:
         key, run, place = self._fence_key(), self._run, self._place
         where = (run.generation, run.index)
         if place is not None and self._replay is not None and not self._replay.over_newer:
             where = (place.generation, place.partition)
-        return FencedCollection(collection, Fence(key, *where, change.fencing_token))
+        return Fence(key, *where, change.fencing_token)
 
 
 def _overtakes(letter: Letter, replay: ReplayRequest, claim: Claim) -> bool:

@@ -19,7 +19,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     namespace: dict[str, Any] = {}
     yield namespace
 
-    config = {"MONGO_URI": mongo_url.replace("/?", "/shop?"), "CELERY": {"broker_url": redis_url}}
+    config = {"MONGO_URI": mongo_url.replace("/?", "/another?"), "CELERY": {"broker_url": redis_url}}
     app, mongo = namespace["create_app"](config), namespace["mongo"]
     mongo.db.stock.insert_one({"_id": "lamp", "left": 9})
     with BridgeRunner(namespace["bridge"].of(app.extensions["celery"]), url=mongo_url) as runner:
@@ -27,6 +27,10 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         mongo.db.stock.update_one({"_id": "lamp"}, {"$inc": {"left": -2}})
         runner.deliver()
         assert list(mongo.db.refills.find({}, {"left": 1})) == [{"_id": "lamp", "left": 7}]
+        for write, pages in ((mongo.db.orders.insert_one, 1), (mongo.db.orders.delete_one, 0)):
+            write({"_id": 1})
+            runner.deliver()
+            assert mongo.db.pages.count_documents({"_id": 1}) == pages
     with MongoClient[dict[str, Any]](mongo_url) as client, redis.Redis.from_url(redis_url) as broker:
-        wait_for(lambda: set(client.shop.orders.find_one() or ()) == {"_id", "customer", "status"}, message="sent")
+        wait_for(lambda: set(client.another.orders.find_one() or ()) == {"_id", "customer", "status"}, message="sent")
         del broker
