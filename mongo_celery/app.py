@@ -30,11 +30,11 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(slots=True)
 class _Held:
-    """What is kept on one app: things with the names known so far by kind, tasks, and seconds by beat entry."""
+    """What is kept on one app: things with the names known so far by kind, tasks, and seconds by periodic call."""
 
     things: dict[str, list[tuple[str | None, Any]]] = field(default_factory=dict)
     tasks: set[str] = field(default_factory=set)
-    periods: dict[str, float] = field(default_factory=dict)
+    periods: dict[tuple[str, ...], float] = field(default_factory=dict)
 
 
 def check_app(app: object) -> None:
@@ -170,9 +170,14 @@ def schedule(app: Celery, task: str, every: float, *args: str) -> None:
 
     Messages expire; see `expiry`.
     """
-    entry = " ".join((task, *args))
+    call = (task, *args)
     periods = _held_by(app).periods
-    if every < periods.get(entry, math.inf):
-        periods[entry] = every
+    if every < periods.get(call, math.inf):
+        periods[call] = every
         signature = app.signature(task, args=args)
-        app.add_periodic_task(every, signature, name=entry, expires=expiry(every))
+        app.add_periodic_task(every, signature, name=" ".join(call), expires=expiry(every))
+
+
+def periods_of(app: Celery) -> dict[tuple[str, ...], float]:
+    """What beat is to send for us: seconds by task and arguments."""
+    return dict(_held_by(app).periods)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 
@@ -16,8 +18,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="Named")
 
-_PIPE_WIDTH = 160
-"""What is piped to grep must not wrap at 80."""
+_PIPE_WIDTH = 100_000
+"""What is piped to grep does not wrap."""
+
+
+class _Unpadded:
+    """A file that drops the blanks by which the cells of a table are filled, at the ends of lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        """Write whole lines."""
+        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
 
 
 def json_option(each: str) -> Callable[[Any], Any]:
@@ -65,7 +81,8 @@ def console_of(ctx: click.Context) -> Console:
 
     console = Console(no_color=ctx.obj.no_color or None, highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, _PIPE_WIDTH)
+        console.width = _PIPE_WIDTH
+        console.file = cast("TextIO", _Unpadded(sys.stdout))
     return console
 
 

@@ -28,7 +28,7 @@ BROKER_SECONDS = 3
 """How long a command waits for the broker's answer."""
 
 _LATE = 3
-"""An entry that is older than so many times `sweep_after` should have been delivered by a sweep."""
+"""An entry that is older than so many times `sweep_after`, or has been due for two sweeps, should be delivered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,7 @@ class Health:
         broker_error: why the broker does not answer; None when it does.
         index: name under which the index is created.
         sweeps_known: whether the notes of sweeps could be read.
+        sweep_every: seconds between two sweeps; None where nobody knows.
     """
 
     name: str
@@ -59,12 +60,13 @@ class Health:
     broker_error: str | None
     index: str = FIELD
     sweeps_known: bool = True
+    sweep_every: float | None = None
 
     @property
     def late(self) -> bool:
-        """Whether an entry has waited for several times `sweep_after`."""
+        """Whether an entry has waited for so long that a sweep should have delivered it."""
         oldest = self.status.oldest_seconds
-        return oldest is not None and oldest > late_after(self.sweep_after)
+        return oldest is not None and oldest > late_after(self.sweep_after, self.sweep_every)
 
     def advice(self) -> list[str]:
         """What to do, most urgent first; empty when all is well."""
@@ -125,14 +127,14 @@ class Health:
         if not self.scheduled:
             return f"{waited} This app has no beat entry for it: make an outbox with sweep_every, or run {cure}"
         return (
-            f"{waited} Is `celery beat` running, and a worker on the queue of {SWEEP_TASK}? Look for `outbox` in the "
-            f"worker's log; {cure}"
+            f"{waited} Is `celery beat`, or the listener of a bridge, running, and a worker on the queue of "
+            f"{SWEEP_TASK}? Look for `outbox` in the worker's log; {cure}"
         )
 
 
-def late_after(sweep_after: float) -> float:
+def late_after(sweep_after: float, sweep_every: float | None) -> float:
     """From which age in seconds on an entry should have been delivered by a sweep."""
-    return _LATE * sweep_after
+    return max(_LATE * sweep_after, sweep_after + 2 * (sweep_every or 0.0))
 
 
 def is_scheduled(app: Celery) -> bool:
@@ -206,6 +208,7 @@ def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
         swept_seconds=seconds,
         sweeps_known=is_known,
         patience=patience(outbox.backing.options.sweep_every),
+        sweep_every=outbox.backing.options.sweep_every,
         indexed=outbox.backing.is_indexed(),
         broker_error=broker_error,
         index=outbox.backing.index_name,

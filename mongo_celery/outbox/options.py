@@ -28,7 +28,8 @@ class SharedOptions(TypedDict, total=False):
     Attributes:
         name: what commands and logs call it; by default the collection's full name.
         sweep_after: seconds after which the sweep takes an entry.
-        sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
+        sweep_every: seconds between two sweeps, which `celery beat` asks for, and the listener of a bridge of the app;
+            None where something else calls `sweep`.
         at_once: whether this process dispatches what it has written, or committed, by a thread of its own; `"wait"` to
             have a write wait for that, half of `claim_ttl` and 5 s at most.
         claim_ttl: seconds for which a document, or a key, belongs to one relay.
@@ -67,7 +68,7 @@ class OutboxOptions:
 
     name: str | None = None
     sweep_after: float = 5.0
-    sweep_every: float | None = 5.0
+    sweep_every: float | None = 15.0
     at_once: AtOnce = True
     claim_ttl: float = 10.0
     max_pending: int = 1000

@@ -148,7 +148,7 @@ def sweep_watch(
     def tell(since: str) -> None:
         logger.error(
             "outbox %s: nobody has swept it %s, so what a crash or an outage leaves in it is never sent; run `celery "
-            "beat` and a worker that both import it, then see `outbox check`",
+            "beat`, or the listener of a bridge, and a worker that import it, then see `outbox check`",
             name(), since,
             extra={"event": "nobody_sweeps"},
         )  # fmt: skip

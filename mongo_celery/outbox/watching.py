@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.relay import Relay
 
@@ -34,7 +35,8 @@ def still_pending(field: PendingField) -> dict[str, Any]:
     }
 
 
-_BUSY_SECONDS = 1.0
+_BUSY = Pauses(first=2.0, longest=8.0)
+"""Whoever holds a document is done in a moment, as a rule; on a busy machine he takes some seconds."""
 _RETRIES_MAX = 1_000_000
 """No limit: to `retry`, None means the task's own, which is 3. A claim lapses, so this comes to an end."""
 
@@ -52,7 +54,7 @@ def delivery_handler(relay: Callable[[], Relay], namespace: str) -> Callable[[An
         document_id = change.document_key["_id"]
         delivery = relay().deliver(document_id)
         if not delivery.dispatched and relay().is_held(document_id):
-            raise task.retry(countdown=_BUSY_SECONDS, max_retries=_RETRIES_MAX)
+            raise task.retry(countdown=_BUSY.nth(task.request.retries), max_retries=_RETRIES_MAX)
 
     deliver.__name__ = deliver.__qualname__ = "deliver_" + re.sub(r"\W", "_", namespace)
     deliver.__module__ = "mongo_celery.outbox"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
-from mongo_celery.app import add_task, expiry
+from mongo_celery.app import add_task
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.transaction.frames import outside
@@ -20,7 +20,6 @@ from mongo_celery.twophase.values import from_text, to_text
 
 if TYPE_CHECKING:
     from celery import Celery
-    from kombu import Connection
 
 STEP_TASK = "mongo_celery.transactions.step"
 RECOVER_TASK = "mongo_celery.transactions.recover"
@@ -33,12 +32,6 @@ def publish_step(app: Celery, name: str, transaction_id: Any, version: int | Non
     task: Any = app.tasks[STEP_TASK]
     with outside():  # it is noted as queued already, whatever becomes of a transaction that the caller is in
         return task.apply_async((name, to_text(transaction_id), version), serializer="json")
-
-
-def request_recovery(app: Celery, name: str, every: float, connection: Connection) -> None:
-    """Ask for the recovery of a `TwoPhaseCommit`, as beat does; raises what the broker's client raises."""
-    task: Any = app.tasks[RECOVER_TASK]
-    task.apply_async((name,), expires=expiry(every), connection=connection, retry=False)
 
 
 def _publish_next(task: Any, arguments: tuple[str, str, int | None]) -> None:

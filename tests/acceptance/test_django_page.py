@@ -89,8 +89,6 @@ def test_the_project_of_the_page_runs(
         environment = {"DJANGO_SETTINGS_MODULE": "shop.tested"}
         return processes.python(name, *words, environment=environment, directory=project)
 
-    listener = run("listener", "-m", "django", "listener")
-    worker = run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")
     checked = run("check", "-m", "django", "check", "--deploy", "--tag", "mongo_celery")
     relational = processes.python(
         "relational",
@@ -98,14 +96,16 @@ def test_the_project_of_the_page_runs(
         environment={"DJANGO_SETTINGS_MODULE": "shop.relational"},
         directory=project,
     )
-    sold = run("sell", "-c", SELL)
-    assert sold.wait() == 0, sold.text
-
     assert relational.wait() == 0, relational.text
     assert "no issues" in relational.text
     assert checked.wait() == 1, checked.text
     assert not re.search(r"mongo_celery\.[EW]0", checked.text), "the page's settings and code are sound"
-    assert "outbox outbox: (mongo_celery.E103) sweep: Nobody has swept this outbox yet" in checked.text  # no beat runs
+    assert "outbox outbox: (mongo_celery.E103) sweep: Nobody has swept this outbox yet" in checked.text
+
+    listener = run("listener", "-m", "django", "listener")
+    worker = run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")
+    sold = run("sell", "-c", SELL)
+    assert sold.wait() == 0, sold.text
 
     orders = sold.text.split()
     audited = database["audit"]
@@ -122,6 +122,8 @@ def test_the_project_of_the_page_runs(
     assert {str(each["_id"]) for each in database["shop_summary"].find()} == set(orders)
     assert {each["was_open"] for each in audited.find()} == {False}
     assert [seat["customer"] for seat in database["shop_seat"].find()] == ["Ann", "Ann"]
+    swept = database.client[state_database]["outbox_sweeps"]
+    wait_for(lambda: swept.count_documents({}) == 1, message=lambda: "without a beat, the listener asks for sweeps")
 
 
 def test_the_commands_of_the_page_are_those_of_django() -> None:

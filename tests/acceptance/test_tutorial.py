@@ -32,4 +32,4 @@ def test_what_the_tutorial_installs_is_enough_for_what_it_does() -> None:
 
     for extra in re.findall(r"\[(\w+)\]", installed.code):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
-    assert installed.code.count("pytest") == 2
+    assert installed.code.count("pytest") == 1

@@ -314,7 +314,9 @@ def test_a_document_is_an_instance_as_a_query_would_read_it(
     assert ran.wait() == 0, ran.text
 
     refused = json.loads(ran.text.splitlines()[-1])
-    assert refused["value"].startswith("document 1 has in 'total' what Order.total cannot hold, str (")
+    assert refused["value"].startswith(
+        "document 1 has in 'total' a value of the type str, which Order.total, of the type DecimalField, cannot hold ("
+    )
     assert "secret" not in refused["value"]
     assert f"Customer is stored in {database.name}.shop_customer, and this change is of" in refused["namespace"]
     assert "a database of SQLite" in refused["relational"]

@@ -23,13 +23,15 @@ from redis import Redis
 
 from mongo_celery import (
     ConfigurationError,
+    Outbox,
     Participant,
     TransactionStateError,
     TransactionTimeoutError,
     TwoPhaseCommit,
 )
-from mongo_celery.bridge.listener.recovering import RecoveryRequests
+from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.twophase import final, recovery
 from mongo_celery.twophase.across import plan_for
 from mongo_celery.twophase.prometheus import TransactionCollector
@@ -278,23 +280,25 @@ def test_an_app_is_recovered_by_beat_unless_it_says_otherwise(database: Database
 def test_whoever_leads_a_bridge_asks_for_it_too(
     database: Database[Document], redis_url: str, redis_client: Redis
 ) -> None:
-    """Again and again; of what says that something else sees to it, nothing."""
+    """Again and again, and for sweeps of outboxes; of what says that something else sees to it, nothing."""
     app = Celery("shop", broker=redis_url)
+    Outbox(app, database["orders"], sweep_every=600)
     TwoPhaseCommit(app, database["transactions"], name="asked", recover_every=0.2)
     TwoPhaseCommit(app, database["others"], name="not-asked", recover_every=None)
     app.finalize()
-    requests = RecoveryRequests(app)
+    requests = PeriodicRequests(app)
     requests.start()
     try:
-        wait_for(lambda: redis_client.llen("celery") >= 2)
+        wait_for(lambda: redis_client.llen("celery") >= 3)
     finally:
         requests.stop()
 
     messages = b" ".join(redis_client.lrange("celery", 0, -1))  # type: ignore[arg-type]
-    assert RECOVER_TASK.encode() in messages
+    assert messages.count(b'"task": "' + RECOVER_TASK.encode()) >= 2
+    assert messages.count(b'"task": "' + SWEEP_TASK.encode()) == 1
     assert b"not-asked" not in messages
     assert b'"expires": null' not in messages
-    idle = RecoveryRequests(Celery("idle", broker="memory://"))
+    idle = PeriodicRequests(Celery("idle", broker="memory://"))
     idle.start()
     idle.stop()
 

@@ -19,7 +19,7 @@ from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.candidacy import Candidacy, ForeignMessages
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.mark import MarkKeeper, refuse_foreign_leader
-from mongo_celery.bridge.listener.recovering import RecoveryRequests
+from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
@@ -195,9 +195,9 @@ class Listener:
         )
         renewal = Renewal(leases, term, self._options.lease_ttl, self._report, definitions, ForeignMessages().notice)
         mark = MarkKeeper(self._wiring, sealing_of(term.document).installation)
-        recovering = RecoveryRequests(self._wiring.app)
+        requests = PeriodicRequests(self._wiring.app)
         mark.start()
-        recovering.start()
+        requests.start()
         renewal.start()
         self.activity.begins_term(term.version)
         ended_by: Exception | None = None
@@ -227,7 +227,7 @@ class Listener:
             self.activity.ends_term()
             renewal.stop()
             mark.stop()
-            recovering.stop()
+            requests.stop()
             self._release(leases, renewal, ended_by, definitions)
 
     def _lead_by(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:

@@ -312,11 +312,11 @@ def _dead_letters(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reas
     count = status["dead_letters"] - sum(replaying.values())  # these were handled, and are so once more
     if count >= DEAD_LETTERS:
         names = [each["name"] for each in status["subscriptions"] if each["dead_letters"] > replaying[each["name"]]]
-        of = f" of {listed(names)}" if names else ""
+        of, it = f" of {listed(names)}" if names else "", "it" if count == 1 else "them"
         yield degraded(
             "dead_letters",
-            f"{number(count, 'change', 'changes')}{of} {'was' if count == 1 else 'were'} set aside: nobody "
-            f"handles them any more. {_parked_keys(status)}Look at them, then replay or discard them.",
+            f"{number(count, 'change', 'changes')}{of} {'was' if count == 1 else 'were'} set aside: nobody handles "
+            f"{it} any more. {_parked_keys(status)}Look at {it}, then replay or discard {it}.",
             line.changes("dead-letters", "list"),
         )
 

@@ -145,8 +145,9 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
     if OUTBOXES.of(app) and not is_scheduled(app):
         names = ", ".join(_name_of(each) for each in OUTBOXES.of(app))
         yield Warning(
-            f"Beat is not asked to sweep the app's outboxes ({names}): what a crash or an outage leaves is never sent.",
-            hint="Make one with sweep_every=..., and run `celery beat`; or have something call its sweep().",
+            f"Nothing asks for sweeps of the app's outboxes ({names}): what a crash or an outage leaves is never sent.",
+            hint="Make one with sweep_every=..., and run `celery beat`, or the listener of a bridge; or have something "
+            "call its sweep().",
             id="mongo_celery.W009",
         )
     idle = [each.name for each in TWO_PHASE_COMMITS.of(app) if each.recover_every is None]

@@ -100,8 +100,11 @@ def _converted(document: Mapping[str, Any], field: Any, model: Any, connection: 
         for convert in converters:
             value = convert(value, expression, connection)
     except Exception as error:
+        # What the field says of it is the cause alone: it may quote the document.
         raise HandlerUsageError(
-            f"document {document.get('_id')!r} has in {field.column!r} what {model.__name__}.{field.name} cannot hold, "
-            f"{type(document.get(field.column)).__name__} ({type(error).__name__}); look at change.full_document."
+            f"document {document.get('_id')!r} has in {field.column!r} a value of the type "
+            f"{type(document.get(field.column)).__name__}, which {model.__name__}.{field.name}, of the type "
+            f"{field.get_internal_type()}, cannot hold ({type(error).__name__}, whose text is that of the cause); look "
+            "at change.full_document."
         ) from error
     return value

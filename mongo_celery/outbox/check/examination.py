@@ -100,11 +100,11 @@ def _parts(outbox: AnyOutbox, facts: AppFacts) -> Mapping[str, Callable[[], Iter
             field.name,
             apps=[app or "" for app in outbox.publisher.apps],
             tasks=None if options.foreign_tasks else outbox.app.tasks,
-            late=late_after(outbox.sweep_after),
+            late=late_after(outbox.sweep_after, options.sweep_every),
             max_pending=None if isinstance(backing, ParcelBacking) else options.max_pending,
         ),
         "sweep": lambda: _check_sweeping(outbox, facts),
-        "state": lambda: judge_state(outbox.status(), outbox.sweep_after),
+        "state": lambda: judge_state(outbox.status(), outbox.sweep_after, options.sweep_every),
     }
 
 
@@ -142,10 +142,10 @@ def _check_sweeping(outbox: AnyOutbox, facts: AppFacts) -> Iterable[Finding]:
     return judge_sweeping(sweeping, facts.said)
 
 
-def judge_state(status: OutboxStatus, sweep_after: float) -> Iterator[Finding]:
+def judge_state(status: OutboxStatus, sweep_after: float, sweep_every: float | None) -> Iterator[Finding]:
     """What is pending, for how long, and what has failed."""
     oldest = status.oldest_seconds
-    if oldest is not None and oldest > late_after(sweep_after):
+    if oldest is not None and oldest > late_after(sweep_after, sweep_every):
         entries = number(status.pending, "entry waits", "entries wait")
         yield error(
             "late",

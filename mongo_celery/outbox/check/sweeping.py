@@ -17,7 +17,7 @@ from mongo_celery.quantities import duration
 INSPECT_SECONDS = 1.5
 """How long workers have to answer each of two questions."""
 
-_BEAT = "Run `celery beat` with the app that makes this outbox"
+_BEAT = "Run `celery beat`, or the listener of a bridge, with the app that makes this outbox"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Fence, StaleFencingTokenError
 from mongo_celery.bridge.changes import ChangeFailed
+from mongo_celery.testing import BridgeRunner
 
 EVE = {"_id": "eve", "name": "Eve"}
 
@@ -26,7 +27,16 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         yield namespace
 
         names = {handler.name for handler in bridge.handlers}
-        expected = {"bill", "send_invoice", "copy_orders", "announce", "add_up", "index", "remember_name"}
+        expected = {
+            "bill",
+            "send_invoice",
+            "copy_orders",
+            "announce",
+            "add_up",
+            "index",
+            "remember_name",
+            "mirror_order",
+        }
         assert names == expected, names
         assert [handler.name for handler in bridge.handlers if handler.commits_inline(bridge.options)] == ["index"]
         assert namespace["bill"].max_retries == 5
@@ -41,6 +51,21 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         assert client.shop.customer_names.find_one({}, {"_fence": 0}) == EVE
         client.shop.customer_names.drop()
         _remembers(namespace["remember_name"], client)
+        _mirrors(bridge, client, mongo_url)
+
+
+def _mirrors(bridge: Bridge, client: MongoClient[dict[str, Any]], mongo_url: str) -> None:
+    """Of each tenant in its own database, and of nothing else."""
+    tenants = client.tenant_ann, client.tenant_bob
+    with BridgeRunner(bridge, url=mongo_url) as runner:
+        for tenant in tenants:
+            tenant.orders.insert_one({"_id": 1, "of": tenant.name})
+            tenant.other.insert_one({"_id": 2})
+        delivered = runner.deliver()
+    assert [call.handler for call in delivered.calls] == ["mirror_order"] * 2
+    for tenant in tenants:
+        assert [*tenant.order_mirrors.find({}, {"_fence": 0})] == [{"_id": 1, "of": tenant.name}]
+        client.drop_database(tenant.name)
 
 
 def _copies(copy_orders: Any, client: MongoClient[dict[str, Any]]) -> None:

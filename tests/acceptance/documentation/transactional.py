@@ -39,9 +39,11 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         _use_fastapi(namespace)
         with namespace["web"].test_client() as browser:
             assert browser.post("/orders/7/pay").get_json() == {"paid": True}
+            assert browser.post("/orders/8/pay").status_code == 404
+            assert browser.post("/orders/7/cancel").status_code == 409
         wait_for(lambda: broker.llen("celery"), message="a message of the parcel's task")
         noted = [each["text"] for each in shop.journal.find()]
-        assert noted == ["order 7 is closed", "by FastAPI", "order 7 is paid"], noted
+        assert noted == ["order 7 is closed", "by FastAPI", "order 7 is paid", "order 7 is to be canceled"], noted
 
 
 def _use_fastapi(namespace: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from django.urls import reverse
 
 from mongo_celery.bridge.operations import commands, heads
 from mongo_celery.bridge.operations.overview import overview
+from mongo_celery.bridge.operations.reasons import cut
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.bridge.wiring import BRIDGES
@@ -152,7 +153,7 @@ class BridgeAdmin(OperationsAdmin):
         return Confirmation(
             question="Move this change to the dead letters, and let its partition go on?",
             about=[f"{head.subscription} {head.index}: {head.key}"],
-            notes=[f"It halted with {head.error}.", "Nothing is thrown away: it can be replayed later."],
+            notes=[f"It halted with {cut(head.error)}.", "Nothing is thrown away: it can be replayed later."],
             keeps=[("token", head.token or "")],
             contents=contents,
         )
