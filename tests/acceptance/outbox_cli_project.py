@@ -37,7 +37,7 @@ orders = Outbox(
     name="orders",
     database=f"{NAMES}_state",
     sweep_after=0.01,
-    sweep_every=0.1,
+    sweep_every=1,
     failure_policy="dead_letter",
 )
 parcels = Outbox(app, lambda: _collection("parcels"), name="parcels", database=f"{NAMES}_state", sweep_every=None)

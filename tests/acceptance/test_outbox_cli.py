@@ -14,6 +14,7 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Outbox
+from mongo_celery.outbox.pending import LONG_AGO
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.test_cli import BARE_APP, NOWHERE, Document, Done, one_sentence, run
 from tests.fixtures.failpoint import Failpoint
@@ -99,6 +100,7 @@ def shop(mongo_client: MongoClient[Document], mongo_url: str, redis_url: str, re
 def test_status_shows_what_waits_and_a_sweep_delivers_it_in_order(shop: Shop) -> None:
     """Two outboxes, one of them with a document whose two tasks were left behind; afterwards nothing waits."""
     shop.outbox.insert_one({"_id": 1}, tasks=[shop.task("receipt", 10), shop.task("receipt", 11)])
+    shop.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events.0.at": LONG_AGO}})
 
     orders, parcels = shop.lines("status")
     assert (orders["outbox"], orders["documents"], orders["pending"], orders["dead_letters"]) == ("orders", 1, 2, 0)
