@@ -24,7 +24,7 @@ from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.indexes import Indexes
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import named_sessions
-from mongo_celery.twophase.states import FINAL, RECEIPTS, State, Transaction, read_transaction
+from mongo_celery.twophase.states import FINAL, RECEIPTS, State, Transaction, read_transaction, refuse_other_accounts
 from mongo_celery.twophase.values import to_text
 
 Document = dict[str, Any]
@@ -250,6 +250,7 @@ class TransactionLog:
 
         Raises:
             TransactionStateError: there is none, or its state or shape is unknown.
+            ConfigurationError: it is not final, and a transfer between other accounts.
         """
         found = self.find_one(transaction_id)
         if found is None:
@@ -264,6 +265,10 @@ class TransactionLog:
     def read(self, document: Mapping[str, Any]) -> Transaction:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
+
+    def refuse_other_accounts(self, seen: Transaction) -> None:
+        """Refuse a transfer, also one that is final, between other accounts; errors as of the function in `states`."""
+        refuse_other_accounts(seen.document, self._accounts)
 
     def ages_of(self, seen: Sequence[Transaction]) -> list[tuple[Transaction, float]]:
         """Those that nobody has done a step of since they were read, each with the seconds since its last step."""
@@ -454,10 +459,11 @@ class TransactionLog:
         Note that Celery has been asked to advance a transaction: this application's recovery then begins it too.
 
         Returns:
-            False if nothing is left to do, or it is another application's.
+            False if nothing is left to do, or it is another application's, or a transfer between other accounts.
         """
         states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
-        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **self.ours()}
+        ours = {**self.ours(), "accounts": {"$in": [None, self._accounts]}}
+        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **ours}
         # Marked already: another application may know neither its accounts nor its clusters.
         change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
         return bool(self.collection.update_one(guard, change).matched_count)

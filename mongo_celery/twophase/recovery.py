@@ -245,7 +245,7 @@ class Recoverer:
         self._seen.add(identity)
         clusters: frozenset[str | None] = frozenset()
         likeness: Hashable = None
-        with suppress(TransactionStateError):  # said where it is its turn
+        with suppress(TransactionStateError, ConfigurationError):  # said where it is its turn
             read = self._log.read(document)
             clusters, likeness = frozenset(part.cluster for part in read.parts), likeness_of(read)
         signs.want(clusters)

@@ -40,7 +40,7 @@ def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(
     identity = bank.transfer("A", "B", 100, run=False)
     stored = database["transactions"].find_one({"_id": identity})
     assert stored is not None
-    assert list(stored) == ["_id", "source", "destination", "value", "state", "lastModified"]
+    assert list(stored) == ["_id", "source", "destination", "value", "accounts", "state", "lastModified"]
     assert stored["state"] == "initial"
     assert isinstance(stored["lastModified"], datetime)
 
