@@ -310,6 +310,8 @@ def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
         what = f"{_text(document.get('value'))} from {sides[0]} to {sides[1]}"
     if document.get("reason"):
         what = f"{what}: {document['reason']}"
+    if document.get("stoppedBy"):
+        what = f"{what}; stopped: {document['stoppedBy']}"
     modified = document.get("lastModified")
     when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
     application = document.get("application")

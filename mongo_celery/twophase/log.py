@@ -36,6 +36,9 @@ _OVERDUE_SECONDS = 30.0
 _LATE_PART = 0.9
 """Of the deadline, after which alone something may be purged: then nothing is stored that may have been before."""
 
+_STOPPED_BY_MAX = 1000
+"""Characters of why a transaction stays as it is: an error of a server may repeat a whole document."""
+
 _MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
 IS_OVERDUE = {"$and": [{"$eq": [{"$type": "$deadline"}, "date"]}, {"$lte": ["$deadline", "$$NOW"]}]}
 _NOW = {"$currentDate": {"lastModified": True}}
@@ -381,7 +384,12 @@ class TransactionLog:
     def move_together(self, seen: Sequence[Transaction], state: State, *, before: State) -> list[Transaction]:
         """As `move`, of several; those that are in this state afterwards, whoever moved them. Times are not read."""
         which = {"_id": {"$in": [each.id for each in seen]}, "key": {"$in": [each.key for each in seen]}}
-        change: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
+        change: Document = {
+            "state": str(state),
+            "lastModified": "$$NOW",
+            "stoppedBy": "$$REMOVE",
+            **self._times(state),
+        }
         moved = self.collection.update_many({**which, "state": str(before)}, [{"$set": change}]).matched_count
         if moved == len(seen):
             return [replace(each, state=state) for each in seen]
@@ -434,6 +442,19 @@ class TransactionLog:
     def drop(self, seen: Transaction, reason: str) -> Transaction | None:
         """From initial to canceled: nothing was done yet."""
         return self._update(seen.guard, State.CANCELED, {"reason": reason}, version=False)
+
+    def note_stopped(self, seen: Transaction, why: str) -> bool:
+        """
+        Note in a transaction what keeps it in its state until a person has put it right; its next step removes that.
+
+        Its last step stays when it was. Nothing is written where it says the same already.
+
+        Returns:
+            Whether it was written.
+        """
+        said = why if len(why) <= _STOPPED_BY_MAX else f"{why[:_STOPPED_BY_MAX]}..."
+        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "stoppedBy": {"$ne": said}}
+        return bool(self.collection.update_one(guard, {"$set": {"stoppedBy": said}}).modified_count)
 
     def note_compensated(
         self, seen: Transaction, attempt: int, before: int | None, session: ClientSession | None
@@ -516,7 +537,7 @@ class TransactionLog:
         change: Document = {name: literal(value) for name, value in fields.items()}
         change["lastModified"] = "$$NOW"
         if state is not None:
-            change.update({"state": str(state), **self._times(state)})
+            change.update({"state": str(state), "stoppedBy": "$$REMOVE", **self._times(state)})
         if version:
             change["version"] = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
         stages: list[Document] = [{"$set": change}, *([{"$unset": list(without)}] if without else [])]

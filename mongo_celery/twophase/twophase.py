@@ -20,7 +20,7 @@ from mongo_celery.mongo.opening import Client, Source, collection_of
 from mongo_celery.twophase.abandoned import AbandonedTransactions
 from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import Compensations
-from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine, stuck
+from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
 from mongo_celery.twophase.local import RefusedError
 from mongo_celery.twophase.log import TransactionLog
@@ -301,6 +301,7 @@ class TwoPhaseCommit:
 
         Raises:
             PyMongoError, BusyError: repeat it.
+            TransactionStateError: no coordinator gets it any further.
         """
         with self._completion.bounded() as deadline:
             transaction = self.log.get(id)
@@ -308,6 +309,8 @@ class TwoPhaseCommit:
                 return None
             try:
                 return self._stepped(transaction, version, deadline)
+            except StuckError as error:
+                raise self._completion.stopped(transaction, error) from error
             except OvertakenError:
                 now = self.log.get(id)
                 if (now.state, now.version) == (transaction.state, transaction.version):
@@ -635,11 +638,7 @@ def _named(app: Celery, name: str) -> TwoPhaseCommit:
 
 
 def _step(app: Celery, name: str, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
-    named = _named(app, name)
-    try:
-        return named.step(id, version)
-    except StuckError as error:
-        raise stuck(named.read(id), error) from error
+    return _named(app, name).step(id, version)
 
 
 def _recover(app: Celery, name: str) -> list[Recovery]:

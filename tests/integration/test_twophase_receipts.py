@@ -339,10 +339,13 @@ def test_a_participant_that_spent_it_keeps_the_transaction_canceling_until_it_ca
 
     with pytest.raises(TransactionStateError, match="does not meet"):
         clusters.bank.run(identity)
-    assert clusters.log.find_one({"_id": identity})["state"] == "canceling"
+    stored = clusters.log.find_one({"_id": identity})
+    assert (stored["state"], "cannot be undone" in stored["stoppedBy"]) == ("canceling", True)
+    assert not clusters.bank.log.note_stopped(clusters.bank.read(identity), stored["stoppedBy"])
     clusters.accounts("east").update_one({}, {"$inc": {"balance": 500}})
     with pytest.raises(TransactionCanceledError, match="does not exist"):
         clusters.bank.run(identity)
+    assert "stoppedBy" not in clusters.log.find_one({"_id": identity})
     assert clusters.balances() == {"own": START, "east": 450, "west": START}
 
 
