@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import bson
@@ -490,16 +490,20 @@ class TransactionLog:
         return bool(self.collection.update_one(guard, change).matched_count)
 
     def of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
-        """Documents of a state, the oldest step first."""
-        return self.collection.find({**_stored(state), **condition}).sort("lastModified", 1).limit(limit)
+        """Documents of a state that is not final, the oldest step first."""
+        return self.collection.find({"state": str(state), **condition}).sort("lastModified", 1).limit(limit)
 
     def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
-        """Documents for people to look at, the oldest step first."""
+        """Documents for people to look at; see `TwoPhaseCommit.found`."""
         condition: Document = {} if older_than is None else {"$expr": is_older(older_than)}
-        if not states:
-            return self.collection.find(condition).sort("lastModified", 1).limit(limit)
-        found = [self.of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
-        return islice(heapq.merge(*found, key=age_key), limit)
+        wanted = [State(each) for each in dict.fromkeys(states)]
+        is_open = [self.of_state(each, condition, limit) for each in wanted if not each.is_final]
+        final = [text for text, state in FINAL.items() if state in wanted]
+        by_id: Iterable[Document] = ()
+        if final or not wanted:  # their last step has no index, and there are as many as there ever were
+            which = {**condition, **({"state": {"$in": final}} if final else {})}
+            by_id = self.collection.find(which).sort("_id", 1).hint([("_id", 1)]).limit(limit)
+        return islice(chain(heapq.merge(*is_open, key=age_key), by_id), limit)
 
     def standing(self) -> dict[State, Standing]:
         """How the transactions stand that are not final, by state."""
@@ -564,12 +568,6 @@ def is_abandoned(older_than: float) -> Document:
     """By the server's clock: its last step was so long ago, or it has passed its deadline."""
     overdue = {"$and": [IS_OVERDUE, is_older(min(older_than, _OVERDUE_SECONDS))]}
     return {"$or": [is_older(older_than), overdue]}
-
-
-def _stored(state: State) -> Document:
-    """The condition of a state, however it is spelled."""
-    spelled = [text for text, final in FINAL.items() if final is state]
-    return {"state": {"$in": spelled} if len(spelled) > 1 else str(state)}
 
 
 def is_older(seconds: float, *, now: object = "$$NOW") -> Document:

@@ -68,7 +68,8 @@ class TwoPhaseCommit:
         clients: other clusters by alias: clients, or callables that return them, asked as above.
         older_than: seconds after which an unfinished transaction counts as abandoned.
         timeout: seconds that a call may last, whatever a server does: transient errors are repeated for so long. A
-            MongoDB transaction that has to be aborted may take 2 s more.
+            MongoDB transaction that has to be aborted may take 2 s more. A shorter `pymongo.timeout` around a call ends
+            each attempt, and not the call: PyMongo lets nobody ask for the time that is left.
         recover_every: seconds between two recoveries, by `celery beat` and by whoever leads a bridge of the app; None
             where something else sees to them. A process says so whose transactions nobody recovers.
         protocol: `"auto"`: one MongoDB transaction where all participants are in the transactions' cluster, receipts
@@ -352,7 +353,11 @@ class TwoPhaseCommit:
         self, states: Sequence[str] = (), older_than: Duration | None = None, *, limit: int = 50
     ) -> list[dict[str, Any]]:
         """
-        Transactions as they are stored, the oldest step first; for people to look at.
+        Transactions as they are stored; for people to look at.
+
+        First those of the given states that are not final, the oldest step first; then those that are `done` or
+        `canceled`, in the order of their ids. Without states all come in that order. Nothing is sorted for it: where
+        few of many are wanted by a state that is final, or by their age, it may take the time of a call.
 
         Args:
             states: only in these; by default in any.
