@@ -49,7 +49,11 @@ def transactions(ctx: click.Context, **_: Any) -> None:
 def list_transactions(
     ctx: click.Context, states: tuple[str, ...], older_than: float | None, limit: int, name: str | None, as_json: bool
 ) -> None:
-    """List transactions, the one with the oldest step first. Without --state: all that are not final."""
+    """
+    List transactions, the one with the oldest step first. Without --state: all that are not final.
+
+    Those that are done or canceled come last, in the order of their ids.
+    """
     wanted = list(states) or ["initial", "pending", "applied", "canceling"]
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
@@ -310,6 +314,8 @@ def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
         what = f"{_text(document.get('value'))} from {sides[0]} to {sides[1]}"
     if document.get("reason"):
         what = f"{what}: {document['reason']}"
+    if document.get("stoppedBy"):
+        what = f"{what}; stopped: {document['stoppedBy']}"
     modified = document.get("lastModified")
     when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
     application = document.get("application")

@@ -69,6 +69,7 @@ class Clusters:
         self._others = {alias: PerProcess(partial(client_of, given)) for alias, given in others.items()}
         self._standalone: dict[tuple[int, str | None], bool] = {}
         self._opened: dict[tuple[int, str | None, str], Collection[dict[str, Any]]] = {}
+        self._beside: set[tuple[int, str]] = set()
 
     def open(self, part: Part) -> Collection[dict[str, Any]]:
         """
@@ -108,6 +109,25 @@ class Clusters:
         database, _, name = part.namespace.partition(".")
         # Ids are sent as they were read: both with the codec of the transactions.
         return opened(client[database].get_collection(name, codec_options=own.codec_options))
+
+    def refuse_elsewhere(self, accounts: Collection[Any]) -> None:
+        """
+        Refuse accounts that are not in the transactions' cluster; once it has agreed, a process asks no more.
+
+        Raises:
+            ConfigurationError: they are in another one, or two routers keep that from being seen.
+        """
+        own, place = self._own(), (os.getpid(), accounts.full_name)
+        if place in self._beside or accounts.database.client is own.database.client:
+            return
+        # Equal ones have the same addresses; others may be written otherwise.
+        if accounts.database.client != own.database.client and not is_one_server(accounts, own):
+            raise ConfigurationError(
+                f"accounts {accounts.full_name} are in another cluster than the transactions {own.full_name}: give a "
+                "collection of the transactions' own client, and for documents in other clusters use begin with "
+                "clients={...}."
+            )
+        self._beside.add(place)
 
     def client(self, cluster: str | None) -> MongoClient[Any]:
         """The client of a cluster that is known here."""

@@ -42,6 +42,7 @@ class Compensations:
 
         Raises:
             TransactionStateError: it is not done, or its compensation is gone.
+            ConfigurationError: it is a transfer between other accounts.
             BusyError: it changed meanwhile; ask again.
         """
         seen = self._done(id, deadline)
@@ -68,6 +69,7 @@ class Compensations:
 
     def _done(self, id: Any, deadline: float) -> Transaction:  # noqa: A002
         seen = self._log.get(id)
+        self._log.refuse_other_accounts(seen)
         if self._completion.is_decided(seen, deadline):  # the log has not followed yet
             self._completion.to_the_end(seen, deadline)
             seen = self._log.get(id)
@@ -108,6 +110,7 @@ def opposite(done: Transaction) -> dict[str, Any]:
         "source": document["destination"],
         "destination": document["source"],
         "value": document["value"],
+        **({"accounts": document["accounts"]} if "accounts" in document else {}),
         _TAKES_BACK: _mark_of(done),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.locking.holders import in_words
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import explained, is_transient
@@ -189,7 +190,7 @@ class Completion:
                     _wait_or_give_up(transaction, unchanged, deadline)
                     unchanged += 1
             except StuckError as error:
-                raise stuck(current, error) from error
+                raise self.stopped(current, error) from error
         return transaction
 
     def advanced(
@@ -225,7 +226,7 @@ class Completion:
         except OvertakenError:
             return self.to_the_end(begun, deadline)
         except StuckError as error:
-            raise stuck(begun, error) from error
+            raise self.stopped(begun, error) from error
         if after.state is State.CANCELING:
             return self.to_the_end(after, deadline)
         self._follower.take(after, deadline)
@@ -279,6 +280,16 @@ class Completion:
                 lambda: self._across.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
             )
 
+    def stopped(self, transaction: Transaction, error: StuckError) -> TransactionStateError:
+        """What to say of a transaction that no coordinator gets any further; it is noted in it, as far as that goes."""
+        with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
+            self._log.note_stopped(transaction, str(error))
+        return TransactionStateError(
+            f"transaction {transaction.id!r} stays {transaction.state}: {error}. Put it right, then recover.",
+            id=transaction.id,
+            state=transaction.state,
+        )
+
     def _by_documents(self, transaction: Transaction, deadline: float) -> Transaction:
         coordinator = self.new_coordinator(transaction.driver)
         while not transaction.state.is_final:
@@ -289,7 +300,7 @@ class Completion:
             except OvertakenError:
                 return self._awaited(transaction.id, deadline)
             except StuckError as error:
-                raise stuck(current, error) from error
+                raise self.stopped(current, error) from error
         return transaction
 
     def until_answered(
@@ -402,15 +413,6 @@ def _where(error: BaseException) -> str:
 
 def _is_repeatable(error: Exception) -> bool:
     return isinstance(error, BusyError) or (is_transient(error) and not isinstance(error, AwayError))
-
-
-def stuck(transaction: Transaction, error: StuckError) -> TransactionStateError:
-    """What to say of a transaction that no coordinator gets any further."""
-    return TransactionStateError(
-        f"transaction {transaction.id!r} stays {transaction.state}: {error}. Put it right, then recover.",
-        id=transaction.id,
-        state=transaction.state,
-    )
 
 
 def still_mine(transaction: Transaction | None) -> Transaction:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import bson
@@ -24,7 +24,7 @@ from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.indexes import Indexes
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import named_sessions
-from mongo_celery.twophase.states import FINAL, RECEIPTS, State, Transaction, read_transaction
+from mongo_celery.twophase.states import FINAL, RECEIPTS, State, Transaction, read_transaction, refuse_other_accounts
 from mongo_celery.twophase.values import to_text
 
 Document = dict[str, Any]
@@ -35,6 +35,9 @@ _OVERDUE_SECONDS = 30.0
 
 _LATE_PART = 0.9
 """Of the deadline, after which alone something may be purged: then nothing is stored that may have been before."""
+
+_STOPPED_BY_MAX = 1000
+"""Characters of why a transaction stays as it is: an error of a server may repeat a whole document."""
 
 _MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
 IS_OVERDUE = {"$and": [{"$eq": [{"$type": "$deadline"}, "date"]}, {"$lte": ["$deadline", "$$NOW"]}]}
@@ -250,6 +253,7 @@ class TransactionLog:
 
         Raises:
             TransactionStateError: there is none, or its state or shape is unknown.
+            ConfigurationError: it is not final, and a transfer between other accounts.
         """
         found = self.find_one(transaction_id)
         if found is None:
@@ -264,6 +268,10 @@ class TransactionLog:
     def read(self, document: Mapping[str, Any]) -> Transaction:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
+
+    def refuse_other_accounts(self, seen: Transaction) -> None:
+        """Refuse a transfer, also one that is final, between other accounts; errors as of the function in `states`."""
+        refuse_other_accounts(seen.document, self._accounts)
 
     def ages_of(self, seen: Sequence[Transaction]) -> list[tuple[Transaction, float]]:
         """Those that nobody has done a step of since they were read, each with the seconds since its last step."""
@@ -376,7 +384,12 @@ class TransactionLog:
     def move_together(self, seen: Sequence[Transaction], state: State, *, before: State) -> list[Transaction]:
         """As `move`, of several; those that are in this state afterwards, whoever moved them. Times are not read."""
         which = {"_id": {"$in": [each.id for each in seen]}, "key": {"$in": [each.key for each in seen]}}
-        change: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
+        change: Document = {
+            "state": str(state),
+            "lastModified": "$$NOW",
+            "stoppedBy": "$$REMOVE",
+            **self._times(state),
+        }
         moved = self.collection.update_many({**which, "state": str(before)}, [{"$set": change}]).matched_count
         if moved == len(seen):
             return [replace(each, state=state) for each in seen]
@@ -430,6 +443,19 @@ class TransactionLog:
         """From initial to canceled: nothing was done yet."""
         return self._update(seen.guard, State.CANCELED, {"reason": reason}, version=False)
 
+    def note_stopped(self, seen: Transaction, why: str) -> bool:
+        """
+        Note in a transaction what keeps it in its state until a person has put it right; its next step removes that.
+
+        Its last step stays when it was. Nothing is written where it says the same already.
+
+        Returns:
+            Whether it was written.
+        """
+        said = why if len(why) <= _STOPPED_BY_MAX else f"{why[:_STOPPED_BY_MAX]}..."
+        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "stoppedBy": {"$ne": said}}
+        return bool(self.collection.update_one(guard, {"$set": {"stoppedBy": said}}).modified_count)
+
     def note_compensated(
         self, seen: Transaction, attempt: int, before: int | None, session: ClientSession | None
     ) -> bool:
@@ -454,25 +480,30 @@ class TransactionLog:
         Note that Celery has been asked to advance a transaction: this application's recovery then begins it too.
 
         Returns:
-            False if nothing is left to do, or it is another application's.
+            False if nothing is left to do, or it is another application's, or a transfer between other accounts.
         """
         states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
-        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **self.ours()}
+        ours = {**self.ours(), "accounts": {"$in": [None, self._accounts]}}
+        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **ours}
         # Marked already: another application may know neither its accounts nor its clusters.
         change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
         return bool(self.collection.update_one(guard, change).matched_count)
 
     def of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
-        """Documents of a state, the oldest step first."""
-        return self.collection.find({**_stored(state), **condition}).sort("lastModified", 1).limit(limit)
+        """Documents of a state that is not final, the oldest step first."""
+        return self.collection.find({"state": str(state), **condition}).sort("lastModified", 1).limit(limit)
 
     def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
-        """Documents for people to look at, the oldest step first."""
+        """Documents for people to look at; see `TwoPhaseCommit.found`."""
         condition: Document = {} if older_than is None else {"$expr": is_older(older_than)}
-        if not states:
-            return self.collection.find(condition).sort("lastModified", 1).limit(limit)
-        found = [self.of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
-        return islice(heapq.merge(*found, key=age_key), limit)
+        wanted = [State(each) for each in dict.fromkeys(states)]
+        is_open = [self.of_state(each, condition, limit) for each in wanted if not each.is_final]
+        final = [text for text, state in FINAL.items() if state in wanted]
+        by_id: Iterable[Document] = ()
+        if final or not wanted:  # their last step has no index, and there are as many as there ever were
+            which = {**condition, **({"state": {"$in": final}} if final else {})}
+            by_id = self.collection.find(which).sort("_id", 1).hint([("_id", 1)]).limit(limit)
+        return islice(chain(heapq.merge(*is_open, key=age_key), by_id), limit)
 
     def standing(self) -> dict[State, Standing]:
         """How the transactions stand that are not final, by state."""
@@ -510,7 +541,7 @@ class TransactionLog:
         change: Document = {name: literal(value) for name, value in fields.items()}
         change["lastModified"] = "$$NOW"
         if state is not None:
-            change.update({"state": str(state), **self._times(state)})
+            change.update({"state": str(state), "stoppedBy": "$$REMOVE", **self._times(state)})
         if version:
             change["version"] = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
         stages: list[Document] = [{"$set": change}, *([{"$unset": list(without)}] if without else [])]
@@ -537,12 +568,6 @@ def is_abandoned(older_than: float) -> Document:
     """By the server's clock: its last step was so long ago, or it has passed its deadline."""
     overdue = {"$and": [IS_OVERDUE, is_older(min(older_than, _OVERDUE_SECONDS))]}
     return {"$or": [is_older(older_than), overdue]}
-
-
-def _stored(state: State) -> Document:
-    """The condition of a state, however it is spelled."""
-    spelled = [text for text, final in FINAL.items() if final is state]
-    return {"state": {"$in": spelled} if len(spelled) > 1 else str(state)}
 
 
 def is_older(seconds: float, *, now: object = "$$NOW") -> Document:

@@ -28,6 +28,7 @@ from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_unanswered
+from mongo_celery.quantities import number
 from mongo_celery.twophase.abandoned import AbandonedTransactions, ReadUpTo
 from mongo_celery.twophase.across import likeness_of
 from mongo_celery.twophase.completion import Completion, Way
@@ -50,6 +51,9 @@ _SIDE_BY_SIDE = 4
 
 _OWED_SECONDS = 60.0
 """For how long more are begun of what is owed beside clusters that do not answer."""
+
+_NAMED = 3
+"""How many of those that this process cannot recover are named."""
 
 _ASKED_AT_ONCE = 16
 """How many clusters are asked at once whether they answer."""
@@ -160,6 +164,7 @@ class Recoverer:
         self._passed: dict[State, ReadUpTo] = {}
         self._seen: set[str] = set()
         self._noted = -math.inf
+        self._unfit: list[tuple[Any, ConfigurationError]] = []
 
     def recover(self, limit: int) -> list[Recovery]:
         """
@@ -178,6 +183,7 @@ class Recoverer:
                 silent = signs.silent | fallen
                 self._give_back(signs.silent | self._still_silent(fallen), limit, report)
         finally:  # also where a time limit ends it: what was done is done
+            _tell_unfit(self._unfit)
             if math.isfinite(self._noted):
                 self._records.note(list(report.values()), sorted(silent))
         return list(report.values())
@@ -245,7 +251,7 @@ class Recoverer:
         self._seen.add(identity)
         clusters: frozenset[str | None] = frozenset()
         likeness: Hashable = None
-        with suppress(TransactionStateError):  # said where it is its turn
+        with suppress(TransactionStateError, ConfigurationError):  # said where it is its turn
             read = self._log.read(document)
             clusters, likeness = frozenset(part.cluster for part in read.parts), likeness_of(read)
         signs.want(clusters)
@@ -347,7 +353,9 @@ class Recoverer:
                     return False, None
                 ended = self._completion.to_the_end(taken, deadline, any_application=self._any_application)
         except Exception as error:  # noqa: BLE001 - whatever one transaction does, the others have their turn
-            if not away:  # that it gets no further is known
+            if isinstance(error, ConfigurationError):  # there may be many, and the remedy is one
+                self._unfit.append((identity, error))
+            elif not away:  # that it gets no further is known
                 logger.error(
                     "transaction %r could not be recovered: %s",
                     identity,
@@ -385,6 +393,19 @@ def _add(report: dict[str, Recovery], became: Recovery | None) -> None:
     """What has become of one last counts: what is owed beside a silent cluster is reported twice."""
     if became is not None:
         report[to_text(became.id)] = became
+
+
+def _tell_unfit(failed: Sequence[tuple[Any, ConfigurationError]]) -> None:
+    """Say once which transactions this process cannot recover as it is set up."""
+    ids = list(dict.fromkeys(repr(identity) for identity, _ in failed))
+    if ids:
+        logger.error(
+            "%s could not be recovered by this process, among them %s: %s",
+            number(len(ids), "transaction", "transactions"),
+            ", ".join(ids[:_NAMED]),
+            short(failed[0][1]),
+            extra={"event": "recovery_failed"},
+        )
 
 
 def _recovered(identity: Any, before: str, after: str, *, overdue: bool = False) -> Recovery:

@@ -131,6 +131,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str, known: tuple[Pa
 
     Raises:
         TransactionStateError: its state or shape is unknown; nothing may be done to it.
+        ConfigurationError: it is not final, and a transfer between other accounts.
     """
     identity = document.get("_id")
     state = document.get("state")
@@ -156,6 +157,8 @@ def read_transaction(document: Mapping[str, Any], accounts: str, known: tuple[Pa
             id=identity,
             state=state,
         ) from error
+    if not State(state).is_final:
+        refuse_other_accounts(document, accounts)
     modified, deadline = document.get("lastModified"), document.get("deadline")
     return Transaction(
         id=identity,
@@ -174,6 +177,34 @@ def read_transaction(document: Mapping[str, Any], accounts: str, known: tuple[Pa
         marked=marked,
         sessions=tuple(_sessions(document.get("sessions"))),
     )
+
+
+def refuse_other_accounts(document: Mapping[str, Any], accounts: str) -> None:
+    """
+    Refuse a transfer between accounts that are not those of this application.
+
+    The `_id`s of a transfer mean something in its own accounts alone. Earlier versions did not store which these are.
+
+    Raises:
+        ConfigurationError: it says which they are.
+    """
+    stored = _accounts(document, accounts)
+    if stored != accounts:
+        raise ConfigurationError(
+            f"transaction {document.get('_id')!r} is a transfer between documents in {stored}, and this application's "
+            f"accounts are {accounts}: leave it to an application that has TwoPhaseCommit(..., accounts=...) with that "
+            "collection, or give this one the same."
+        )
+
+
+def _accounts(document: Mapping[str, Any], accounts: str) -> str:
+    """Which collection has the documents of a transfer; of what is none, or does not say so, this application's."""
+    stored = None if "changes" in document or "participants" in document else document.get("accounts")
+    if stored is None:
+        return accounts
+    if not isinstance(stored, str) or not all(stored.partition(".")):
+        raise TypeError(f"accounts {stored!r} is no 'db.collection'")
+    return stored
 
 
 def _sessions(stored: object) -> Iterator[tuple[str | None, Binary]]:
@@ -233,7 +264,8 @@ def _parts(document: Mapping[str, Any], accounts: str) -> tuple[tuple[Part, ...]
         refusal = "its value is 0: there is nothing to transfer"
     else:
         value = amount(value)
-    parts = transfer_parts(accounts, document["source"], document["destination"], value, require)
+    namespace = _accounts(document, accounts)
+    parts = transfer_parts(namespace, document["source"], document["destination"], value, require)
     if same_bson(parts[0].id, parts[1].id):
         raise ValueError("source and destination are the same")
     return parts, refusal

@@ -20,7 +20,7 @@ from mongo_celery.mongo.opening import Client, Source, collection_of
 from mongo_celery.twophase.abandoned import AbandonedTransactions
 from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import Compensations
-from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine, stuck
+from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
 from mongo_celery.twophase.local import RefusedError
 from mongo_celery.twophase.log import TransactionLog
@@ -61,12 +61,15 @@ class TwoPhaseCommit:
             each process, since prefork workers make their clients after the fork.
         application: this application's marker: recovery takes over only what carries it, or no marker.
         name: for the command line and for tasks, if an app has several.
-        accounts: the documents that `transfer` names, or a callable; by default the collection `accounts` beside
-            the transactions. It is not stored with a transfer: all who share the transactions name the same.
+        accounts: the documents that `transfer` names, or a callable, in the transactions' cluster; by default the
+            collection `accounts` beside the transactions. Its name is stored with a transfer, in the field `accounts`:
+            whoever shares the transactions and has other accounts refuses it. Earlier versions neither store it nor
+            look at it.
         clients: other clusters by alias: clients, or callables that return them, asked as above.
         older_than: seconds after which an unfinished transaction counts as abandoned.
         timeout: seconds that a call may last, whatever a server does: transient errors are repeated for so long. A
-            MongoDB transaction that has to be aborted may take 2 s more.
+            MongoDB transaction that has to be aborted may take 2 s more. A shorter `pymongo.timeout` around a call ends
+            each attempt, and not the call: PyMongo lets nobody ask for the time that is left.
         recover_every: seconds between two recoveries, by `celery beat` and by whoever leads a bridge of the app; None
             where something else sees to them. A process says so whose transactions nobody recovers.
         protocol: `"auto"`: one MongoDB transaction where all participants are in the transactions' cluster, receipts
@@ -189,7 +192,9 @@ class TwoPhaseCommit:
         for index, part in enumerate(parts):
             if any(is_same(part, other) for other in parts[:index]):
                 raise ConfigurationError(f"{part} takes part twice; combine both changes in one participant.")
-        return self._begun({"participants": [part.to_document() for part in parts]}, tuple(parts), id, run=run)
+        with self._completion.bounded() as deadline:
+            fields = {"participants": [part.to_document() for part in parts]}
+            return self._begun(fields, tuple(parts), id, deadline, run=run)
 
     def transfer(
         self,
@@ -204,8 +209,8 @@ class TwoPhaseCommit:
         """
         Move an amount from one document's `balance` to another's.
 
-        The stored transaction has the tutorial's fields: source, destination, value, state, lastModified; and once
-        somebody has begun it, who has.
+        The stored transaction has the tutorial's fields: source, destination, value, state, lastModified; beside them
+        `accounts`, the collection's name; and once somebody has begun it, who has.
 
         Args:
             source: `_id` of the document that pays.
@@ -217,7 +222,8 @@ class TwoPhaseCommit:
             run: whether to run it here; else call `run` or `delay` with the returned id.
 
         Raises:
-            ConfigurationError: the value is no amount, an `_id` can be none, or both are the same.
+            ConfigurationError: the value is no amount, an `_id` can be none, both are the same, or the accounts are in
+                another cluster than the transactions.
             TransactionCanceledError: it was rolled back: a document is missing, or the source's rule fails.
             TransactionStateError: there is a transaction of this id.
         """
@@ -225,12 +231,17 @@ class TwoPhaseCommit:
         source, destination = plain_id("source", source, codec), plain_id("destination", destination, codec)
         value = plain("value", amount(value), codec)
         require = None if require is None else plain("require", dict(require), codec)
-        source_part, destination_part = transfer_parts(self.accounts.full_name, source, destination, value, require)
+        accounts = self.accounts.full_name
+        source_part, destination_part = transfer_parts(accounts, source, destination, value, require)
         if is_same(source_part, destination_part):
             raise ConfigurationError(f"source and destination are both {source!r}; a transfer needs two documents.")
-        fields = {"source": source, "destination": destination, "value": value}
+        fields = {"source": source, "destination": destination, "value": value, "accounts": accounts}
         given = fields if require is None else {**fields, "require": require}
-        return self._begun(given, (source_part, destination_part), id, run=run)
+        with self._completion.bounded() as deadline:
+            self._completion.until_answered(
+                lambda: self._clusters.refuse_elsewhere(self.accounts), deadline, hint="nothing was stored"
+            )
+            return self._begun(given, (source_part, destination_part), id, deadline, run=run)
 
     # -- advancing ---------------------------------------------------------------------------------
 
@@ -247,6 +258,7 @@ class TwoPhaseCommit:
         Raises:
             TransactionCanceledError: it was rolled back; `reason` says why.
             TransactionStateError: it is unknown, of another application, or stuck while it is undone.
+            ConfigurationError: this process does not know a cluster of it, or has other accounts than the transfer.
             TransactionTimeoutError: MongoDB did not answer in time. Recovery will finish it if it was begun; the
                 message says when that is not known, and `run` may be called again in any case.
         """
@@ -268,7 +280,7 @@ class TwoPhaseCommit:
 
         Raises:
             TransactionStateError: there is no such transaction that could be advanced here.
-            ConfigurationError: there is no Celery app.
+            ConfigurationError: there is no Celery app, or it is a transfer between other accounts.
         """
         if self.app is None:
             raise ConfigurationError("delay needs the Celery app: TwoPhaseCommit(app, transactions).")
@@ -290,6 +302,7 @@ class TwoPhaseCommit:
 
         Raises:
             PyMongoError, BusyError: repeat it.
+            TransactionStateError: no coordinator gets it any further.
         """
         with self._completion.bounded() as deadline:
             transaction = self.log.get(id)
@@ -297,6 +310,8 @@ class TwoPhaseCommit:
                 return None
             try:
                 return self._stepped(transaction, version, deadline)
+            except StuckError as error:
+                raise self._completion.stopped(transaction, error) from error
             except OvertakenError:
                 now = self.log.get(id)
                 if (now.state, now.version) == (transaction.state, transaction.version):
@@ -320,6 +335,7 @@ class TwoPhaseCommit:
 
         Raises:
             TransactionStateError: there is none, or its state or shape is unknown.
+            ConfigurationError: it is not final, and a transfer between other accounts.
         """
         return self._completion.once_bounded(lambda: self.log.get(id))
 
@@ -337,7 +353,11 @@ class TwoPhaseCommit:
         self, states: Sequence[str] = (), older_than: Duration | None = None, *, limit: int = 50
     ) -> list[dict[str, Any]]:
         """
-        Transactions as they are stored, the oldest step first; for people to look at.
+        Transactions as they are stored; for people to look at.
+
+        First those of the given states that are not final, the oldest step first; then those that are `done` or
+        `canceled`, in the order of their ids. Without states all come in that order. Nothing is sorted for it: where
+        few of many are wanted by a state that is final, or by their age, it may take the time of a call.
 
         Args:
             states: only in these; by default in any.
@@ -365,6 +385,7 @@ class TwoPhaseCommit:
 
         Raises:
             TransactionStateError: it is applied or done (see `compensate`), unknown, or of another application.
+            ConfigurationError: as of `run`.
         """
 
         def attempt() -> Transaction:
@@ -404,6 +425,7 @@ class TwoPhaseCommit:
 
         Raises:
             TransactionStateError: the transaction is not done.
+            ConfigurationError: it is a transfer between other accounts.
         """
         with self._completion.bounded() as deadline:
             return self._completion.until_answered(
@@ -503,24 +525,31 @@ class TwoPhaseCommit:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _begun(self, fields: Mapping[str, Any], parts: tuple[Part, ...], id: Any, *, run: bool) -> Any:  # noqa: A002
+    def _begun(
+        self,
+        fields: Mapping[str, Any],
+        parts: tuple[Part, ...],
+        id: Any,  # noqa: A002
+        deadline: float,
+        *,
+        run: bool,
+    ) -> Any:
         """Store a new transaction, and run it if that is asked for."""
         identity = ObjectId() if id is None else id
         plain_id("id", identity, self.transactions.codec_options)
-        with self._completion.bounded() as deadline:
-            way = self._way_for(parts, deadline) if run else None
-            if way in {Way.ACROSS, Way.DOCUMENTS}:
-                self._watch.needed()
-            if way is Way.WITHIN:
-                self._store_done(fields, parts, identity, deadline)
-            elif way is Way.ACROSS:
-                begun = self._stored_and_begun(fields, parts, identity, deadline)
-                _ended(self._completion.to_its_decision(begun, deadline))
-            else:
-                self._store(fields, identity, deadline)
-            if way is Way.DOCUMENTS:
-                stored = self.log.read({**fields, "_id": identity, "state": str(State.INITIAL)})
-                _ended(self._completion.to_the_end(stored, deadline))
+        way = self._way_for(parts, deadline) if run else None
+        if way in {Way.ACROSS, Way.DOCUMENTS}:
+            self._watch.needed()
+        if way is Way.WITHIN:
+            self._store_done(fields, parts, identity, deadline)
+        elif way is Way.ACROSS:
+            begun = self._stored_and_begun(fields, parts, identity, deadline)
+            _ended(self._completion.to_its_decision(begun, deadline))
+        else:
+            self._store(fields, identity, deadline)
+        if way is Way.DOCUMENTS:
+            stored = self.log.read({**fields, "_id": identity, "state": str(State.INITIAL)})
+            _ended(self._completion.to_the_end(stored, deadline))
         return identity
 
     def _stored_and_begun(
@@ -614,11 +643,7 @@ def _named(app: Celery, name: str) -> TwoPhaseCommit:
 
 
 def _step(app: Celery, name: str, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
-    named = _named(app, name)
-    try:
-        return named.step(id, version)
-    except StuckError as error:
-        raise stuck(named.read(id), error) from error
+    return _named(app, name).step(id, version)
 
 
 def _recover(app: Celery, name: str) -> list[Recovery]:

@@ -36,11 +36,11 @@ def state_of(bank: TwoPhaseCommit, identity: Any) -> str:
 def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(
     bank: TwoPhaseCommit, database: Database[Document]
 ) -> None:
-    """Exactly the tutorial's fields before anybody has claimed it, and its balances afterwards."""
+    """The tutorial's fields and the accounts' name before anybody has claimed it, and its balances afterwards."""
     identity = bank.transfer("A", "B", 100, run=False)
     stored = database["transactions"].find_one({"_id": identity})
     assert stored is not None
-    assert list(stored) == ["_id", "source", "destination", "value", "state", "lastModified"]
+    assert list(stored) == ["_id", "source", "destination", "value", "accounts", "state", "lastModified"]
     assert stored["state"] == "initial"
     assert isinstance(stored["lastModified"], datetime)
 
@@ -291,9 +291,14 @@ def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can
     with pytest.raises(TransactionStateError, match="canceling"):
         bank.cancel(3)
     assert state_of(bank, 3) == "canceling"
+    stopped = bank.stored(3)
+    assert stopped is not None
+    assert "cannot be undone: it does not meet" in stopped["stoppedBy"]
+    assert [each.after for each in bank.recover(0)] == ["canceling"]
     assert balances(database)["C"] == 40
     bank.transfer("B", "C", 60)
     assert [each.after for each in bank.recover(0)] == ["canceled"]
+    assert "stoppedBy" not in (bank.stored(3) or {})
     assert balances(database) == {"A": 1000, "B": 1000, "C": 0}
 
 

@@ -16,7 +16,12 @@ from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.embedded import MongoServer
-from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery.errors import (
+    ConfigurationError,
+    TransactionCanceledError,
+    TransactionStateError,
+    TransactionTimeoutError,
+)
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
@@ -127,15 +132,14 @@ def test_the_limit_holds_for_what_can_be_taken_over(bank: TwoPhaseCommit, databa
 
 
 def test_what_is_queued_is_begun_by_no_other_application(database: Database[Document]) -> None:
-    """Another one may have other accounts, or not know a cluster."""
-    for name in ("one", "two"):
-        database[name].insert_many([{"_id": each, "balance": 1000} for each in "AB"])
+    """Another one may not know a cluster."""
+    make_accounts(database, A=1000, B=1000)
     app = Celery("one", broker="memory://")
-    one = TwoPhaseCommit(app, database["transactions"], application="App1", accounts=database["one"])
-    two = TwoPhaseCommit(None, database["transactions"], application="App2", accounts=database["two"])
+    one = TwoPhaseCommit(app, database["transactions"], application="App1")
+    two = TwoPhaseCommit(None, database["transactions"], application="App2")
     identity = one.transfer("A", "B", 100, run=False)
     assert set(database["transactions"].find_one() or {}) == {
-        *("_id", "source", "destination", "value", "state", "lastModified")
+        *("_id", "source", "destination", "value", "accounts", "state", "lastModified")
     }
 
     one.delay(identity)
@@ -146,7 +150,45 @@ def test_what_is_queued_is_begun_by_no_other_application(database: Database[Docu
     with pytest.raises(TransactionStateError, match="App1"):
         TwoPhaseCommit(app, database["transactions"], application="App2", name="two").delay(identity)
     assert [each.after for each in one.recover(0)] == ["done"]
+    assert balances(database) == {"A": 900, "B": 1100}
+
+
+@pytest.mark.parametrize("protocol", ["auto", "documents"])
+def test_a_transfer_moves_money_in_no_accounts_but_its_own(database: Database[Document], protocol: str) -> None:
+    """Whoever has others refuses it, in every state but the last, and says what to do."""
+    for name in ("one", "two"):
+        database[name].insert_many([{"_id": each, "balance": 1000} for each in "AB"])
+    app = Celery("one", broker="memory://")
+    one = TwoPhaseCommit(None, database["transactions"], accounts=database["one"], protocol=protocol)
+    two = TwoPhaseCommit(app, database["transactions"], accounts=database["two"], protocol=protocol)
+    refused = pytest.raises(
+        ConfigurationError, match=rf"in {one.accounts.full_name}, .* {two.accounts.full_name}: .*accounts="
+    )
+    identity = one.transfer("A", "B", 100, run=False)
+    for call in (two.run, two.cancel, two.delay, lambda each: two.step(each, None)):
+        with refused:
+            call(identity)
+
+    database["transactions"].update_one({"_id": identity}, {"$set": {"state": "pending", "lastModified": LONG_AGO}})
+    for call in (two.run, two.cancel):
+        with refused:
+            call(identity)
+    (became,) = two.recover(0)
+    assert (became.after, became.stopped) == ("pending", True)
+    assert [each.after for each in one.recover(0)] == ["done"]
+
+    assert two.read(identity).state == "done"
+    assert [part.namespace for part in two.read(identity).parts] == [one.accounts.full_name] * 2
+    with refused:
+        two.compensate(identity)
+    back = one.compensate(identity)
+    with refused:
+        two.run(back)
     assert [each["balance"] for each in database["one"].find().sort("_id", 1)] == [900, 1100]
+    one.run(back)
+
+    for name in ("one", "two"):
+        assert [each["balance"] for each in database[name].find().sort("_id", 1)] == [1000, 1000]
 
 
 def test_what_is_queued_by_another_application_is_begun_when_asked_for_all(database: Database[Document]) -> None:

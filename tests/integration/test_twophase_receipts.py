@@ -339,10 +339,13 @@ def test_a_participant_that_spent_it_keeps_the_transaction_canceling_until_it_ca
 
     with pytest.raises(TransactionStateError, match="does not meet"):
         clusters.bank.run(identity)
-    assert clusters.log.find_one({"_id": identity})["state"] == "canceling"
+    stored = clusters.log.find_one({"_id": identity})
+    assert (stored["state"], "cannot be undone" in stored["stoppedBy"]) == ("canceling", True)
+    assert not clusters.bank.log.note_stopped(clusters.bank.read(identity), stored["stoppedBy"])
     clusters.accounts("east").update_one({}, {"$inc": {"balance": 500}})
     with pytest.raises(TransactionCanceledError, match="does not exist"):
         clusters.bank.run(identity)
+    assert "stoppedBy" not in clusters.log.find_one({"_id": identity})
     assert clusters.balances() == {"own": START, "east": 450, "west": START}
 
 
@@ -532,6 +535,26 @@ def test_who_does_not_know_a_cluster_begins_nothing_in_the_others(clusters: Clus
     assert clusters.log.find_one({"_id": identity})["state"] == "initial"
     assert clusters.balances() == UNTOUCHED
     assert [each.after for each in clusters.bank.recover(0)] == ["done"]
+
+
+def test_accounts_in_another_cluster_are_no_accounts_of_the_same_name_beside_the_transactions(
+    clusters: Clusters, mongo_url: str
+) -> None:
+    """Also where that one has an alias. Another client of the transactions' cluster may be written otherwise."""
+    log, east = clusters.log, clusters.accounts("east")
+    beside = clusters.clients["own"][east.database.name]["accounts"]
+    for accounts in (east, beside):
+        accounts.insert_many([{"_id": each, "balance": START} for each in ("P", "Q")])
+    for clients in ({}, {"east": clusters.clients["east"]}):
+        with pytest.raises(ConfigurationError, match=r"accounts .* in another cluster"):
+            TwoPhaseCommit(None, log, accounts=east, clients=clients).transfer("P", "Q", 100)
+    assert [each["balance"] for each in [*beside.find({"_id": "P"}), *east.find({"_id": "P"})]] == [START, START]
+
+    with MongoClient[Document](mongo_url.replace("127.0.0.1", "localhost")) as written_otherwise:
+        assert written_otherwise != clusters.clients["own"]
+        seen = written_otherwise[east.database.name]["accounts"]
+        TwoPhaseCommit(None, log, accounts=seen).transfer("P", "Q", 100)
+    assert {each["_id"]: each["balance"] for each in beside.find()} == {"P": START - 100, "Q": START + 100}
 
 
 def test_who_does_not_know_a_cluster_any_more_says_which(clusters: Clusters) -> None:

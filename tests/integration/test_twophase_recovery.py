@@ -131,6 +131,24 @@ def test_a_thousand_beside_a_dead_cluster_do_not_wait_for_it(
     assert seconds < 60
 
 
+@pytest.mark.parametrize("states", [(), ("done",), ("done", "initial")])
+def test_looking_at_what_is_final_reads_no_more_than_is_shown(database: Database[Document], states: Any) -> None:
+    """There is no index on the last step of those; what is not final comes first, the oldest step at the front."""
+    moments = [LONG_AGO + timedelta(days=1000 - each) for each in range(1000)]
+    done = [{"_id": each, "state": "done", "lastModified": moment} for each, moment in enumerate(moments)]
+    database["transactions"].insert_many(done)
+    bank = TwoPhaseCommit(None, database["transactions"])
+    two = [bank.begin([Participant(database["x"], 1, {"$inc": {"n": 1}})], id=each) for each in ("a", "b")]
+    database.command("profile", 2)
+    found = [each["_id"] for each in bank.found(states, limit=5)]
+    database.command("profile", 0)
+
+    assert found == ([*two, 0, 1, 2] if "initial" in states else [0, 1, 2, 3, 4])
+    reads = list(database["system.profile"].find({"op": "query", "ns": database["transactions"].full_name}))
+    assert reads
+    assert all(each["docsExamined"] <= 5 and not each.get("hasSortStage") for each in reads)
+
+
 def test_looking_ends_with_the_time_too(other_cluster: MongoReplicaSet) -> None:
     """What commands and pages show: nobody waits for a log that does not answer."""
     with MongoClient[Document](other_cluster.url) as client:
@@ -546,7 +564,9 @@ def test_a_participant_of_clusters_is_left_by_a_process_that_cannot_reach_it(clu
 
 
 @pytest.mark.parametrize("call", ["recover", "cancel"])
-def test_whoever_cannot_reach_a_participant_takes_nothing_from_those_who_can(clusters: Clusters, call: str) -> None:
+def test_whoever_cannot_reach_a_participant_takes_nothing_from_those_who_can(
+    clusters: Clusters, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also where it may take another application's: theirs would be looked after by nobody any more."""
     two = [clusters.begin("own", "east", value=1) for _ in range(2)]
     for identity in two:
@@ -559,6 +579,9 @@ def test_whoever_cannot_reach_a_participant_takes_nothing_from_those_who_can(clu
                 blind.cancel(identity, all=True)
     else:
         assert {each.stopped for each in blind.recover(0, all=True)} == {True}
+        (said,) = [each.getMessage() for each in caplog.records if getattr(each, "event", "") == "recovery_failed"]
+        assert said.startswith("2 transactions could not be recovered by this process")
+        assert all(repr(identity) in said for identity in two)
 
     assert {each["application"] for each in clusters.log.find()} == {"App1"}
     assert {each.after for each in clusters.bank.recover()} == {"done"}

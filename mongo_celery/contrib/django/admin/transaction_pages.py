@@ -178,7 +178,7 @@ def _row(stored: Mapping[str, Any]) -> dict[str, Any]:
         "application": shown(f"of {application}" if application else "of no application"),
         "modified": moment(modified.isoformat()) if isinstance(modified, datetime) else "-",
         "what": shown(_what(stored)),
-        "reason": shown(stored.get("reason") or ""),
+        "reason": shown(stored.get("stoppedBy") or stored.get("reason") or ""),
     }
 
 
