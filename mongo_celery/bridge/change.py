@@ -16,6 +16,7 @@ import bson
 from bson import ObjectId, Timestamp
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
+from pymongo.errors import ConfigurationError as ClientConfigurationError
 
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
@@ -232,7 +233,7 @@ class Change:
 
         It is no way to deliver documents that exist: `changes snapshot` does that. The fence of a live change comes
         from a claim, and one that is made by hand keeps nothing from being written over newer data. So without
-        `fence` the change refuses `fenced()`.
+        `fence` the change refuses `fence` and `fenced()`.
 
         Args:
             operation_type: as in MongoDB's events.
@@ -279,7 +280,12 @@ def _named_by_hand(client: Any, namespace: str) -> Collection[dict[str, Any]]:
     if client is None:
         raise HandlerUsageError(f"To write to {namespace!r} by its name, pass Change.build(..., client=...) as well.")
     database, dot, name = namespace.partition(".")
-    named: Collection[dict[str, Any]] = client[database][name] if dot else client.get_default_database()[namespace]
+    try:
+        named: Collection[dict[str, Any]] = client[database][name] if dot else client.get_default_database()[namespace]
+    except ClientConfigurationError:
+        raise HandlerUsageError(
+            f"{namespace!r} names no database, nor does the client's URL; write 'db.{namespace}'.",
+        ) from None
     return named
 
 
