@@ -19,7 +19,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project
 
 import django
 import pytest
-from bson import Int64, json_util
+from bson import Code, Int64, json_util
 from celery import Celery
 
 django.setup()
@@ -604,6 +604,8 @@ def test_no_more_of_a_document_is_written_than_is_shown() -> None:
     values = {"at": datetime(2026, 1, 2, tzinfo=UTC), "n": Int64(3), "of": [{"b": b"x"}], "is": float("inf")}
     assert json_util.loads(document(values), json_options=json_util.JSONOptions(tz_aware=True)) == values
     assert document("x\ny") == '"x\\ny"'
+    code: dict[str, Any] = {"code": Code("f()", {"a": float("-inf")}), "not": [float("nan"), 1.5, True, None, {}, []]}
+    assert json.loads(document(code)) == json.loads(json_util.dumps(code, json_options=json_util.RELAXED_JSON_OPTIONS))
 
 
 def test_what_ended_unforeseen_is_in_the_log_though_requests_are_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
