@@ -178,7 +178,8 @@ class Change:
         The right of this execution to write, for a store that no fenced view reaches, such as an SQL table.
 
         Such a store compares it with the newest one it has seen, and takes it down, in the transaction of the effect;
-        see examples/fenced_sql.
+        see examples/fenced_sql. That of a replay is older than all that its partition has handled since: one stamp for
+        a partition refuses it, one for each row only where that row is newer.
 
         Raises:
             HandlerUsageError: the change was built by hand, without a fence.
