@@ -16,6 +16,7 @@ import bson
 from bson import ObjectId, Timestamp
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
+from pymongo.errors import ConfigurationError as ClientConfigurationError
 
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
@@ -177,7 +178,8 @@ class Change:
         The right of this execution to write, for a store that no fenced view reaches, such as an SQL table.
 
         Such a store compares it with the newest one it has seen, and takes it down, in the transaction of the effect;
-        see examples/fenced_sql.
+        see examples/fenced_sql. That of a replay is older than all that its partition has handled since: one stamp for
+        a partition refuses it, one for each row only where that row is newer.
 
         Raises:
             HandlerUsageError: the change was built by hand, without a fence.
@@ -232,7 +234,7 @@ class Change:
 
         It is no way to deliver documents that exist: `changes snapshot` does that. The fence of a live change comes
         from a claim, and one that is made by hand keeps nothing from being written over newer data. So without
-        `fence` the change refuses `fenced()`.
+        `fence` the change refuses `fence` and `fenced()`.
 
         Args:
             operation_type: as in MongoDB's events.
@@ -279,7 +281,12 @@ def _named_by_hand(client: Any, namespace: str) -> Collection[dict[str, Any]]:
     if client is None:
         raise HandlerUsageError(f"To write to {namespace!r} by its name, pass Change.build(..., client=...) as well.")
     database, dot, name = namespace.partition(".")
-    named: Collection[dict[str, Any]] = client[database][name] if dot else client.get_default_database()[namespace]
+    try:
+        named: Collection[dict[str, Any]] = client[database][name] if dot else client.get_default_database()[namespace]
+    except ClientConfigurationError:
+        raise HandlerUsageError(
+            f"{namespace!r} names no database, nor does the client's URL; write 'db.{namespace}'.",
+        ) from None
     return named
 
 

@@ -185,8 +185,8 @@ class Handler:
 
     def beside(self, known: Handler) -> str:
         """What is to be done about another handler of this name, in an error's words."""
-        if _place(_code(self.function)) == _place(_code(known.function)):
-            modules = known.function.__module__, self.function.__module__
+        modules = known.function.__module__, self.function.__module__
+        if modules[0] != modules[1] and _place(_code(self.function)) == _place(_code(known.function)):
             return f"its module was imported by two names, {' and '.join(modules)}: import it by one of them everywhere"
         return "give one another name with name='...'"
 

@@ -19,8 +19,9 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project
 
 import django
 import pytest
-from bson import Int64, json_util
+from bson import Code, Int64, json_util
 from celery import Celery
+from pymongo.errors import ServerSelectionTimeoutError
 
 django.setup()
 
@@ -45,6 +46,7 @@ from mongo_celery.contrib.django.admin.operations_admin import listed
 from mongo_celery.contrib.django.admin.words import document
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.outbox import health
+from mongo_celery.outbox import replay as outbox_commands
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
 from mongo_celery.testing import BridgeRunner
@@ -340,7 +342,7 @@ def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
     confirmed(browser, BRIDGES, action="set_aside", **place)
     assert states()["stop"] == "flowing"
     assert len(letters()) == 1
-    assert "refused" in LogEntry.objects.order_by("-pk")[1].change_message
+    assert "ended with an error" in LogEntry.objects.order_by("-pk")[1].change_message
 
 
 def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
@@ -547,7 +549,7 @@ def test_a_transaction_is_run_taken_back_and_canceled() -> None:
         follow=True,
     )
     assert "done" in said(late)[0]
-    assert "refused" in LogEntry.objects.latest("pk").change_message
+    assert "ended with an error" in LogEntry.objects.latest("pk").change_message
 
 
 # -- what may be written anywhere --------------------------------------------------------------------
@@ -604,6 +606,26 @@ def test_no_more_of_a_document_is_written_than_is_shown() -> None:
     values = {"at": datetime(2026, 1, 2, tzinfo=UTC), "n": Int64(3), "of": [{"b": b"x"}], "is": float("inf")}
     assert json_util.loads(document(values), json_options=json_util.JSONOptions(tz_aware=True)) == values
     assert document("x\ny") == '"x\\ny"'
+    code: dict[str, Any] = {"code": Code("f()", {"a": float("-inf")}), "not": [float("nan"), 1.5, True, None, {}, []]}
+    assert json.loads(document(code)) == json.loads(json_util.dumps(code, json_options=json_util.RELAXED_JSON_OPTIONS))
+
+
+def test_what_was_done_before_an_error_is_not_called_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two letters the first is gone for good when MongoDB is away for the second."""
+    first, second = outbox_letter("o-1"), outbox_letter("o-2")
+    discard = outbox_commands.discard
+
+    def discard_one(outbox: Any, identity: str) -> bool:
+        if identity == second:
+            raise ServerSelectionTimeoutError("no primary")
+        return discard(outbox, identity)
+
+    monkeypatch.setattr(outbox_commands, "discard", discard_one)
+    confirmed(operator(), OUTBOXES, action="discard", outbox="orders", letter=[first, second])
+    assert project.outbox.dead_letters.count() == 1
+    message = LogEntry.objects.get().change_message
+    assert message.startswith("discard ended with an error: ")
+    assert message.endswith(f"Asked for: {first}, {second}.")
 
 
 def test_what_ended_unforeseen_is_in_the_log_though_requests_are_transactions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -286,3 +287,12 @@ def test_the_search_for_ambiguous_names_finds_them() -> None:
     assert ambiguous(meanings_of_modules(dict.fromkeys(names, one))) == {
         "bridge: claims": ["bridge.state.claims", "bridge.worker.claims"],
     }
+
+
+def test_every_file_that_is_no_module_is_packed() -> None:
+    """A page fails that asks for a static file which the wheel lacks; a slow test builds the wheel itself."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["mongo_celery"]
+    packed = {found for pattern in patterns for found in ROOT.glob(pattern)}
+    others = {each for each in ROOT.rglob("*") if each.is_file() and each.suffix not in {".py", ".pyc"}}
+    assert others == packed

@@ -141,6 +141,9 @@ def test_a_module_that_was_imported_by_two_names_is_no_second_handler() -> None:
     app = made_app(bridge, "shop")
     with pytest.raises(ConfigurationError, match=told):
         bridge.of(app).on_change("shop.orders")(again)
+    other = FunctionType(code, {"__name__": summarise.__module__}, "another")
+    with pytest.raises(ConfigurationError, match="give one another name with name="):
+        bridge.on_change("shop.orders", name="summarise")(other)
 
 
 def test_a_second_time_for_one_app_does_nothing() -> None:

@@ -242,6 +242,9 @@ def test_a_name_needs_a_client_and_a_collection_has_one(unreachable: MongoClient
     assert isinstance(change.fenced(unreachable["shop"]["summaries"]), FencedCollection)
     with pytest.raises(HandlerUsageError, match=r"Change\.build\(\.\.\., client=\.\.\.\)"):
         change.fenced("shop.summaries")
+    change = Change.build("insert", ns="shop.orders", fence=change.fence, client=unreachable)
+    with pytest.raises(HandlerUsageError, match=r"names no database.* 'db\.summaries'"):
+        change.fenced("summaries")
     with MongoClient[dict[str, Any]]("mongodb://localhost:1/shop", connect=False) as client:
         change = Change.build("insert", ns="shop.orders", fence=change.fence, client=client)
         assert "'shop.summaries'" in repr(change.fenced("summaries"))

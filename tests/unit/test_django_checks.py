@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -205,6 +206,15 @@ def test_a_message_names_cause_and_remedy_and_no_password() -> None:
         ),
     ]
     assert "DATABASES['mongo']" in found["another_cluster"][0][2]
+
+
+def test_the_place_of_an_error_is_the_projects_own_and_no_librarys() -> None:
+    """A variable that is not set ends in Python's own file, which nobody is to correct."""
+    from mongo_celery.contrib.django.project import place_of
+
+    with pytest.raises(KeyError) as missing:
+        os.environ["NO_SUCH_VARIABLE"]
+    assert str(place_of(missing.value)).startswith(f"{__file__}, line ")
 
 
 def test_the_page_lists_every_id_and_no_other() -> None:

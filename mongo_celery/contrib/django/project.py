@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 SETTING = "MONGO_CELERY"
 _KEYS = ("APP",)
 _NOT_THE_PROJECTS = frozenset({"mongo_celery", "celery", "kombu", "django", "importlib", "pymongo", "__main__", ""})
+_LIBRARIES = ("<frozen ", *(f"{sysconfig.get_path(each)}{os.sep}" for each in ("stdlib", "purelib", "platlib")))
 _loading = threading.RLock()
 _loaded: WeakSet[Any] = WeakSet()
 """Apps whose modules are imported: to look for them costs milliseconds for each Django application."""
@@ -88,14 +91,16 @@ def place_of(error: BaseException) -> str | None:
     """
     File and line of the project's own code that an import ended in; None where none was reached.
 
-    A sentence on an option does not say which of a hundred handlers has it.
+    A sentence on an option does not say which of a hundred handlers has it. A project that is itself installed where
+    libraries are is told of the last line of either.
     """
-    found = None
+    found = own = None
     for frame, line in traceback.walk_tb((error.__cause__ or error).__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _NOT_THE_PROJECTS:
             found = f"{frame.f_code.co_filename}, line {line}"
-    return found
+            own = own if frame.f_code.co_filename.startswith(_LIBRARIES) else found
+    return own or found
 
 
 def _found(where: str) -> Celery:

@@ -304,7 +304,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.{several}")
             raise
         if outcome is None:
-            self._ended(entry, f"{name} was refused: {sentence}{several}")
+            self._ended(entry, f"{name} ended with an error: {sentence}{several}")  # what came before it is done
             return self._back(request, [sentence])
         refused = [shown(each) for each in outcome.refused]
         said = shown(outcome.said)
@@ -349,7 +349,7 @@ def listed(names: Sequence[str]) -> str:
 
 def _several(form: QueryDict, names: Sequence[str]) -> str:
     """All that an action was asked for, for the log, where its target is only how many these are."""
-    given = [each for name in names for each in form.getlist(name) if len(form.getlist(name)) > 1]
+    given = [each for name in names if len(chosen_ones := form.getlist(name)) > 1 for each in chosen_ones]
     return f" Asked for: {', '.join(map(shown, given[:_LOGGED_MAX]))}." if given else ""
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
-from bson import json_util
+from bson import Code, json_util
 from bson.binary import UuidRepresentation
 
 from mongo_celery.cli.verdict_view import visible
@@ -31,7 +32,7 @@ def block(text: str) -> str:
 def document(value: Any) -> str:
     """A document as extended JSON, as much of it as is shown: whole ones of megabytes take seconds to write."""
     parts, length = [], 0
-    for part in _ENCODER.iterencode(value):
+    for part in _ENCODER.iterencode(_extended(value)):
         parts.append(part)
         length += len(part)
         if length > _CONTENTS_MAX:
@@ -39,8 +40,44 @@ def document(value: Any) -> str:
     return block("".join(parts))
 
 
+class _Fields(dict[str, Any]):
+    """Fields, each of which becomes extended JSON when it is written."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._given = given
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
+    def items(self) -> Any:
+        return ((name, _extended(value)) for name, value in self._given.items())
+
+
+class _Elements(list[Any]):
+    """Elements, in the same way."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()
+        self._given = given
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_extended, self._given)
+
+
 def _extended(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else json_util.default(value, json_options=_JSON)
+    """Not left to an encoder's `default`: code is text to it, and infinity a number."""
+    if isinstance(value, Mapping):
+        return _Fields(value)
+    if isinstance(value, list | tuple):
+        return _Elements(value)
+    is_plain = value is None or (isinstance(value, str | int) and not isinstance(value, Code))
+    if is_plain or (isinstance(value, float) and isfinite(value)):
+        return value
+    return json_util.default(value, json_options=_JSON)
 
 
-_ENCODER = json.JSONEncoder(indent=2, ensure_ascii=False, default=_extended)
+_ENCODER = json.JSONEncoder(indent=2, ensure_ascii=False)
