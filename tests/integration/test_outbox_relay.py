@@ -268,9 +268,13 @@ def test_what_the_first_edition_has_written_is_held_back_from_its_relays_too(
     assert orders.find_one() == {"_id": 1}
 
 
-@pytest.mark.parametrize(("collected", "left"), [(1, 6), (4, 3)])
-def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, collected: int, left: int) -> None:
-    """It strikes in the first command or the second: what was sent is removed, and the next sweep can begin at once."""
+@pytest.mark.parametrize("collected", [1, 4])
+def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, collected: int) -> None:
+    """
+    It strikes in the first command or the second: what was sent is removed, and the next sweep can begin at once.
+
+    With kombu before 5.7 each message has a command of its own.
+    """
     outbox = rig.outbox(at_once=False, max_attempts=1, failure_policy="dead_letter", claim_ttl=600)
     for identity in range(3):
         outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(2)])
@@ -287,9 +291,12 @@ def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, colle
         sweep_all([replace(outbox.backlog, age=0.001)])
     outbox.publisher.publish = publish  # type: ignore[method-assign]
 
+    sent = rig.sent()
+    left = 6 - len(sent)
+    assert 0 < left
     assert (outbox.status().pending, outbox.status().failing, outbox.dead_letters.count()) == (left, 0, 0)
     assert outbox.sweep(older_than=0).dispatched == left
-    sent = rig.sent()
+    sent += rig.sent()
     assert [[step for each, step in sent if each == identity] for identity in range(3)] == [[0, 1]] * 3
 
 
