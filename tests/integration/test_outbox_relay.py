@@ -293,7 +293,7 @@ def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, colle
 
     sent = rig.sent()
     left = 6 - len(sent)
-    assert 0 < left
+    assert left > 0
     assert (outbox.status().pending, outbox.status().failing, outbox.dead_letters.count()) == (left, 0, 0)
     assert outbox.sweep(older_than=0).dispatched == left
     sent += rig.sent()
