@@ -197,7 +197,9 @@ def _negated(apply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minus(value: Any) -> Any:
-    return Decimal128(-value.to_decimal()) if isinstance(value, Decimal128) else type(value)(-value)
+    if isinstance(value, Decimal128):  # a minus of Python's would round it to the precision of the caller's context
+        return Decimal128(value.to_decimal().copy_negate())
+    return type(value)(-value)
 
 
 def _value(text: str) -> dict[str, Any]:

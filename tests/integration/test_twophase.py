@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from typing import Any
 
 import pytest
@@ -103,6 +103,22 @@ def test_amounts_keep_their_type(bank: TwoPhaseCommit, database: Database[Docume
 
     left = balances(database)["A"]
     assert left == 997.5 if isinstance(value, float) else left == Decimal128("999.70")
+
+
+def test_what_is_paid_is_what_is_taken_to_the_last_digit(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """Python's decimals round where a sign is changed, to the caller's context or to 28 digits; BSON has 34."""
+    digits = Decimal128("1.000000000000000000000000000000001")
+    make_accounts(database, **dict.fromkeys("CDEF", 0))
+    with localcontext(prec=4):
+        bank.transfer("A", "B", Decimal("123.45"))
+    for source, destination in ("CD", "EF"):
+        bank.transfer(source, destination, digits, require={})
+    bank.run(bank.compensate(bank.transfer("E", "F", digits, require={})))
+
+    left: dict[str, Any] = balances(database)
+    assert (left["A"], left["B"]) == (Decimal128("876.55"), Decimal128("1123.45"))
+    assert (left["C"], left["D"]) == (Decimal128(f"-{digits}"), digits)
+    assert (left["E"], left["F"]) == (left["C"], left["D"])
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "100", float("nan"), float("inf"), None, Decimal(-1)])
