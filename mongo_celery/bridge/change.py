@@ -271,10 +271,14 @@ class Change:
                 event,
                 partition=fence.index,
                 fencing_token=fence.token,
-                _fence=lambda _: fence,
+                _fence=partial(_as_given, fence),
                 _named=partial(_named_by_hand, client),
             )
         return cls(event, fencing_token=HAND_MADE_TOKEN if fencing_token is None else fencing_token)
+
+
+def _as_given(fence: Fence, _change: Change) -> Fence:
+    return fence
 
 
 def _named_by_hand(client: Any, namespace: str) -> Collection[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
@@ -239,6 +240,7 @@ def test_a_built_change_with_a_fence_gives_fenced_views(unreachable: MongoClient
 def test_a_name_needs_a_client_and_a_collection_has_one(unreachable: MongoClient[dict[str, Any]]) -> None:
     """P9: in a unit test of a handler that writes."""
     change = Change.build("insert", ns="shop.orders", fence=Fence("shop/summarise", 0, 0, 1))
+    assert pickle.loads(pickle.dumps(change)).fence == change.fence
     assert isinstance(change.fenced(unreachable["shop"]["summaries"]), FencedCollection)
     with pytest.raises(HandlerUsageError, match=r"Change\.build\(\.\.\., client=\.\.\.\)"):
         change.fenced("shop.summaries")

@@ -44,8 +44,9 @@ logger = logging.getLogger("mongo_celery.worker")
 
 
 OUTDATED = (
-    "Changes that were handled since have written where this dead letter would put older data. Discard it; or, where "
-    "its effect is still wanted, replay it with --over-newer."
+    "Changes that were handled since have written where this dead letter would put older data, or have left a stamp "
+    "that stands for more than its document. Where its effect is still wanted, replay it with --over-newer; else "
+    "discard it."
 )
 OVERTAKES = (
     "Its key is parked, and what waits for that comes first: replay or discard those dead letters, then replay this "
