@@ -149,6 +149,7 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
             {"_id": "u", "state": "pending", "participants": 5},
             {"_id": "w", "state": "pending", "changes": [{"cluster": "east", "collection": "a.b", "id": 1}]},
             {"_id": "v", **shape, "state": "canceled", "reason": "see [/x]"},
+            {"_id": "s", **shape, "state": "canceling", "reason": "asked", "stoppedBy": "it was spent"},
         ]
     )
 
@@ -157,6 +158,8 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
     assert '"0123456789abcdef01234567"' in listed
     assert "[red]x" in listed
     assert "  east:a.b 1" in listed
+    assert "asked; stopped: it was spent" in listed
+    assert '"stoppedBy": "it was spent"' in "\n".join(bank.output("transactions", "show", "s"))
     assert "see [/x]" in "\n".join(bank.output("transactions", "list", "--state", "canceled"))
     assert json.loads(bank.output("transactions", "cancel", '"123"', "--yes", "--json")[-1])["id"] == "123"
     assert stored.count_documents({"state": "canceled"}) == 2
