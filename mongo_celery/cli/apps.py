@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
@@ -75,14 +74,14 @@ def one_of(ctx: click.Context, registry: Registry[T], name: str | None, option: 
     return found[0]
 
 
-def console_of(ctx: click.Context) -> Console:
-    """Where a command shows what people read."""
+def console_of(ctx: click.Context, *, err: bool = False) -> Console:
+    """Where a command shows what people read; what is no answer, such as a question, on standard error."""
     from rich.console import Console
 
-    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
+    console = Console(no_color=ctx.obj.no_color or None, highlight=False, stderr=err)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
-        console.file = cast("TextIO", _Unpadded(sys.stdout))
+        console.file = cast("TextIO", _Unpadded(cast("TextIO", console.file)))
     return console
 
 

@@ -240,8 +240,7 @@ def _show(ctx: click.Context, found: Sequence[OpenTransaction], *, err: bool = F
     from rich.padding import Padding
     from rich.text import Text
 
-    console = console_of(ctx)
-    console.stderr = err
+    console = console_of(ctx, err=err)
     for each in found:  # no markup: an appName is anybody's
         console.print(Text(f"{each.id}  {each.state}  {each.server}"), soft_wrap=True)  # an id is there to be copied
         console.print(Padding(Text(str(each)), (0, 0, 0, 2), expand=False))

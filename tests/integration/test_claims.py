@@ -221,7 +221,7 @@ def test_a_bridges_rights_are_enough_to_end_its_own_transactions(guarded_url: Ur
     """The dead worker was another client of the same user."""
     dead, successor = (make_client(guarded_url("bridge")) for _ in range(2))
     rig = rig_of(successor, STATE)
-    locked = dead[STATE]["locked"]
+    locked = dead[STATE]["locked_by_the_dead"]  # the servers are those of other tests, too
     locked.insert_one({"_id": 1})
     with dead.start_session() as session:
         rig.claim(session=session.session_id["id"])
@@ -229,7 +229,7 @@ def test_a_bridges_rights_are_enough_to_end_its_own_transactions(guarded_url: Ur
         locked.update_one({"_id": 1}, {"$set": {"n": 1}}, session=session)
         rig.lapse()
         assert rig.claims.end_transaction(rig.where)
-        assert successor[STATE]["locked"].update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
+        assert successor[STATE]["locked_by_the_dead"].update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
 
 
 def test_what_is_counted_of_an_existing_document_falls_on_no_other_change(rig: Rig) -> None:
