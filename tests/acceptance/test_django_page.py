@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pymongo.database import Database
 
+from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.documentation.pages import ROOT, addressed, blocks
 from tests.fixtures.process import Processes, wait_for
@@ -122,8 +123,11 @@ def test_the_project_of_the_page_runs(
     assert {str(each["_id"]) for each in database["shop_summary"].find()} == set(orders)
     assert {each["was_open"] for each in audited.find()} == {False}
     assert [seat["customer"] for seat in database["shop_seat"].find()] == ["Ann", "Ann"]
-    swept = database.client[state_database]["outbox_sweeps"]
-    wait_for(lambda: swept.count_documents({}) == 1, message=lambda: "without a beat, the listener asks for sweeps")
+    swept, ours = (
+        database.client[DEFAULT_DATABASE]["outbox_sweeps"],
+        {"outbox": f"{database.name}.shop_outbox/pendingEvents"},
+    )
+    wait_for(lambda: swept.count_documents(ours) == 1, message="without a beat, the listener asks for sweeps")
 
 
 def test_the_commands_of_the_page_are_those_of_django() -> None:
