@@ -25,6 +25,7 @@ from tests.chaos.facts import (
     Let,
     Parked,
     Removed,
+    Waited,
     Where,
 )
 from tests.chaos.setting import FLOWS, is_poison, partition_of
@@ -297,8 +298,13 @@ def longest_gaps(found: Iterable[Stop], faults: Sequence[Fault]) -> dict[str, Lo
 
 
 def repeated(history: Sequence[Fact], faults: Sequence[Fault]) -> tuple[int, list[str]]:
-    """P6: how many starts were repetitions; a change may start once, and once more for each fault meanwhile."""
+    """
+    P6: how many starts were repetitions; a change may start once, and once more for each fault meanwhile.
+
+    A fault that lasts may meet one attempt after another: each of those has told the state that it waits.
+    """
     written = _Heads(history)
+    waits = [fact for fact in history if isinstance(fact, Waited)]
     starts: dict[Due, list[Started]] = defaultdict(list)
     replayed = {fact.due for fact in history if isinstance(fact, Parked)}  # as often as a person asks
     for fact in history:
@@ -307,9 +313,12 @@ def repeated(history: Sequence[Fact], faults: Sequence[Fault]) -> tuple[int, lis
     wrong = []
     for due, each in starts.items():
         if len(each) > 1 and not is_poison(due.key):
-            near = sum(f.begin <= each[-1].at and written.written_at(due) <= f.until for f in faults)
-            if len(each) > 1 + near:
-                wrong.append(f"{due} started {len(each)} times beside {near} faults")
+            since, until = written.written_at(due), each[-1].at
+            where = due.handler, partition_of(due.handler, due.key)
+            near = sum(f.begin <= until and since <= f.until for f in faults)
+            met = sum(fact.where == where and since <= fact.at <= until for fact in waits) if near else 0
+            if len(each) > 1 + near + met:
+                wrong.append(f"{due} started {len(each)} times beside {near} faults; {met} have said that they wait")
     return sum(len(each) - 1 for due, each in starts.items() if not is_poison(due.key)), wrong
 
 

@@ -39,6 +39,14 @@ class Charged:
 
 
 @dataclass(frozen=True, slots=True)
+class Waited:
+    """An execution met an outage: the first change of the partition is to start again, and nothing was counted."""
+
+    where: Where
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """
     A partition has another state now.
@@ -104,7 +112,7 @@ class Let:
     due: Due
 
 
-Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed | Brought | Parked | Let
+Fact = CommonFact | Acquired | Charged | Waited | Changed | Kept | Covered | Removed | Brought | Parked | Let
 
 
 @dataclass(frozen=True, slots=True)

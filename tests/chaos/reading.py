@@ -12,7 +12,20 @@ from datetime import datetime
 from typing import Any
 
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Kept, Let, Parked, Removed, Where
+from tests.chaos.facts import (
+    Acquired,
+    Brought,
+    Changed,
+    Charged,
+    Covered,
+    Fact,
+    Kept,
+    Let,
+    Parked,
+    Removed,
+    Waited,
+    Where,
+)
 from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, SINK, STATE
 
 Event = Mapping[str, Any]
@@ -147,6 +160,8 @@ class Reading:
         counts = [(document.get("retry") or {}).get(name, 0) for document in (before, after) for name in _COUNTS]
         if counts[2] > counts[0] or counts[3] > counts[1]:
             yield Charged(partition, _place(after), counts[2], counts[3], at)
+        if _waits(after) > _waits(before):
+            yield Waited(partition, at)
         marks = [(document.get("spilled") or {}).get("to", "") for document in (before, after)]
         if marks[0] != marks[1]:
             yield Covered(partition, marks[1], at)
@@ -184,6 +199,12 @@ def _place(document: Document, field: str = "") -> str:
     found = document.get(field) if field else document
     token = (found or {}).get("resumeToken") or {}
     return str(token.get("_data", ""))
+
+
+def _waits(document: Document) -> int:
+    """How often in a row its first change has met an outage."""
+    waiting = (document.get("retry") or {}).get("waiting") or {}
+    return int(waiting.get("count", 0))
 
 
 def _partition(where: str) -> Where:

@@ -9,7 +9,20 @@ import pytest
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos import checks
 from tests.chaos.checks import Longest, Stop
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Fault, Kept, Let, Parked, Removed
+from tests.chaos.facts import (
+    Acquired,
+    Brought,
+    Changed,
+    Charged,
+    Covered,
+    Fact,
+    Fault,
+    Kept,
+    Let,
+    Parked,
+    Removed,
+    Waited,
+)
 from tests.chaos.plan import healthy_partitions
 from tests.chaos.report import merged
 from tests.chaos.setting import partition_of
@@ -227,6 +240,18 @@ def test_a_document_of_a_snapshot_starts_once_more_and_takes_nothing_back() -> N
     assert judge(Evidence([*history, *again], [], [ordered])).wrong["out of order"] == []
     behind: list[Fact] = [wrote(3, 10.5), started(3, 10.5), effect(3, 10.5)]
     assert judge(Evidence([*history, *behind, *again], [], [ordered])).wrong["out of order"]
+
+
+def test_a_fault_that_lasts_may_meet_several_attempts_of_a_change() -> None:
+    """P6: as many as have said that they wait, and none where there was no fault, or in another partition."""
+    outage = Fault("state commands fail", 3.0, 9.0)
+    history: list[Fact] = [wrote(1, 2), *(started(1, at, fence=at) for at in (3, 4, 6, 10))]
+    waited: list[Fact] = [Waited(WHERE, at) for at in (3.5, 5.0)]
+    elsewhere: list[Fact] = [Waited(("quick", INDEX + 1), at) for at in (3.5, 5.0)]
+    assert checks.repeated([*history, *waited], [outage]) == (3, [])
+    assert checks.repeated([*history, *waited[1:]], [outage])[1]
+    assert checks.repeated([*history, *elsewhere], [outage])[1]
+    assert checks.repeated([*history, *waited], [])[1]
 
 
 def test_a_stop_is_time_in_which_something_waits_and_nothing_goes_on() -> None:

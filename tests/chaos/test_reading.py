@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Kept, Let, Parked, Removed
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Kept, Let, Parked, Removed, Waited
 from tests.chaos.reading import Reading, updated
 from tests.chaos.setting import DATA, FACTS, SINK, STATE
 
@@ -114,6 +114,9 @@ def test_a_partition_from_event_to_event() -> None:
         Covered(("quick", 3), "8209", at(8))
     ]
     assert events.update((STATE, "partitions"), where, {"spilled": None}) == [Covered(("quick", 3), "", at(9))]
+    for number, waits, is_new in ((10, 1, True), (11, 2, True), (12, 2, False)):
+        waiting = {"retry.waiting": {"count": waits, "cause": str(number)}}
+        assert events.update((STATE, "partitions"), where, waiting) == [Waited(("quick", 3), at(number))] * is_new
 
 
 def test_a_dead_letter_stands_before_the_position_that_passes_it() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pymongo
 import pytest
 from bson import Int64, Timestamp
 from pymongo import MongoClient
@@ -204,9 +205,9 @@ def test_only_the_transaction_of_a_lapsed_claim_is_ended(rig: Rig, mongo_client:
         rig.claim(session=session.session_id["id"])
         session.start_transaction()
         documents.update_one({"_id": 1}, {"$set": {"n": 1}}, session=session)
-        assert not rig.claims.end_transaction(rig.where)
+        assert not rig.claims.end_transactions([rig.where])
         rig.lapse()
-        assert rig.claims.end_transaction(rig.where)
+        assert rig.claims.end_transactions([rig.where]) == [rig.where]
         assert documents.update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
         with pytest.raises(OperationFailure) as caught:
             session.commit_transaction()
@@ -214,7 +215,7 @@ def test_only_the_transaction_of_a_lapsed_claim_is_ended(rig: Rig, mongo_client:
     rig.claim(owner="another")
     assert rig.document["claim"]["session"] is None
     rig.lapse()
-    assert not rig.claims.end_transaction(rig.where)
+    assert not rig.claims.end_transactions([rig.where])
 
 
 def test_a_bridges_rights_are_enough_to_end_its_own_transactions(guarded_url: UrlOf, make_client: MakeClient) -> None:
@@ -228,8 +229,23 @@ def test_a_bridges_rights_are_enough_to_end_its_own_transactions(guarded_url: Ur
         session.start_transaction()
         locked.update_one({"_id": 1}, {"$set": {"n": 1}}, session=session)
         rig.lapse()
-        assert rig.claims.end_transaction(rig.where)
+        assert rig.claims.end_transactions([rig.where]) == [rig.where]
         assert successor[STATE]["locked_by_the_dead"].update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
+
+
+def test_a_process_that_dies_while_it_sets_a_change_aside_keeps_nothing_locked(
+    rig: Rig, make_client: MakeClient, failpoint: Failpoint, state_database: str
+) -> None:
+    """P7: its transaction stays open; who claims next need not wait until the server ends that."""
+    dying = rig_of(make_client(appname="dies"), state_database)
+    claim = rig.claim(ttl=1)
+    with failpoint(failCommands=["commitTransaction"], errorCode=8000, appName="dies"), pytest.raises(OperationFailure):
+        dying.claims.set_aside(claim, token(1), a_dead_letter())
+    with pymongo.timeout(0.5), pytest.raises(PyMongoError):  # it is locked
+        rig.documents.update_one({"_id": rig.where}, {"$set": {"note": 1}})
+    assert wait_for(lambda: rig.claims.end_transactions([rig.where])) == [rig.where]
+    assert rig.claim(owner="next").crashes == 1
+    assert rig.letters.count_documents({}) == 0
 
 
 def test_what_is_counted_of_an_existing_document_falls_on_no_other_change(rig: Rig) -> None:
@@ -715,13 +731,15 @@ def test_a_dead_letter_is_written_with_its_position_or_not_at_all(
     claim = rig.claim()
     before = rig.document
     commands = {"position": ["update"], "letter": ["update"], "commit": ["commitTransaction"]}[stage]
-    mode: Any = {"skip": 1} if stage == "letter" else "alwaysOn"
+    mode: Any = {"position": {"skip": 1}, "letter": {"skip": 2}, "commit": "alwaysOn"}[
+        stage
+    ]  # the claim's is the first
     with (
         failpoint(failCommands=commands, errorCode=8000, appName="dead-letter", mode=mode),
         pytest.raises(OperationFailure),
     ):
         patient.claims.set_aside(claim, token(1), a_dead_letter())
-    assert rig.document == before
+    assert rig.document == {**before, "claim": {**before["claim"], "session": rig.document["claim"]["session"]}}
     assert rig.letters.count_documents({}) == 0
     assert patient.claims.set_aside(claim, token(1), a_dead_letter())
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from bson import Int64
 from celery.exceptions import Ignore
 from pymongo import MongoClient
+from pymongo.errors import OperationFailure
 
 from mongo_celery import Change, CommandRefusedError
-from mongo_celery.bridge.state.claims import PARKED_MAX, Claims
+from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, name_session
 from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX, SELECTED, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.mongo.table import Table
+from tests.fixtures.process import wait_for
 from tests.integration.layout_rig import NAME, Shop, region
 from tests.integration.parking_rig import Parking, WantedError, hash_of, parking_on
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
@@ -55,6 +59,29 @@ def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: Parking
     assert (parking.rig.image.committed, parking.rig.image.parked_keys) == (5, 1)
     behind = parking.find(3).letters[0]
     assert (behind.attempts, behind.traceback, behind.parked) == (0, "", hash_of("bad"))
+
+
+def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_partition(
+    parking: Parking, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P7: its claim names the session, and has lapsed; nobody waits until the server ends it."""
+    rig = parking.rig
+
+    def run() -> bool:
+        with suppress(Ignore):
+            parking.run(1, "good")
+        return bool(parking.got)
+
+    claim = rig.claim(owner="dead", ttl=0.1)
+    with rig.documents.database.client.start_session() as session:
+        assert name_session(Table(rig.documents, 1.0), claim, session)
+        session.start_transaction()
+        rig.documents.update_one({"_id": rig.where}, {"$set": {"note": 1}}, session=session)
+        wait_for(run, message="one message after another comes to nothing, as long as the partition is locked")
+        with pytest.raises(OperationFailure):
+            session.commit_transaction()
+    assert parking.got == [("good", 1)]
+    assert [record for record in caplog.records if getattr(record, "event", "") == "transaction_ended"]
 
 
 def test_only_the_state_decides_whether_a_key_is_parked(parking: Parking) -> None:

@@ -7,11 +7,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import bson
+import pymongo
 import pytest
 from bson import ObjectId
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Bridge, CommandRefusedError
 from mongo_celery.bridge.existing import LETTER
@@ -32,6 +34,9 @@ from mongo_celery.bridge.state.dead_letters import (
 )
 from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.mongo.verdicts import Concern
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Rig, rig_of, token
 from tests.integration.term_rig import TermRig, begin_term
 
@@ -110,6 +115,25 @@ def rig(mongo_client: MongoClient[Document], state_database: str) -> Aside:
     """Give one partition that flows and that nobody has claimed."""
     made = rig_of(mongo_client, state_database)
     return Aside(made.store, made.where, made.documents, made.letters)
+
+
+def test_a_process_that_dies_at_the_end_of_a_replay_keeps_nothing_locked(
+    rig: Aside, make_client: MakeClient, failpoint: Failpoint, state_database: str
+) -> None:
+    """P7: its transaction stays open; who claims next need not wait until the server ends that."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="dead", version=VERSION, ttl=1)
+    assert claim is not None
+    assert rig.store.replays.start(claim, letter.document_id, 0) is not None
+    dying = rig_of(make_client(appname="dies"), state_database)
+    with failpoint(failCommands=["commitTransaction"], errorCode=8000, appName="dies"), pytest.raises(OperationFailure):
+        dying.store.replays.succeed(claim, letter.document_id)
+    with pymongo.timeout(0.5), pytest.raises(PyMongoError):  # it is locked
+        rig.documents.update_one({"_id": rig.where}, {"$set": {"note": 1}})
+    assert wait_for(lambda: rig.claims.end_transactions([rig.where])) == [rig.where]
+    assert rig.claim(2, owner="next").crashes == 0
+    assert rig.found() != []
 
 
 # -- the order of what targets see -------------------------------------------------------------------

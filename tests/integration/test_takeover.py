@@ -16,6 +16,7 @@ import pytest
 from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import MongoClient
+from pymongo.errors import OperationFailure
 from pymongo.monitoring import CommandListener, CommandStartedEvent
 
 from mongo_celery.bridge.listener.relayout import Relayouts
@@ -23,6 +24,8 @@ from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
 from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.state.claims import name_session
+from mongo_celery.mongo.table import Table
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -269,6 +272,29 @@ def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: 
     assert take(rig.version) is not None
     assert not locked.win(time.monotonic() + 10)
     assert not locked.names
+
+
+def test_a_partition_that_a_dead_worker_has_locked_is_taken_over_once_its_claim_has_lapsed(
+    begin: Callable[[], TermRig],
+) -> None:
+    """P7: the claim names the session, so nobody waits until the server ends its transaction."""
+    before = begin()
+    before.take_over()
+    where = before.partition_id("record", 0)
+    claim = before.store.claims.take(
+        where, owner="dead", version=before.version, first=1, last=1, token=_LATER.data, ttl=0.1
+    )
+    assert claim is not None
+    rig = begin()
+    with rig.database.client.start_session() as session:
+        assert name_session(Table(rig.partitions, 1.0), claim, session)
+        session.start_transaction()
+        rig.partitions.update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
+        locked = LockedPartitions(rig.store, rig.version, trackers_of(rig.take_over()).values())
+        assert locked.names == [where]
+        assert wait_for(lambda: [image for image in locked.win(time.monotonic()) if image.epoch == rig.version])
+        with pytest.raises(OperationFailure):
+            session.commit_transaction()
 
 
 def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable[[], TermRig]) -> None:

@@ -124,8 +124,9 @@ class LockedPartitions:
     """
     The partitions that a take-over could not win, because a transaction that nobody ends has written them.
 
-    Most often its client died in the middle of a transactional handler; the server ends it after
-    `transactionLifetimeLimitSeconds`. Until then the partition keeps its older epoch. Messages of that term may still
+    Most often its client died in the middle of a transactional handler, or while it set a change aside: this is ended
+    once the claim has lapsed, anything else by the server, after `transactionLifetimeLimitSeconds`. Until then the
+    partition keeps its older epoch. Messages of that term may still
     claim and commit there, in order, as they might have before the take-over; this term dispatches nothing there,
     and its tracker counts the partition as outstanding, so that no watermark passes it but by what is committed.
 
@@ -143,8 +144,8 @@ class LockedPartitions:
         if self._locked:
             logger.warning(
                 "%d partitions are locked by open transactions, among them %s: they are taken over when these end, "
-                "which the server does after transactionLifetimeLimitSeconds at the latest, or when a server that is "
-                "too slow for all of them has answered. All others are led",
+                "with the claim of a worker that died, else by the server after transactionLifetimeLimitSeconds, or "
+                "when a server that is too slow for all of them has answered. All others are led",
                 len(self._locked),
                 ", ".join(self.names[:_NAMED_MAX]),
                 extra={"event": "partitions_locked", "count": len(self._locked)},
@@ -161,6 +162,7 @@ class LockedPartitions:
         if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
             return []
         try:
+            self._store.claims.end_transactions(self.names)
             images = self._store.partitions.win(self.names, self._version)
         finally:
             self._tried_at = time.monotonic()  # a slow server may have taken more than the pause for it

@@ -198,7 +198,7 @@ class Claims:
             version: the lease version in the message.
             token: comparable part of the first change's resume token.
             ttl: seconds; the bridge's `claim_ttl` by default.
-            session: of the server, in which a transactional handler will write.
+            session: of the server, in which a transactional handler will write; see `end_transactions`.
             living: owners whose process is known to live: the lapse of a claim of theirs is charged to nobody.
             inline: whether no commit task follows the run, so that its success is the position.
 
@@ -303,25 +303,29 @@ class Claims:
         fence = document["fence"]
         return Claim(partition_id, owner, committed + 1, committed, fence, 0, 0, fenced_as=known_as, parked=parked)
 
-    def end_transaction(self, partition_id: str) -> bool:
+    def end_transactions(self, partition_ids: Sequence[str]) -> list[str]:
         """
-        End what a transactional handler has left open whose claim has lapsed; whether there was such a claim.
+        End what executions have left open whose claims of these partitions have lapsed; of which there were such.
 
-        Its process is dead, or frozen, and will be refused. Until then its documents are locked: else the server ends
-        it after `transactionLifetimeLimitSeconds`. A transaction that is over is not touched by this.
+        That is the transaction of a transactional handler, or one that sets a change aside. Its process is dead, or
+        frozen, and will be refused. Until then its documents, and the partition, are locked: else the server ends it
+        after `transactionLifetimeLimitSeconds`. A transaction that is over is not touched by this.
         """
         lapsed = {"$lte": ["$claim.until", "$$NOW"]}
-        guard = {"_id": partition_id, "claim.session": {"$ne": None}, "handled": None, "$expr": lapsed}
-        found = self._table.find_one(guard, {"claim.session": 1})
-        session = ((found or {}).get("claim") or {}).get("session")
-        if session is None:
-            return False
+        chosen = {"_id": {"$in": list(partition_ids)}, "claim.session": {"$ne": None}, "handled": None}
+        sessions = {
+            found["_id"]: found["claim"]["session"]
+            for found in self._table.find({**chosen, "$expr": lapsed}, {"claim.session": 1})
+            if (found.get("claim") or {}).get("session") is not None
+        }
+        if not sessions:
+            return []
         try:
             with self._table.limit():
-                self._table.collection.database.command({"killSessions": [{"id": session}]})
+                self._table.collection.database.command({"killSessions": [{"id": each} for each in sessions.values()]})
         except OperationFailure:
-            return False  # then the server's own limit ends it
-        return True
+            return []  # then the server's own limit ends them
+        return list(sessions)
 
     def relinquish(self, partition_id: str, owner: str) -> bool:
         """End a claim whose answer was lost or came too late; False when there is none. It counts as no attempt."""
@@ -483,7 +487,8 @@ class Claims:
 
         The dead letter replaces one with the same `_id`, so that a rewound change can be set aside again. The fencing
         tokens behind the claim's own are left to its replays. One that waits for its key (`parked`) is refused where
-        that is not parked any more.
+        that is not parked any more. The claim names the session before, so that `end_transactions` frees the
+        partition from a process that died inside.
 
         Args:
             parks: whether its key is parked by this.
@@ -506,7 +511,8 @@ class Claims:
             pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
             self._dead_letters.database.client.start_session() as session,
         ):
-            return session.with_transaction(both, write_concern=WriteConcern("majority"))
+            named = name_session(self._table, claim, session)
+            return named and session.with_transaction(both, write_concern=WriteConcern("majority"))
 
     def advance(
         self,
@@ -548,6 +554,16 @@ class Claims:
 
     def _write(self, claim: Claim, change: Any) -> bool:
         return self._table.update(own(claim), change)
+
+
+def name_session(partitions: Table, claim: Claim, session: ClientSession) -> bool:
+    """
+    Say in a claim in which session a transaction is to end it; see `Claims.end_transactions`.
+
+    Returns:
+        False where a newer execution decides.
+    """
+    return partitions.update(own(claim), {"$set": {"claim.session": session.session_id["id"]}})
 
 
 def own(claim: Claim) -> dict[str, Any]:

@@ -45,7 +45,8 @@ first one on, in the order of the stream:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -57,7 +58,7 @@ from pymongo import ReturnDocument, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, own
+from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, name_session, own
 from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, SELECTED, DeadLetters, Letter, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number, remaining
@@ -157,7 +158,7 @@ class Replays:
         ttl: float,
     ) -> None:
         self._table = Table(requests, call_timeout(ttl))
-        self._partitions = partitions
+        self._partitions = Table(partitions, call_timeout(ttl))
         self._dead_letters = dead_letters
         self._letters = DeadLetters(dead_letters, bridge, ttl)
         self._bridge = bridge
@@ -291,10 +292,12 @@ class Replays:
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
         mine = {"_id": partition_id, "fence": replay.fence, "claim.replay": replay.letter}
         live = {"live": {"$gt": ["$claim.until", "$$NOW"]}}
-        found = self._partitions.find_one(mine, live, session=session)
+        found = self._partitions.collection.find_one(mine, live, session=session)
         if found is None or found["live"]:
             return found is not None
-        self._partitions.update_one(mine, [{"$set": {"fence": next_number("fence"), "claim": None}}], session=session)
+        self._partitions.collection.update_one(
+            mine, [{"$set": {"fence": next_number("fence"), "claim": None}}], session=session
+        )
         return False
 
     # -- what an execution does --------------------------------------------------------------------
@@ -437,10 +440,12 @@ class Replays:
         return self._settle(claim, note)
 
     def _settle(self, claim: Claim, write: Callable[[ClientSession], None]) -> bool:
-        return self._together(lambda session: self._end(claim, write, session) or _aborted(session))
+        with self._session() as session:
+            named = name_session(self._partitions, claim, session)
+            return named and _in_transaction(session, lambda own: self._end(claim, write, own) or _aborted(own))
 
     def _end(self, claim: Claim, write: Callable[[ClientSession], None], session: ClientSession) -> bool:
-        ended = self._partitions.update_one(own(claim), {"$set": {"claim": None}}, session=session)
+        ended = self._partitions.collection.update_one(own(claim), {"$set": {"claim": None}}, session=session)
         if ended.matched_count:
             write(session)
         return bool(ended.matched_count)
@@ -473,7 +478,7 @@ class Replays:
         """As `_go_on_behind`, of one that was discarded; False where its partition is closed for a new layout."""
         assert gone.parked is not None, "it waited for its key"
         holding, in_force = self._holding(gone), layout.generation if layout is not None else 0
-        found = self._partitions.find(holding, {"state": 1}, session=session)
+        found = self._partitions.collection.find(holding, {"state": 1}, session=session)
         if any(each["state"] == MOVING and _generation(each["_id"]) >= in_force for each in found):
             return False  # what is left of an older layout is over, and stays closed until it is removed
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
@@ -496,7 +501,7 @@ class Replays:
         change: dict[str, Any] = {"$inc": {"removed": Int64(1)}}
         if is_last:
             change["$pull"] = {"parkedKeys": holding["parkedKeys"]}
-        self._partitions.update_many(holding, change, session=session)
+        self._partitions.collection.update_many(holding, change, session=session)
 
     def _ask_next(
         self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool
@@ -547,11 +552,17 @@ class Replays:
             self._table.collection.delete_one({"_id": letter})
 
     def _together(self, body: Callable[[ClientSession], T]) -> T:
+        with self._session() as session:
+            return _in_transaction(session, body)
+
+    @contextmanager
+    def _session(self) -> Iterator[ClientSession]:
+        """For one transaction, within its time."""
         with (
             pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
             self._dead_letters.database.client.start_session() as session,
         ):
-            return session.with_transaction(body, write_concern=WriteConcern("majority"))
+            yield session
 
 
 def _request_of(
@@ -583,6 +594,10 @@ def _request_of(
 
 def _generation(partition_id: str) -> int:
     return int(partition_id.split("/")[-2])
+
+
+def _in_transaction(session: ClientSession, body: Callable[[ClientSession], T]) -> T:
+    return session.with_transaction(body, write_concern=WriteConcern("majority"))
 
 
 def _aborted(session: ClientSession) -> bool:

@@ -25,6 +25,7 @@ import contextvars
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -237,16 +238,21 @@ class Execution:
         except PyMongoError as error:
             raise Ignore from error
 
+    def _end_lapsed_transaction(self) -> None:
+        where = self._run.partition_id
+        if self._store.claims.end_transactions([where]):
+            logger.warning(
+                "ended the transaction that a lapsed claim of %s has left open",
+                where,
+                extra={"event": "transaction_ended"},
+            )
+
     def _try_claim(self, started: float) -> Claim:
         run, owner, ttl = self._run, new_owner(), self._ttl
         session = None if self.session is None else self.session.session_id["id"]
         try:
-            if session is not None and self._store.claims.end_transaction(run.partition_id):
-                logger.warning(
-                    "ended the transaction that a lapsed claim of %s has left open",
-                    run.partition_id,
-                    extra={"event": "transaction_ended"},
-                )
+            if session is not None:  # what it has locked would hold up the handler
+                self._end_lapsed_transaction()
             claim = self._take(owner, session)
         except SoftTimeLimitExceeded as error:
             self._relinquish(owner)
@@ -254,6 +260,9 @@ class Execution:
         except PyMongoError as error:
             said = explained(error, self._wiring.state_concern) or brief(error)
             logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
+            if error.timeout:
+                with suppress(PyMongoError, SoftTimeLimitExceeded):
+                    self._end_lapsed_transaction()  # which may have locked the partition
             self._relinquish(owner)
             raise
         if claim is None:
