@@ -134,7 +134,7 @@ def read(raw: bytes, flaw: Flaw | None = None) -> ChangeEvent | None:
     return ChangeEvent(mark(1), document, raw, flaw)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(raws, st.sampled_from(RULES), st.sampled_from(FILTERS), st.sampled_from(FLAWS))
 def test_every_event_is_passed_over_or_has_a_partition_and_always_the_same(
     raw: bytes, rule: Any, chosen: Filter, flaw: Flaw | None
@@ -156,7 +156,7 @@ def test_every_event_is_passed_over_or_has_a_partition_and_always_the_same(
         assert 0 <= first[0] < 16
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(raws)
 def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
     """P12: label, envelope and dead letter; bounded, storable, and with the bytes as they are."""
@@ -193,7 +193,7 @@ def test_a_description_takes_any_value(value: Any) -> None:
         namespace_of(change)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(valid)
 def test_the_partition_of_an_event_that_was_always_readable_is_what_it_was(raw: bytes) -> None:
     """P1: stored positions depend on it."""

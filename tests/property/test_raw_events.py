@@ -60,7 +60,7 @@ def same(one: RawBSONDocument, other: RawBSONDocument) -> None:
     assert one.raw == other.raw
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(raws)
 @example(bson.encode({"_id": [[None, None]]}))
 def test_an_event_looks_as_if_it_were_decoded_whole(raw: bytes) -> None:
@@ -79,7 +79,7 @@ def test_an_event_looks_as_if_it_were_decoded_whole(raw: bytes) -> None:
             same(RawEvent(raw)[name], decoded[name])
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(raws)
 def test_what_is_walked_is_what_a_decoder_takes(raw: bytes) -> None:
     """Every element is found, in order and to the byte; and what is walked has no error that a decoder would find."""
@@ -139,7 +139,7 @@ looked_at = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.lists(looked_at, min_size=2, max_size=6),
     st.sampled_from([Filter(), Filter(operations=frozenset({"insert", "rename"})), Filter(fields=frozenset({"a"}))]),
@@ -222,7 +222,7 @@ def walked(raw: bytes) -> RawEvent:
     return event
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(usual() | bent())
 def test_an_event_of_the_usual_form_looks_as_if_it_were_decoded_whole(raw: bytes) -> None:
     """P12, P2: whether it is recognised at one look or not, and however nearly it is of that form."""
