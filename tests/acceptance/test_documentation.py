@@ -142,7 +142,8 @@ def _check(words: list[str]) -> None:
     context = click.Context(command)
     for word in words[1:]:
         if word.startswith("-"):
-            taken = [*command.get_params(context), LISTENER_OPTION, HTTP_OPTION]  # the worker's, from its app
+            # Each command line that Celery takes in this process adds the options of its app to the worker's once more.
+            taken = [*command.params, *filter(None, [command.get_help_option(context)]), LISTENER_OPTION, HTTP_OPTION]
             known = {option for each in taken for option in (*each.opts, *each.secondary_opts)}
             assert word.partition("=")[0] in known, f"{' '.join(words)}: {word}"
         elif isinstance(command, click.Group) and re.fullmatch(r"[a-z][\w-]*", word) and word != "shop":
