@@ -37,8 +37,11 @@ class Shop:
         self.servers, self._environment["PROJECT_MONGO"] = servers, servers.url
 
     def start(self) -> None:
-        for role, awaited in (("listener", "reading from"), ("worker", "ready")):
-            self._processes.celery(_APP, role, "-l", "INFO", environment=self._environment).wait_for_output(awaited)
+        self.run("listener", "reading from")
+        self.run("worker", "ready")
+
+    def run(self, role: str, awaited: str) -> None:
+        self._processes.celery(_APP, role, "-l", "INFO", environment=self._environment).wait_for_output(awaited)
 
     def stop(self) -> int:
         """End both, and empty the broker; how many handlers have started until then."""
@@ -154,3 +157,20 @@ def test_what_is_restored_runs_no_handler_that_was_sent_on_first(
     restore(shop.data, copies[1])
     shop.accepted("a", 1, times=3)
     assert shop.started(before) == {("a", 1), ("c", 1)}
+
+
+def test_in_a_new_set_whoever_was_not_sent_on_stands_still_until_somebody_decides(
+    shop: Shop, make_replica_set: MakeReplicaSet
+) -> None:
+    """Its oplog is whole, and has the restoring: but nobody can have read up to a place before it."""
+    shop.write("a", 1)
+    copies = copy_of(shop.state), copy_of(shop.data)
+    before = shop.stop()
+    shop.move(make_replica_set())
+    restore(shop.state, copies[0])
+    restore(shop.data, copies[1])
+    shop.run("listener", "has lost its history")
+    shop.celery("changes", "go-on", "record", "--from", "now", "--yes")
+    shop.start()
+    shop.write("b", 1)
+    assert shop.started(before) == {("b", 1)}

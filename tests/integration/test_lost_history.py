@@ -262,11 +262,22 @@ def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(
     make_replica_set: Callable[..., MongoReplicaSet], make_client: Callable[..., MongoClient[Document]]
 ) -> None:
-    """P1, P12: nothing was ever removed from it, and the server reads from there. The session's set may have rolled."""
-    bridge = Make(make_client(make_replica_set().url), "state")(record=None)
-    assert read_oplog(bridge.client).is_whole
+    """
+    P1, P12: nothing was ever removed from it, and the server reads from there. The session's set may have rolled.
+
+    But nobody can have read up to there in this set: such a position has come with a state that was restored.
+    """
+    client, at_its_start = make_client(make_replica_set().url), mark_at(PINNED)
+    assert read_oplog(client).is_whole
+    bridge = Make(client, "state")(record=None)
     assert bridge.begin() == Position(None, PINNED)
-    assert not bridge.led["record"].lost
+    bridge = Make(client, "restored")(record=at_its_start, restored=ROLLED)
+    assert bridge.begin() == Position(at_its_start.token, PINNED)
+    assert [name for name, each in bridge.led.items() if each.lost] == ["restored"]
+    assert bridge.begin() == Position(at_its_start.token, PINNED), "it stands still, whoever leads"
+    bridge.decide("restored", "now")
+    assert bridge.look() is not None
+    assert not bridge.led["restored"].lost
 
 
 @pytest.mark.usefixtures("rolling")

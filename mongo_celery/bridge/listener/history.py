@@ -132,7 +132,7 @@ class LostHistory:
         oplog = oplog_or_none(self._client)
         lost = []
         for name, start in starts.items():
-            if oplog is not None and not oplog.holds(start.place[0]):
+            if oplog is not None and (not oplog.holds(start.place[0]) or _is_of_another_set(start, oplog)):
                 lost.append(name)
             elif start.lost is not None:
                 if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer oplog, or a larger one
@@ -354,6 +354,16 @@ def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError)
 def _said(error: HistoryLostError) -> str:
     """The server's own words; empty where it was not asked."""
     return str(error).partition("The server said: ")[2]
+
+
+def _is_of_another_set(start: Start, oplog: Oplog) -> bool:
+    """
+    Whether somebody has read up to a place before the set was made: its state was restored from another one's.
+
+    The server would begin with the first entry, and so with the restoring. A start that was given may be as early.
+    """
+    read = None if start.watermark is None else start.watermark.cluster_time
+    return oplog.is_whole and read is not None and start.time < read < oplog.first
 
 
 def _was_rolled_over(lost: Mapping[str, Any]) -> bool:

@@ -46,7 +46,7 @@ The partition's document is the authority on who may run what::
 | the worker is told to shut down, and killed later | the claim lapses; no crash is counted |
 | `handled`, or the position, is lost in a rollback (w:1) | it runs once more, as after a worker's death |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
-| the worker dies in a transaction of its claim | the claim names the session, so what it has locked is free when it lapses |
+| the worker dies in a transaction of its claim | it names the session: what is locked is free when it lapses |
 """
 
 from __future__ import annotations
