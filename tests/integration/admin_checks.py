@@ -37,13 +37,14 @@ from django.test.utils import override_settings, setup_test_environment
 from django.urls import path
 
 from mongo_celery import Outbox, Participant
+from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.contrib.django.admin import dead_letter_pages, outbox_pages
 from mongo_celery.contrib.django.admin.bridge_pages import _partition
 from mongo_celery.contrib.django.admin.operations_admin import listed
-from mongo_celery.contrib.django.admin.words import document
+from mongo_celery.contrib.django.admin.words import document, shown
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.outbox import health
 from mongo_celery.outbox import replay as outbox_commands
@@ -588,8 +589,37 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
         assert "\u202e" not in page.content.decode(), page.request["PATH_INFO"]
 
 
+def test_the_log_has_all_that_was_done_however_long_it_is_and_the_pages_say_what_they_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Targets, outcomes and refusals: Django keeps them as texts without a bound."""
+    identity = "x" * 2000
+    transaction(identity)
+    done = confirmed(operator(), TRANSACTIONS, action="cancel", name="transfers", id=f'"{identity}"')
+    assert said(done) == [shown(f'"{identity}": canceled.')]
+    assert said(done)[0].endswith("... and 1013 characters more")
+    entry = LogEntry.objects.get()
+    assert entry.object_id == f'transfers: "{identity}"'
+    assert entry.change_message == f'cancel: "{identity}": canceled.'
+    assert len(entry.object_repr) <= 200
+    assert entry.object_repr.endswith("... and 1853 characters more")
+
+    refused = [CommandResult("stop", index, "halted", "refused", f"{index} {'y' * 2000}") for index in range(300)]
+    monkeypatch.setattr("mongo_celery.bridge.operations.commands.retry", lambda *_: refused)
+    confirmed(operator(), BRIDGES, action="retry", bridge="shop", handler="stop")
+    message = LogEntry.objects.latest("pk").change_message
+    assert message.endswith(" ".join(each.reason for each in refused))
+
+    names = [f"{number}{'z' * 2000}" for number in range(100)]
+    operator().post(f"{OUTBOXES}act/", {"action": "discard", "outbox": "orders", "letter": names, "confirmed": "yes"})
+    assert LogEntry.objects.latest("pk").change_message.endswith(f"Asked for: {', '.join(names)}.")
+
+
 def test_a_sentence_on_many_names_some_of_them() -> None:
     """The log has them all."""
+    assert shown("a") == "a"
+    assert shown("a\nb" * 3, 4) == "a ba... and 5 characters more"
+    assert shown("ab", 1) == "a... and 1 character more"
     assert listed([]) == ""
     assert listed(list("abcde")) == "a, b, c, d, e"
     assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"

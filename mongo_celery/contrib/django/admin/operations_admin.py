@@ -28,7 +28,7 @@ from django.views.decorators.clickjacking import xframe_options_deny
 from mongo_celery.app import Registry
 from mongo_celery.cli.apps import sentence_for
 from mongo_celery.cli.verdict_view import visible
-from mongo_celery.contrib.django.admin.words import shown
+from mongo_celery.contrib.django.admin.words import line, shown
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
@@ -38,10 +38,9 @@ T = TypeVar("T")
 logger = logging.getLogger("mongo_celery.contrib.django")
 
 _SENTENCES_MAX = 5
-_REPRESENTATION_MAX = 200  # of Django's log
+_REPRESENTATION_MAX = 160  # Django's log has room for 200 characters, and how many more there are takes some
 _PAGE_DIGITS_MAX = 7
 _NAMED_MAX = 5
-_LOGGED_MAX = 200  # more than any page takes
 _YES = "yes"
 
 
@@ -295,7 +294,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
 
     def _done(self, request: HttpRequest, name: str, action: PageAction) -> HttpResponse:
         """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
-        target = shown(action.target(request.POST))  # databases refuse some of what is hidden
+        target = line(action.target(request.POST))  # databases refuse some of what is hidden
         several = _several(request.POST, action.names)
         entry = self._begun(request, name, target, several)
         try:
@@ -306,11 +305,9 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         if outcome is None:
             self._ended(entry, f"{name} ended with an error: {sentence}{several}")  # what came before it is done
             return self._back(request, [sentence])
-        refused = [shown(each) for each in outcome.refused]
-        said = shown(outcome.said)
-        self._ended(entry, " ".join([f"{name}: {said}", *refused]) + several)
-        messages.success(request, said)
-        return self._back(request, refused)
+        self._ended(entry, line(" ".join([f"{name}: {outcome.said}", *outcome.refused])) + several)
+        messages.success(request, shown(outcome.said))
+        return self._back(request, [shown(each) for each in outcome.refused])
 
     def _begun(self, request: HttpRequest, name: str, target: str, several: str) -> Any:
         logger.info(
@@ -324,7 +321,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             user_id=request.user.pk,
             content_type=ContentType.objects.get_for_model(self.model),
             object_id=target,
-            object_repr=target[:_REPRESENTATION_MAX],
+            object_repr=shown(target, _REPRESENTATION_MAX),
             action_flag=CHANGE,
             change_message=f"{name} was begun.{several}",
         )
@@ -350,7 +347,7 @@ def listed(names: Sequence[str]) -> str:
 def _several(form: QueryDict, names: Sequence[str]) -> str:
     """All that an action was asked for, for the log, where its target is only how many these are."""
     given = [each for name in names if len(chosen_ones := form.getlist(name)) > 1 for each in chosen_ones]
-    return f" Asked for: {', '.join(map(shown, given[:_LOGGED_MAX]))}." if given else ""
+    return f" Asked for: {', '.join(map(line, given))}." if given else ""
 
 
 def page_of(request: HttpRequest) -> int:
