@@ -41,9 +41,8 @@ from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
-from mongo_celery.contrib.django.admin import dead_letter_pages, outbox_pages
 from mongo_celery.contrib.django.admin.bridge_pages import _partition
-from mongo_celery.contrib.django.admin.operations_admin import listed
+from mongo_celery.contrib.django.admin.operations_admin import OperationsAdmin, listed
 from mongo_celery.contrib.django.admin.words import document, shown
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.outbox import health
@@ -174,11 +173,23 @@ def transaction(identity: Any = "t-1", **options: Any) -> Any:
 
 def confirmed(browser: Browser, page: str, **fields: Any) -> Any:
     """Post an action, and confirm it; the page behind it."""
-    asked = browser.post(f"{page}act/", fields)
+    return done_from(browser, f"{page}act/", **fields)
+
+
+def done_from(browser: Browser, act_url: str, **fields: Any) -> Any:
+    """The same, where the form of a page posts to."""
+    asked = browser.post(act_url, fields)
     assert asked.status_code == 200, asked.headers
     kept = dict(asked.context["fields"]) if len(asked.context["fields"]) else {}
     many = {name: value for name, value in fields.items() if isinstance(value, list)}
-    return browser.post(f"{page}act/", {**fields, **kept, **many, "confirmed": "yes"}, follow=True)
+    return browser.post(asked.context["act_url"], {**fields, **kept, **many, "confirmed": "yes"}, follow=True)
+
+
+def stored_transaction(identity: str, state: str, day: int = 1, **fields: Any) -> str:
+    """One that somebody else has written, with its last step on some day."""
+    at = datetime(2026, 1, day, tzinfo=UTC)
+    project.database["transactions"].insert_one({"_id": identity, "state": state, "lastModified": at, **fields})
+    return identity
 
 
 def said(page: Any) -> list[str]:
@@ -443,39 +454,86 @@ def test_a_letter_that_somebody_else_has_written_does_not_hide_the_others() -> N
     assert kept.count() == 1
 
 
-def test_a_list_has_pages_and_an_action_leads_back_to_where_it_was_chosen(
-    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many letters there are, each can be had; the list of an outbox leaves the payloads where they are."""
-    for pages in (dead_letter_pages, outbox_pages):
-        monkeypatch.setattr(pages, "LISTED", 2)
+def test_a_list_has_pages(runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, each can be had; the list of an outbox leaves the payloads where they are."""
+    monkeypatch.setattr(OperationsAdmin, "list_per_page", 2)
     for number in (1, 2, 3):
         fail(runner, "letters", number)
         outbox_letter(f"o-{number}")
     entries = [str(each["_id"]).rpartition("/")[2] for each in project.outbox.dead_letters.find()]
     assert [set(each["entry"]) & {"payload"} for each in project.outbox.dead_letters.find()] == [set()] * 3
     assert "payload" in project.outbox.dead_letters.get(entries[0])["entry"]  # type: ignore[index]
+    several = [
+        stored_transaction(f"tx-{number}", state, number)
+        for number, state in ((1, "initial"), (2, "pending"), (3, "initial"))
+    ]
+    final = [transaction(f"tx-done-{number}") for number in (1, 2, 3)]
+    for identity in final:
+        project.transfers.run(identity)
     browser = operator()
     lists: list[tuple[str, dict[str, str], list[str]]] = [
         (LETTERS, {"bridge": "shop", "handler": "collect"}, letters()),
         (f"{OUTBOXES}show/", {"outbox": "orders"}, entries),
+        (TRANSACTIONS, {"name": "transfers"}, several),
+        (TRANSACTIONS, {"name": "transfers", "state": "done"}, final),
     ]
     for address, asked, (*first, last) in lists:
         page = browser.get(address, asked)
         assert [each in page.content.decode() for each in (*first, last)] == [True, True, False]
         assert "1 to 2" in page.content.decode()
-        assert 'data-all="letter"' in page.content.decode()
         assert page.context["before_url"] == ""
         page = browser.get(page.context["after_url"])
         assert [each in page.content.decode() for each in (*first, last)] == [False, False, True]
+        assert "3 to 3" in page.content.decode()
         assert page.context["after_url"] == ""
-        assert 'type="checkbox"' in browser.get(page.context["before_url"]).content.decode()
+        before = browser.get(page.context["before_url"])
+        assert [each in before.content.decode() for each in (*first, last)] == [True, True, False]
+        assert browser.get(address, {**asked, "page": "9"}).context["before_url"]
+    for address, asked, _ in lists[:2]:
+        assert 'data-all="letter"' in browser.get(address, asked).content.decode()
         assert browser.get(browser.get(address, {**asked, "page": "9"}).context["before_url"]).context["letters"]
-    answer = confirmed(browser, LETTERS, action="replay", bridge="shop", handler="collect", letter=letters()[:1])
-    assert answer.redirect_chain[0][0] == f"{LETTERS}?bridge=shop&handler=collect"
-    answer = confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=entries[:1])
-    assert answer.redirect_chain[0][0] == f"{OUTBOXES}show/?outbox=orders"
-    answer = confirmed(browser, BRIDGES, action="pause", bridge="shop", handler="stop")
+
+
+def test_an_action_leads_back_to_the_list_on_which_it_was_chosen(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what was asked for there, and to its page, also from the page of a single one; done, refused or left."""
+    monkeypatch.setattr(OperationsAdmin, "list_per_page", 1)
+    for number in (1, 2, 3, 4):
+        fail(runner, "letters", number)
+        outbox_letter(f"o-{number}")
+        transaction(f"t-{number}")
+    browser = operator()
+    letters_ = {"action": "discard", "bridge": "shop"}
+    entries = {"action": "discard", "outbox": "orders"}
+    lists: list[tuple[str, str, dict[str, Any]]] = [
+        (f"{LETTERS}?bridge=shop&handler=collect&page=1", "document_id", letters_),
+        (f"{OUTBOXES}show/?outbox=orders&page=1", "id", entries),
+        (f"{TRANSACTIONS}?name=transfers&state=initial&page=1", "", {"action": "cancel", "name": "transfers"}),
+    ]
+    for address, key, fields in lists:
+        page = browser.get(address)
+        (row,) = page.context["letters" if key else "transactions"]
+        if key:
+            asked = browser.post(page.context["act_url"], {**fields, "letter": row[key]})
+            assert asked.context["place_url"] == address
+            assert browser.post(page.context["act_url"], fields).headers["Location"] == address, "nothing was chosen"
+            answer = done_from(browser, page.context["act_url"], **fields, letter=row[key])
+            assert answer.redirect_chain[0][0] == address
+            (row,) = browser.get(address).context["letters"]
+        details = browser.get(row["url"])
+        named = {"letter": row[key]} if key else {"id": details.context["id"]}
+        answer = done_from(browser, details.context["act_url"], **fields, **named)
+        assert answer.redirect_chain[0][0] == address
+    for given, address in (({}, TRANSACTIONS), ({"id": "t-1"}, f"{TRANSACTIONS}?id=t-1")):
+        (row,) = browser.get(TRANSACTIONS, given).context["transactions"]
+        details = browser.get(row["url"])
+        answer = browser.post(details.context["act_url"], {"action": "burn"})
+        assert answer.headers["Location"] == address, "a list that was asked for nothing is found as it was, too"
+    act_url = browser.get(OUTBOXES).context["act_url"]
+    assert done_from(browser, act_url, action="sweep", outbox="orders").redirect_chain[0][0] == OUTBOXES
+    act_url = browser.get(f"{BRIDGES}show/?bridge=shop").context["act_url"]
+    answer = done_from(browser, act_url, action="pause", bridge="shop", handler="stop")
     assert answer.redirect_chain[0][0] == f"{BRIDGES}show/?bridge=shop"
     link = f"{LETTERS}?bridge=shop&amp;handler=collect"
     assert link in answer.content.decode()
@@ -562,7 +620,7 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
     fail(runner, "letters", HOSTILE, HOSTILE)
     entry = outbox_letter(HOSTILE, HOSTILE)
     transaction(HOSTILE)
-    project.database["transactions"].insert_one({"_id": f"{HOSTILE}2", "state": "pending", "reason": HOSTILE})
+    stored_transaction(f"{HOSTILE}2", "pending", reason=HOSTILE)
     (letter,) = letters()
     both = user("both", *named("view"), *named("act_on"), *named("see_contents_of"))
     shown = [

@@ -53,6 +53,8 @@ class BridgeAdmin(OperationsAdmin):
 
     template = "bridges.html"
     registry = BRIDGES
+    list_page = "show"
+    list_names = ("bridge",)
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
@@ -112,10 +114,6 @@ class BridgeAdmin(OperationsAdmin):
             return ""
         page = reverse("admin:mongo_celery_changedeadletter_changelist", current_app=self.admin_site.name)
         return f"{page}?{urlencode({'bridge': bridge})}&"
-
-    def place(self, form: QueryDict) -> str:
-        """The page of the bridge."""
-        return self.url("show", bridge=str(form.get("bridge", "")))
 
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `changes pause`, `resume`, `retry` and `set-aside`."""

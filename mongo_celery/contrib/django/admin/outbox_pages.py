@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django.http import HttpRequest, QueryDict
@@ -15,6 +15,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    chosen_letters,
     listed,
     page_of,
     refuse,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from mongo_celery.outbox.registry import AnyOutbox
     from mongo_celery.outbox.replay import DeadLetter
 
-LISTED = 100
-"""Dead letters on one page, and in one action."""
 _SWEPT = 200
 """Documents of one sweep: somebody waits for the page."""
 
@@ -45,6 +44,8 @@ class OutboxAdmin(OperationsAdmin):
 
     template = "outboxes.html"
     registry = OUTBOXES
+    list_page = "show"
+    list_names = ("outbox",)
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
@@ -76,19 +77,17 @@ class OutboxAdmin(OperationsAdmin):
         """The dead letters of an outbox, or one of them with its traceback."""
         outbox = one_in_project(OUTBOXES, chosen(request, "outbox"))
         name = chosen(request, "letter")
-        with _reached(outbox):
-            if name:
-                return "outbox_letter.html", f"Dead letter {name}", self._letter(request, outbox, _one(outbox, name))
-            page = page_of(request)
-            found, count = commands.dead_letters(outbox, LISTED, skip=page * LISTED), outbox.dead_letters.count()
-        letters = [{**_letter_row(each), "url": self.url("show", outbox=outbox.name, letter=each.id)} for each in found]
-        pages = self.pages(page, count, LISTED, "show", outbox=outbox.name)
-        return "outbox.html", f"Outbox {outbox.name}", {"outbox": outbox.name, "letters": letters, **pages}
-
-    def place(self, form: QueryDict) -> str:
-        """The dead letters of the outbox; the list for who has swept."""
-        outbox = str(form.get("outbox", ""))
-        return self.url("changelist") if form.get("action") == "sweep" else self.url("show", outbox=outbox)
+        reach(outbox)
+        if name:
+            return "outbox_letter.html", f"Dead letter {name}", self._letter(request, outbox, _one(outbox, name))
+        skip = page_of(request) * self.list_per_page
+        found, count = commands.dead_letters(outbox, self.list_per_page, skip=skip), outbox.dead_letters.count()
+        back = self.back(request)
+        rows = [
+            {**_letter_row(each), "url": self.url("show", outbox=outbox.name, letter=each.id, **back)} for each in found
+        ]
+        shown_ = {"outbox": outbox.name, "letters": rows, **self.pages(request, count)}
+        return "outbox.html", f"Outbox {outbox.name}", shown_
 
     def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
         """Of the outbox that is named."""
@@ -109,13 +108,6 @@ class OutboxAdmin(OperationsAdmin):
             "replay": PageAction(label="Replay", names=names, target=_target, ask=_ask_to_replay, run=_replay),
             "discard": PageAction(label="Discard", names=names, target=_target, ask=_ask_to_discard, run=_discard),
         }
-
-
-@contextmanager
-def _reached(outbox: AnyOutbox) -> Iterator[None]:
-    """Inside, the primary has answered once."""
-    reach(outbox)
-    yield
 
 
 def _figures(health: Health) -> dict[str, Any]:
@@ -151,15 +143,11 @@ def _one(outbox: AnyOutbox, name: str) -> DeadLetter:
 
 
 def _named(request: HttpRequest) -> tuple[AnyOutbox, list[DeadLetter]]:
-    """The outbox and the dead letters that a form names; errors as of `_one`."""
+    """The outbox and the dead letters that a form names; errors as of `_one` and `chosen_letters`."""
     outbox = one_in_project(OUTBOXES, chosen(request, "outbox"))
-    names = list(dict.fromkeys(request.POST.getlist("letter")))
-    if not names:
-        raise refuse("Choose dead letters first.")
-    if len(names) > LISTED:
-        raise refuse(f"Choose {LISTED} dead letters at most.")
-    with _reached(outbox):
-        return outbox, [_one(outbox, name) for name in names]
+    names = chosen_letters(request)
+    reach(outbox)
+    return outbox, [_one(outbox, name) for name in names]
 
 
 def _target(form: QueryDict) -> str:
@@ -181,8 +169,8 @@ def _ask_to_sweep(request: HttpRequest) -> Confirmation:
 
 def _sweep(request: HttpRequest) -> ActionOutcome:
     outbox = one_in_project(OUTBOXES, chosen(request, "outbox"))
-    with _reached(outbox):
-        done = outbox.sweep(limit=_SWEPT)
+    reach(outbox)
+    done = outbox.sweep(limit=_SWEPT)
     dead = number(done.dead, "became a dead letter", "became dead letters")
     refused = [] if done.error is None else [f"{done.left} are left: {done.error}"]
     return ActionOutcome(said=f"{done.dispatched} dispatched of {outbox.name}, {dead}.", refused=refused)
