@@ -11,7 +11,9 @@ import json
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
+from threading import Barrier
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -21,6 +23,7 @@ import django
 import pytest
 from bson import Code, Int64, json_util
 from celery import Celery
+from pymongo import MongoClient
 from pymongo.errors import ServerSelectionTimeoutError
 
 django.setup()
@@ -36,11 +39,12 @@ from django.test import Client
 from django.test.utils import override_settings, setup_test_environment
 from django.urls import path
 
-from mongo_celery import Outbox, Participant
+from mongo_celery import Bridge, Outbox, Participant
 from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.bridge.wiring import BRIDGES as BRIDGES_OF
 from mongo_celery.contrib.django.admin.bridge_pages import _partition
 from mongo_celery.contrib.django.admin.operations_admin import OperationsAdmin, listed
 from mongo_celery.contrib.django.admin.words import document, shown
@@ -51,7 +55,7 @@ from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
 from mongo_celery.testing import BridgeRunner
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
-from tests.fixtures.process import wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 from tests.integration import admin_project as project
 
 urlpatterns = [path("admin/", admin.site.urls)]
@@ -550,7 +554,7 @@ def test_a_page_says_what_is_kept_and_that_the_project_has_none_of_its_kind(
     assert "<td>event, " in page.content.decode()
     assert len(page.context["title"]) < len("Dead letter ") + 20
     asked: list[object] = []
-    monkeypatch.setattr(health, "ask_broker", asked.append)
+    monkeypatch.setattr("mongo_celery.contrib.django.admin.outbox_pages.ask_broker", asked.append)
     other = Celery("other", broker="memory://", set_as_current=False)
     second = Outbox(other, lambda: project.database["parcels"], name="second", at_once=False, sweep_every=None)
     monkeypatch.setattr(type(OUTBOXES_OF), "of", lambda *_: [project.outbox, second])
@@ -742,3 +746,37 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
     with override_settings(MONGO_CELERY={"APP": "nowhere:app"}):
         for address in (BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS):
             assert "no Celery app can be had" in operator().get(address).content.decode()
+
+
+def test_those_that_do_not_answer_are_waited_for_together_and_hide_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several bridges, and of several outboxes: who waits for one after the other never meets at the barrier."""
+    all_wait = Barrier(3)
+    sound, (url, name) = project.bridge.wiring, (project.URL, project.NAME)
+    app = Celery("other", broker="memory://", set_as_current=False)
+    dead = [Bridge(app, url, name=f"dead-{each}", autodiscover=False).wiring for each in (1, 2)]
+
+    def met(is_dead: bool) -> None:
+        all_wait.wait(PATIENCE_SECONDS)
+        if is_dead:
+            raise ServerSelectionTimeoutError("no primary")
+
+    def read_one(wiring: Any) -> Any:
+        met(wiring in dead)
+        return read_status(wiring)
+
+    monkeypatch.setattr("mongo_celery.contrib.django.admin.bridge_pages.read_status", read_one)
+    monkeypatch.setattr(type(BRIDGES_OF), "of", lambda *_: [dead[0], sound, dead[1]])
+    rows = operator().get(BRIDGES).context["bridges"]
+    assert [row["state"] for row in rows] == ["unknown", "leading", "unknown"]
+    assert "gave no answer" in rows[0]["sentence"]
+
+    away: Any = [MongoClient(url, connect=False) for _ in dead]
+    monkeypatch.setattr(health, "ping", lambda client: met(any(client is each for each in away)))
+    outboxes = [
+        Outbox(app, partial(client[name].get_collection, "orders"), name=f"away-{number}", sweep_every=None)
+        for number, client in enumerate(away)
+    ]
+    monkeypatch.setattr(type(OUTBOXES_OF), "of", lambda *_: [outboxes[0], project.outbox, outboxes[1]])
+    rows = operator().get(OUTBOXES).context["outboxes"]
+    assert ["pending" in row for row in rows] == [False, True, False]
+    assert "gave no answer" in rows[0]["advice"][0]

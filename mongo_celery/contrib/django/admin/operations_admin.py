@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
@@ -34,6 +36,7 @@ from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 logger = logging.getLogger("mongo_celery.contrib.django")
@@ -376,8 +379,15 @@ def chosen_letters(request: HttpRequest) -> list[str]:
     return names
 
 
+def each_of(things: Sequence[S], read: Callable[[S], T]) -> list[T | BaseException]:
+    """What is read of each, or its error; side by side, so that those whose servers are away are waited for once."""
+    with ThreadPoolExecutor(len(things), thread_name_prefix="mongo-celery-admin") as threads:
+        futures = [threads.submit(_in_time(partial(read, each))) for each in things]
+    return [future.exception() or future.result() for future in futures]
+
+
 def _in_time(read: Callable[[], T]) -> Callable[[], T]:
-    """The same, which waits for MongoDB no longer than a page may."""
+    """The same, which waits for MongoDB no longer than a page may; each thread has a time of its own."""
 
     def bounded() -> T:
         with pymongo.timeout(_READ_SECONDS):

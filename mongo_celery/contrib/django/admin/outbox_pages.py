@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django.http import HttpRequest, QueryDict
@@ -16,6 +15,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     PageAction,
     chosen,
     chosen_letters,
+    each_of,
     listed,
     page_of,
     refuse,
@@ -25,7 +25,7 @@ from mongo_celery.contrib.django.admin.words import block, document, shown
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
 from mongo_celery.outbox import replay as commands
-from mongo_celery.outbox.health import concern_of, reach, read_health
+from mongo_celery.outbox.health import ask_broker, concern_of, reach, read_outbox
 from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.quantities import duration, moment, number
 
@@ -49,29 +49,23 @@ class OutboxAdmin(OperationsAdmin):
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
-        outboxes = all_in_project(OUTBOXES)
-        if len(outboxes) > 1:
-            with suppress(Exception):  # then each says its own below, and those that can be read are shown
-                found = read_health(celery_app(), outboxes)  # together: a broker that is away is waited for once
-                return {
-                    "outboxes": [
-                        {**self._named(each), **_figures(health)} for each, health in zip(outboxes, found, strict=True)
-                    ]
-                }
-        return {"outboxes": [self._row(each) for each in outboxes]}
+        app, outboxes = celery_app(), all_in_project(OUTBOXES)
+        broker_error = ask_broker(app)  # which all have in common
 
-    def _named(self, outbox: AnyOutbox) -> Mapping[str, Any]:
-        return {"name": outbox.name, "url": self.url("show", outbox=outbox.name)}
+        def read(outbox: AnyOutbox) -> Health:
+            reach(outbox)
+            return read_outbox(outbox, app, broker_error)
 
-    def _row(self, outbox: AnyOutbox) -> Mapping[str, Any]:
-        try:
-            (health,) = read_health(celery_app(), [outbox])
-        except Exception as error:
-            sentence = sentence_for(error, lambda: concern_of(outbox))
+        return {"outboxes": [*map(self._row, outboxes, each_of(outboxes, read))]}
+
+    def _row(self, outbox: AnyOutbox, health: Health | BaseException) -> Mapping[str, Any]:
+        row = {"name": outbox.name, "url": self.url("show", outbox=outbox.name)}
+        if isinstance(health, BaseException):
+            sentence = sentence_for(health, lambda: concern_of(outbox))
             if sentence is None:
-                raise
-            return {**self._named(outbox), "advice": [shown(sentence)]}
-        return {**self._named(outbox), **_figures(health)}
+                raise health
+            return {**row, "advice": [shown(sentence)]}
+        return {**row, **_figures(health)}
 
     def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
         """The dead letters of an outbox, or one of them with its traceback."""
