@@ -383,7 +383,7 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
     late = browser.post(
         f"{LETTERS}act/", {"action": "discard", "bridge": "shop", "letter": second, "confirmed": "yes"}, follow=True
     )
-    assert "no dead letter" in said(late)[0]
+    assert "not there any more" in said(late)[0]
 
 
 def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) -> None:

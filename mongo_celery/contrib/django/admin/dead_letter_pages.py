@@ -112,23 +112,14 @@ def _named(request: HttpRequest) -> tuple[Wiring, Found, Sequence[Letter]]:
     """
     wiring = one_in_project(BRIDGES, chosen(request, "bridge"))
     names = chosen_letters(request)
-    handlers: dict[str, list[str]] = {}
     for name in names:
-        bridge, _, rest = name.partition("/")
-        handler, _, id_ = rest.partition("/")
-        if bridge != wiring.name or not handler or not id_:
+        if not name.startswith(f"{wiring.name}/"):
             raise refuse(f"{name!r} is no dead letter of bridge {wiring.name}.")
-        handlers.setdefault(handler, []).append(id_)
-    pages = [
-        commands.find(wiring, Selection(subscription=handler, ids=ids), len(ids)) for handler, ids in handlers.items()
-    ]
-    letters = {each.document_id: each for page in pages for each in page.letters}
+    found = commands.named(wiring, names)
+    there = {each.document_id for each in found.letters}
     for name in names:
-        if name not in letters:
+        if name not in there:
             raise refuse(f"Dead letter {name.rpartition('/')[2]} is not there any more: go back to the list.")
-    first, *others = pages
-    parked = {**first.parked, **{key: each for page in others for key, each in page.parked.items()}}
-    found = commands.Found(len(names), [letters[name] for name in names], first.replays, first.leads, parked)
     return wiring, found, found.letters
 
 
