@@ -498,6 +498,33 @@ def test_a_list_has_pages(runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch)
         assert browser.get(browser.get(address, {**asked, "page": "9"}).context["before_url"]).context["letters"]
 
 
+def test_lists_and_counts_read_no_more_dead_letters_than_they_show(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be of megabytes, and there may be many: all else is known from indexes, and nothing is sorted."""
+    monkeypatch.setattr(OperationsAdmin, "list_per_page", 2)
+    for number in range(5):
+        fail(runner, "letters", number)
+        outbox_letter(f"o-{number}")
+    browser = operator()
+    databases = [project.client[project.bridge.options.database], project.client["mongo_celery"]]
+    for address in (
+        BRIDGES, f"{BRIDGES}show/?bridge=shop", f"{LETTERS}?page=1", f"{LETTERS}?handler=collect",
+        OUTBOXES, f"{OUTBOXES}show/?outbox=orders&page=1",
+    ):  # fmt: skip
+        for database in databases:
+            database.command({"profile": 2})
+        assert browser.get(address).context.get("sentence", "") == ""
+        read: list[Any] = []
+        for database in databases:
+            database.command({"profile": 0})
+            read += database["system.profile"].find({"ns": {"$regex": "dead_letters$"}, "docsExamined": {"$exists": 1}})
+            database.drop_collection("system.profile")
+        assert read
+        assert max(each["docsExamined"] for each in read) <= 2, address
+        assert not any(each.get("hasSortStage") for each in read), address
+
+
 def test_an_action_leads_back_to_the_list_on_which_it_was_chosen(
     runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
