@@ -21,7 +21,7 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project
 
 import django
 import pytest
-from bson import Code, Int64, json_util
+from bson import Code, Int64, ObjectId, json_util
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.errors import ServerSelectionTimeoutError
@@ -626,6 +626,11 @@ def test_a_transaction_is_run_taken_back_and_canceled() -> None:
     confirmed(browser, TRANSACTIONS, action="compensate", name="transfers", id=f'"{done}"')
     for given, found in ((done, True), (f'"{done}"', True), ("t-9", False)):
         assert (f"&quot;{done}&quot;" in browser.get(TRANSACTIONS, {"id": given}).content.decode()) is found
+    number = ObjectId()
+    part = {"cluster": "east", "collection": "shop.carts", "id": number}
+    project.database["transactions"].insert_one({"_id": number, "state": "odd", "participants": [part]})
+    page = browser.get(TRANSACTIONS, {"id": str(number)}).content.decode()  # as the command line lists it
+    assert "east:shop.carts" in page
     page = browser.get(TRANSACTIONS).content.decode()
     assert "{&quot;n&quot;: {&quot;$numberInt&quot;: &quot;2&quot;}}" in page
     confirmed(browser, TRANSACTIONS, action="cancel", name="transfers", id='{"n": {"$numberInt": "2"}}')

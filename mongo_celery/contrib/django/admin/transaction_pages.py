@@ -22,7 +22,7 @@ from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in
 from mongo_celery.contrib.django.admin.words import document, shown
 from mongo_celery.quantities import moment
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
-from mongo_celery.twophase.values import from_text, plain_id, to_text
+from mongo_celery.twophase.values import from_text, plain_id, readings, to_text
 
 if TYPE_CHECKING:
     from mongo_celery.mongo.verdicts import Concern
@@ -59,8 +59,7 @@ class TransactionAdmin(OperationsAdmin):
         text, listed = chosen(request, "id"), self.list_per_page
         skip = page_of(request) * listed
         if text:
-            known = map(coordinator.log.find_one, _ids(coordinator, text))
-            found = [each.document for each in known if each is not None]
+            found = [each for each in map(coordinator.stored, _ids(coordinator, text)) if each is not None]
         else:
             wanted = [state] if state else _UNFINISHED
             found = list(coordinator.log.find(wanted, None, listed + 1, skip=skip))  # one more: is there a page?
@@ -151,10 +150,11 @@ def _named(request: HttpRequest) -> tuple[TwoPhaseCommit, Transaction]:
 
 
 def _ids(coordinator: TwoPhaseCommit, text: str) -> list[Any]:
-    """What an id that somebody has typed may mean: text, and what it is as JSON."""
+    """What an id that somebody has typed may mean."""
     found: list[Any] = [text]
-    with suppress(Exception):  # no JSON; see `_named`
-        found.append(plain_id("id", from_text(text), coordinator.transactions.codec_options))
+    for reading in readings(text):
+        with suppress(Exception):  # no document can have it; see `_named`
+            found.append(plain_id("id", reading, coordinator.transactions.codec_options))
     return found
 
 
@@ -190,7 +190,10 @@ def _what(stored: Mapping[str, Any]) -> str:
 
 
 def _participant(stored: object) -> str:
-    return f"{stored.get('collection')} {_text(stored.get('id'))}" if isinstance(stored, dict) else "?"
+    if not isinstance(stored, dict):
+        return "?"
+    where = f"{stored['cluster']}:" if stored.get("cluster") else ""
+    return f"{where}{stored.get('collection')} {_text(stored.get('id'))}"
 
 
 def _text(value: Any) -> str:
