@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import asdict
 from datetime import datetime
@@ -278,9 +277,9 @@ def _chosen(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
 def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
     """The transaction whose id somebody has typed: as Extended JSON, as an ObjectId, or as plain text."""
     from mongo_celery.errors import ConfigurationError
-    from mongo_celery.twophase.values import plain_id
+    from mongo_celery.twophase.values import plain_id, readings
 
-    for reading in (*_readings(text), text):
+    for reading in (*readings(text), text):
         try:
             identity = plain_id("id", reading, chosen.transactions.codec_options)
         except ConfigurationError:
@@ -289,20 +288,6 @@ def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
         if found is not None:
             return found
     raise click.ClickException(f"there is no transaction {text}; `transactions list` shows ids as they can be typed.")
-
-
-def _readings(text: str) -> list[Any]:
-    """What a text can mean beside itself."""
-    from bson import ObjectId
-
-    from mongo_celery.twophase.values import from_text
-
-    readings: list[Any] = []
-    with contextlib.suppress(Exception):  # PyMongo raises what it likes on what is no Extended JSON
-        readings.append(from_text(text))
-    if ObjectId.is_valid(text):
-        readings.append(ObjectId(text))
-    return readings
 
 
 def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
@@ -335,7 +320,9 @@ def _text(value: object) -> str:
     """An id as it can be typed; a text that would be read as something else is quoted."""
     from bson import ObjectId
 
-    if isinstance(value, ObjectId) or (isinstance(value, str) and not _readings(value)):
+    from mongo_celery.twophase.values import readings
+
+    if isinstance(value, ObjectId) or (isinstance(value, str) and not readings(value)):
         return str(value)
     return _json(value)
 

@@ -178,7 +178,7 @@ class Backing:
             expects=bool(self.at_once),
         )
 
-    @property
+    @per_process
     def dead_letters(self) -> OutboxDeadLetters:
         """What could not be published."""
         store = self.plain.database.client[self._options.database][COLLECTION]

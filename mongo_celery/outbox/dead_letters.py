@@ -14,10 +14,12 @@ from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
 from mongo_celery.outbox.stored_id import derived_id
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
+_OLDEST_FIRST = [("at", 1), ("_id", 1)]
 _WITHOUT_PAYLOADS = {"entry.payload": 0, "entry.bind.payload": 0}
 
 
@@ -33,6 +35,11 @@ class OutboxDeadLetters:
     def __init__(self, collection: Collection[dict[str, Any]], outbox: str) -> None:
         self._collection = collection
         self._outbox = outbox
+        self._indexes = OutboxIndexes(
+            OutboxIndex(
+                collection, "oldest", [("outbox", 1), *_OLDEST_FIRST], "each look at dead letters reads all of them"
+            )
+        )
 
     @property
     def full_name(self) -> str:
@@ -46,6 +53,7 @@ class OutboxDeadLetters:
         One that lies in many documents is kept for each of them, by an id of its own. So is one whose id the letter of
         another document has already, as where one signature was written to many.
         """
+        self._indexes.ensure(patiently=False)
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
         ids = [f"{self._outbox}/{name}" for name in _names_of(stored, document_id)]
         for id in ids:  # noqa: A001
@@ -83,7 +91,7 @@ class OutboxDeadLetters:
     def find(self, limit: int = 0, *, skip: int = 0) -> list[dict[str, Any]]:
         """The oldest first, without their payloads: a list of them would be as large as all of these."""
         found = self._collection.find({"outbox": self._outbox}, _WITHOUT_PAYLOADS, allow_disk_use=True)
-        return list(found.sort([("at", 1), ("_id", 1)]).skip(skip).limit(limit))
+        return list(found.sort(_OLDEST_FIRST).skip(skip).limit(limit))
 
     def get(self, entry_id: str) -> dict[str, Any] | None:
         """One by the id of its entry."""

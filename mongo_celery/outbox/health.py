@@ -169,7 +169,7 @@ def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
     for outbox in outboxes:
         reach(outbox)
     broker_error = ask_broker(app)
-    return [_read(outbox, app, broker_error) for outbox in outboxes]
+    return [read_outbox(outbox, app, broker_error) for outbox in outboxes]
 
 
 def concern_of(outbox: AnyOutbox) -> Concern:
@@ -192,7 +192,8 @@ def _last_sweep(outbox: AnyOutbox) -> tuple[float | None, bool]:
     return (None if last is None else last.seconds), True
 
 
-def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
+def read_outbox(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
+    """Look at one whose primary has answered, and of whose broker is known why it does not; errors as above."""
     try:
         status, (seconds, is_known) = outbox.status(), _last_sweep(outbox)
     except PyMongoError as error:

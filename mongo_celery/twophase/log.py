@@ -489,21 +489,28 @@ class TransactionLog:
         change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
         return bool(self.collection.update_one(guard, change).matched_count)
 
-    def of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
+    def of_state(self, state: State, condition: Mapping[str, Any], limit: int, *, skip: int = 0) -> Iterable[Document]:
         """Documents of a state that is not final, the oldest step first."""
-        return self.collection.find({"state": str(state), **condition}).sort("lastModified", 1).limit(limit)
+        found = self.collection.find({"state": str(state), **condition}).sort("lastModified", 1)
+        return found.skip(skip).limit(limit)
 
-    def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
-        """Documents for people to look at; see `TwoPhaseCommit.found`."""
+    def find(self, states: Sequence[str], older_than: float | None, limit: int, *, skip: int = 0) -> Iterable[Document]:
+        """
+        Documents for people to look at, behind those that are skipped; see `TwoPhaseCommit.found`.
+
+        The server skips those of one state, and else all of them are read.
+        """
         condition: Document = {} if older_than is None else {"$expr": is_older(older_than)}
         wanted = [State(each) for each in dict.fromkeys(states)]
-        is_open = [self.of_state(each, condition, limit) for each in wanted if not each.is_final]
+        there = skip if len(wanted) <= 1 else 0
+        end = limit + skip - there
+        is_open = [self.of_state(each, condition, end, skip=there) for each in wanted if not each.is_final]
         final = [text for text, state in FINAL.items() if state in wanted]
         by_id: Iterable[Document] = ()
         if final or not wanted:  # their last step has no index, and there are as many as there ever were
             which = {**condition, **({"state": {"$in": final}} if final else {})}
-            by_id = self.collection.find(which).sort("_id", 1).hint([("_id", 1)]).limit(limit)
-        return islice(chain(heapq.merge(*is_open, key=age_key), by_id), limit)
+            by_id = self.collection.find(which).sort("_id", 1).hint([("_id", 1)]).skip(there).limit(end)
+        return islice(chain(heapq.merge(*is_open, key=age_key), by_id), skip - there, end)
 
     def standing(self) -> dict[State, Standing]:
         """How the transactions stand that are not final, by state."""

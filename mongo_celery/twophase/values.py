@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import bson
@@ -90,6 +91,16 @@ def from_text(text: str) -> Any:
         Exception: of any kind; it is no Extended JSON.
     """
     return json_util.loads(text, json_options=EXTENDED_JSON)
+
+
+def readings(text: str) -> list[Any]:
+    """What a text that somebody has typed as an id may mean beside itself: Extended JSON, an ObjectId."""
+    found: list[Any] = []
+    with suppress(Exception):  # see `from_text`
+        found.append(from_text(text))
+    if ObjectId.is_valid(text):
+        found.append(ObjectId(text))
+    return found
 
 
 def storable_rule(name: str, value: Mapping[str, Any], codec: Codec) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import json
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
+from threading import Barrier
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -19,8 +21,9 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project
 
 import django
 import pytest
-from bson import Code, Int64, json_util
+from bson import Code, Int64, ObjectId, json_util
 from celery import Celery
+from pymongo import MongoClient
 from pymongo.errors import ServerSelectionTimeoutError
 
 django.setup()
@@ -36,14 +39,15 @@ from django.test import Client
 from django.test.utils import override_settings, setup_test_environment
 from django.urls import path
 
-from mongo_celery import Outbox, Participant
+from mongo_celery import Bridge, Outbox, Participant
+from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
-from mongo_celery.contrib.django.admin import dead_letter_pages, outbox_pages
+from mongo_celery.bridge.wiring import BRIDGES as BRIDGES_OF
 from mongo_celery.contrib.django.admin.bridge_pages import _partition
-from mongo_celery.contrib.django.admin.operations_admin import listed
-from mongo_celery.contrib.django.admin.words import document
+from mongo_celery.contrib.django.admin.operations_admin import OperationsAdmin, listed
+from mongo_celery.contrib.django.admin.words import document, shown
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.outbox import health
 from mongo_celery.outbox import replay as outbox_commands
@@ -51,7 +55,7 @@ from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
 from mongo_celery.testing import BridgeRunner
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
-from tests.fixtures.process import wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 from tests.integration import admin_project as project
 
 urlpatterns = [path("admin/", admin.site.urls)]
@@ -173,11 +177,23 @@ def transaction(identity: Any = "t-1", **options: Any) -> Any:
 
 def confirmed(browser: Browser, page: str, **fields: Any) -> Any:
     """Post an action, and confirm it; the page behind it."""
-    asked = browser.post(f"{page}act/", fields)
+    return done_from(browser, f"{page}act/", **fields)
+
+
+def done_from(browser: Browser, act_url: str, **fields: Any) -> Any:
+    """The same, where the form of a page posts to."""
+    asked = browser.post(act_url, fields)
     assert asked.status_code == 200, asked.headers
     kept = dict(asked.context["fields"]) if len(asked.context["fields"]) else {}
     many = {name: value for name, value in fields.items() if isinstance(value, list)}
-    return browser.post(f"{page}act/", {**fields, **kept, **many, "confirmed": "yes"}, follow=True)
+    return browser.post(asked.context["act_url"], {**fields, **kept, **many, "confirmed": "yes"}, follow=True)
+
+
+def stored_transaction(identity: str, state: str, day: int = 1, **fields: Any) -> str:
+    """One that somebody else has written, with its last step on some day."""
+    at = datetime(2026, 1, day, tzinfo=UTC)
+    project.database["transactions"].insert_one({"_id": identity, "state": state, "lastModified": at, **fields})
+    return identity
 
 
 def said(page: Any) -> list[str]:
@@ -367,7 +383,7 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
     late = browser.post(
         f"{LETTERS}act/", {"action": "discard", "bridge": "shop", "letter": second, "confirmed": "yes"}, follow=True
     )
-    assert "no dead letter" in said(late)[0]
+    assert "not there any more" in said(late)[0]
 
 
 def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) -> None:
@@ -442,39 +458,113 @@ def test_a_letter_that_somebody_else_has_written_does_not_hide_the_others() -> N
     assert kept.count() == 1
 
 
-def test_a_list_has_pages_and_an_action_leads_back_to_where_it_was_chosen(
-    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many letters there are, each can be had; the list of an outbox leaves the payloads where they are."""
-    for pages in (dead_letter_pages, outbox_pages):
-        monkeypatch.setattr(pages, "LISTED", 2)
+def test_a_list_has_pages(runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, each can be had; the list of an outbox leaves the payloads where they are."""
+    monkeypatch.setattr(OperationsAdmin, "list_per_page", 2)
     for number in (1, 2, 3):
         fail(runner, "letters", number)
         outbox_letter(f"o-{number}")
     entries = [str(each["_id"]).rpartition("/")[2] for each in project.outbox.dead_letters.find()]
     assert [set(each["entry"]) & {"payload"} for each in project.outbox.dead_letters.find()] == [set()] * 3
     assert "payload" in project.outbox.dead_letters.get(entries[0])["entry"]  # type: ignore[index]
+    several = [
+        stored_transaction(f"tx-{number}", state, number)
+        for number, state in ((1, "initial"), (2, "pending"), (3, "initial"))
+    ]
+    final = [transaction(f"tx-done-{number}") for number in (1, 2, 3)]
+    for identity in final:
+        project.transfers.run(identity)
     browser = operator()
     lists: list[tuple[str, dict[str, str], list[str]]] = [
         (LETTERS, {"bridge": "shop", "handler": "collect"}, letters()),
         (f"{OUTBOXES}show/", {"outbox": "orders"}, entries),
+        (TRANSACTIONS, {"name": "transfers"}, several),
+        (TRANSACTIONS, {"name": "transfers", "state": "done"}, final),
     ]
     for address, asked, (*first, last) in lists:
         page = browser.get(address, asked)
         assert [each in page.content.decode() for each in (*first, last)] == [True, True, False]
         assert "1 to 2" in page.content.decode()
-        assert 'data-all="letter"' in page.content.decode()
         assert page.context["before_url"] == ""
         page = browser.get(page.context["after_url"])
         assert [each in page.content.decode() for each in (*first, last)] == [False, False, True]
+        assert "3 to 3" in page.content.decode()
         assert page.context["after_url"] == ""
-        assert 'type="checkbox"' in browser.get(page.context["before_url"]).content.decode()
+        before = browser.get(page.context["before_url"])
+        assert [each in before.content.decode() for each in (*first, last)] == [True, True, False]
+        assert browser.get(address, {**asked, "page": "9"}).context["before_url"]
+    for address, asked, _ in lists[:2]:
+        assert 'data-all="letter"' in browser.get(address, asked).content.decode()
         assert browser.get(browser.get(address, {**asked, "page": "9"}).context["before_url"]).context["letters"]
-    answer = confirmed(browser, LETTERS, action="replay", bridge="shop", handler="collect", letter=letters()[:1])
-    assert answer.redirect_chain[0][0] == f"{LETTERS}?bridge=shop&handler=collect"
-    answer = confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=entries[:1])
-    assert answer.redirect_chain[0][0] == f"{OUTBOXES}show/?outbox=orders"
-    answer = confirmed(browser, BRIDGES, action="pause", bridge="shop", handler="stop")
+
+
+def test_lists_and_counts_read_no_more_dead_letters_than_they_show(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be of megabytes, and there may be many: all else is known from indexes, and nothing is sorted."""
+    monkeypatch.setattr(OperationsAdmin, "list_per_page", 2)
+    for number in range(5):
+        fail(runner, "letters", number)
+        outbox_letter(f"o-{number}")
+    browser = operator()
+    databases = [project.client[project.bridge.options.database], project.client["mongo_celery"]]
+    for address in (
+        BRIDGES, f"{BRIDGES}show/?bridge=shop", f"{LETTERS}?page=1", f"{LETTERS}?handler=collect",
+        OUTBOXES, f"{OUTBOXES}show/?outbox=orders&page=1",
+    ):  # fmt: skip
+        for database in databases:
+            database.command({"profile": 2})
+        assert browser.get(address).context.get("sentence", "") == ""
+        read: list[Any] = []
+        for database in databases:
+            database.command({"profile": 0})
+            read += database["system.profile"].find({"ns": {"$regex": "dead_letters$"}, "docsExamined": {"$exists": 1}})
+            database.drop_collection("system.profile")
+        assert read
+        assert max(each["docsExamined"] for each in read) <= 2, address
+        assert not any(each.get("hasSortStage") for each in read), address
+
+
+def test_an_action_leads_back_to_the_list_on_which_it_was_chosen(
+    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what was asked for there, and to its page, also from the page of a single one; done, refused or left."""
+    monkeypatch.setattr(OperationsAdmin, "list_per_page", 1)
+    for number in (1, 2, 3, 4):
+        fail(runner, "letters", number)
+        outbox_letter(f"o-{number}")
+        transaction(f"t-{number}")
+    browser = operator()
+    letters_ = {"action": "discard", "bridge": "shop"}
+    entries = {"action": "discard", "outbox": "orders"}
+    lists: list[tuple[str, str, dict[str, Any]]] = [
+        (f"{LETTERS}?bridge=shop&handler=collect&page=1", "document_id", letters_),
+        (f"{OUTBOXES}show/?outbox=orders&page=1", "id", entries),
+        (f"{TRANSACTIONS}?name=transfers&state=initial&page=1", "", {"action": "cancel", "name": "transfers"}),
+    ]
+    for address, key, fields in lists:
+        page = browser.get(address)
+        (row,) = page.context["letters" if key else "transactions"]
+        if key:
+            asked = browser.post(page.context["act_url"], {**fields, "letter": row[key]})
+            assert asked.context["place_url"] == address
+            assert browser.post(page.context["act_url"], fields).headers["Location"] == address, "nothing was chosen"
+            answer = done_from(browser, page.context["act_url"], **fields, letter=row[key])
+            assert answer.redirect_chain[0][0] == address
+            (row,) = browser.get(address).context["letters"]
+        details = browser.get(row["url"])
+        named = {"letter": row[key]} if key else {"id": details.context["id"]}
+        answer = done_from(browser, details.context["act_url"], **fields, **named)
+        assert answer.redirect_chain[0][0] == address
+    for given, address in (({}, TRANSACTIONS), ({"id": "t-1"}, f"{TRANSACTIONS}?id=t-1")):
+        (row,) = browser.get(TRANSACTIONS, given).context["transactions"]
+        details = browser.get(row["url"])
+        answer = browser.post(details.context["act_url"], {"action": "burn"})
+        assert answer.headers["Location"] == address, "a list that was asked for nothing is found as it was, too"
+    act_url = browser.get(OUTBOXES).context["act_url"]
+    assert done_from(browser, act_url, action="sweep", outbox="orders").redirect_chain[0][0] == OUTBOXES
+    act_url = browser.get(f"{BRIDGES}show/?bridge=shop").context["act_url"]
+    answer = done_from(browser, act_url, action="pause", bridge="shop", handler="stop")
     assert answer.redirect_chain[0][0] == f"{BRIDGES}show/?bridge=shop"
     link = f"{LETTERS}?bridge=shop&amp;handler=collect"
     assert link in answer.content.decode()
@@ -491,7 +581,7 @@ def test_a_page_says_what_is_kept_and_that_the_project_has_none_of_its_kind(
     assert "<td>event, " in page.content.decode()
     assert len(page.context["title"]) < len("Dead letter ") + 20
     asked: list[object] = []
-    monkeypatch.setattr(health, "ask_broker", asked.append)
+    monkeypatch.setattr("mongo_celery.contrib.django.admin.outbox_pages.ask_broker", asked.append)
     other = Celery("other", broker="memory://", set_as_current=False)
     second = Outbox(other, lambda: project.database["parcels"], name="second", at_once=False, sweep_every=None)
     monkeypatch.setattr(type(OUTBOXES_OF), "of", lambda *_: [project.outbox, second])
@@ -536,6 +626,11 @@ def test_a_transaction_is_run_taken_back_and_canceled() -> None:
     confirmed(browser, TRANSACTIONS, action="compensate", name="transfers", id=f'"{done}"')
     for given, found in ((done, True), (f'"{done}"', True), ("t-9", False)):
         assert (f"&quot;{done}&quot;" in browser.get(TRANSACTIONS, {"id": given}).content.decode()) is found
+    number = ObjectId()
+    part = {"cluster": "east", "collection": "shop.carts", "id": number}
+    project.database["transactions"].insert_one({"_id": number, "state": "odd", "participants": [part]})
+    page = browser.get(TRANSACTIONS, {"id": str(number)}).content.decode()  # as the command line lists it
+    assert "east:shop.carts" in page
     page = browser.get(TRANSACTIONS).content.decode()
     assert "{&quot;n&quot;: {&quot;$numberInt&quot;: &quot;2&quot;}}" in page
     confirmed(browser, TRANSACTIONS, action="cancel", name="transfers", id='{"n": {"$numberInt": "2"}}')
@@ -561,7 +656,7 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
     fail(runner, "letters", HOSTILE, HOSTILE)
     entry = outbox_letter(HOSTILE, HOSTILE)
     transaction(HOSTILE)
-    project.database["transactions"].insert_one({"_id": f"{HOSTILE}2", "state": "pending", "reason": HOSTILE})
+    stored_transaction(f"{HOSTILE}2", "pending", reason=HOSTILE)
     (letter,) = letters()
     both = user("both", *named("view"), *named("act_on"), *named("see_contents_of"))
     shown = [
@@ -588,8 +683,37 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
         assert "\u202e" not in page.content.decode(), page.request["PATH_INFO"]
 
 
+def test_the_log_has_all_that_was_done_however_long_it_is_and_the_pages_say_what_they_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Targets, outcomes and refusals: Django keeps them as texts without a bound."""
+    identity = "x" * 2000
+    transaction(identity)
+    done = confirmed(operator(), TRANSACTIONS, action="cancel", name="transfers", id=f'"{identity}"')
+    assert said(done) == [shown(f'"{identity}": canceled.')]
+    assert said(done)[0].endswith("... and 1013 characters more")
+    entry = LogEntry.objects.get()
+    assert entry.object_id == f'transfers: "{identity}"'
+    assert entry.change_message == f'cancel: "{identity}": canceled.'
+    assert len(entry.object_repr) <= 200
+    assert entry.object_repr.endswith("... and 1853 characters more")
+
+    refused = [CommandResult("stop", index, "halted", "refused", f"{index} {'y' * 2000}") for index in range(300)]
+    monkeypatch.setattr("mongo_celery.bridge.operations.commands.retry", lambda *_: refused)
+    confirmed(operator(), BRIDGES, action="retry", bridge="shop", handler="stop")
+    message = LogEntry.objects.latest("pk").change_message
+    assert message.endswith(" ".join(each.reason for each in refused))
+
+    names = [f"{number}{'z' * 2000}" for number in range(100)]
+    operator().post(f"{OUTBOXES}act/", {"action": "discard", "outbox": "orders", "letter": names, "confirmed": "yes"})
+    assert LogEntry.objects.latest("pk").change_message.endswith(f"Asked for: {', '.join(names)}.")
+
+
 def test_a_sentence_on_many_names_some_of_them() -> None:
     """The log has them all."""
+    assert shown("a") == "a"
+    assert shown("a\nb" * 3, 4) == "a ba... and 5 characters more"
+    assert shown("ab", 1) == "a... and 1 character more"
     assert listed([]) == ""
     assert listed(list("abcde")) == "a, b, c, d, e"
     assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
@@ -654,3 +778,37 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
     with override_settings(MONGO_CELERY={"APP": "nowhere:app"}):
         for address in (BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS):
             assert "no Celery app can be had" in operator().get(address).content.decode()
+
+
+def test_those_that_do_not_answer_are_waited_for_together_and_hide_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several bridges, and of several outboxes: who waits for one after the other never meets at the barrier."""
+    all_wait = Barrier(3)
+    sound, (url, name) = project.bridge.wiring, (project.URL, project.NAME)
+    app = Celery("other", broker="memory://", set_as_current=False)
+    dead = [Bridge(app, url, name=f"dead-{each}", autodiscover=False).wiring for each in (1, 2)]
+
+    def met(is_dead: bool) -> None:
+        all_wait.wait(PATIENCE_SECONDS)
+        if is_dead:
+            raise ServerSelectionTimeoutError("no primary")
+
+    def read_one(wiring: Any) -> Any:
+        met(wiring in dead)
+        return read_status(wiring)
+
+    monkeypatch.setattr("mongo_celery.contrib.django.admin.bridge_pages.read_status", read_one)
+    monkeypatch.setattr(type(BRIDGES_OF), "of", lambda *_: [dead[0], sound, dead[1]])
+    rows = operator().get(BRIDGES).context["bridges"]
+    assert [row["state"] for row in rows] == ["unknown", "leading", "unknown"]
+    assert "gave no answer" in rows[0]["sentence"]
+
+    away: Any = [MongoClient(url, connect=False) for _ in dead]
+    monkeypatch.setattr(health, "ping", lambda client: met(any(client is each for each in away)))
+    outboxes = [
+        Outbox(app, partial(client[name].get_collection, "orders"), name=f"away-{number}", sweep_every=None)
+        for number, client in enumerate(away)
+    ]
+    monkeypatch.setattr(type(OUTBOXES_OF), "of", lambda *_: [outboxes[0], project.outbox, outboxes[1]])
+    rows = operator().get(OUTBOXES).context["outboxes"]
+    assert ["pending" in row for row in rows] == [False, True, False]
+    assert "gave no answer" in rows[0]["advice"][0]

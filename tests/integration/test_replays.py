@@ -42,6 +42,8 @@ from tests.integration.term_rig import TermRig, begin_term
 
 Document = dict[str, Any]
 
+SORTED_BYTES = 50_000
+
 
 def event(number: int, key: object = None) -> bytes:
     """The bytes of one event, whose document has this number, or this key."""
@@ -415,6 +417,16 @@ def bridge(mongo_url: str, state_database: str, term: TermRig) -> Iterator[Bridg
     made.client.close()
 
 
+@pytest.fixture
+def small_sorts(mongo_client: MongoClient[Document]) -> Iterator[None]:
+    """Have the server sort no more in memory than some keys."""
+    name = "internalQueryMaxBlockingSortMemoryUsageBytes"
+    before = mongo_client.admin.command({"getParameter": 1, name: 1})[name]
+    mongo_client.admin.command({"setParameter": 1, name: SORTED_BYTES})
+    yield
+    mongo_client.admin.command({"setParameter": 1, name: before})
+
+
 def test_letters_of_existing_documents_are_listed_at_their_places(bridge: Bridge, term: TermRig) -> None:
     """By handler, then in the order of the stream, also where only the first ones are asked for."""
     for number, name in ((1, None), (2, f"{LETTER}AB"), (3, None), (4, f"{LETTER}AA")):
@@ -427,6 +439,22 @@ def test_letters_of_existing_documents_are_listed_at_their_places(bridge: Bridge
     assert found(0) == found(0, subscription=SUBSCRIPTION) == [1, 2, 3, 4]
     assert found(2) == [1, 2]
     assert found(0, ids=[f"{LETTER}AA", token(3)["_data"]]) == [3, 4]
+
+
+@pytest.mark.usefixtures("small_sorts")
+def test_letters_of_existing_documents_are_put_in_order_without_what_is_large_in_them(
+    bridge: Bridge, term: TermRig
+) -> None:
+    """However many a failed snapshot has left: servers before 6.0 do not sort what they cannot hold in memory."""
+    long = {"traceback": "x" * SORTED_BYTES}
+    term.database["dead_letters"].insert_many(
+        [{**letter_of(number, 5, name=f"{LETTER}{9 - number}"), **long} for number in range(5)]
+    )
+    term.database.command({"profile": 2})
+    letters = letter_commands.find(bridge.wiring, Selection(), 2, skip=1).letters
+    term.database.command({"profile": 0})
+    assert [each.place.seq for each in letters if each.place is not None] == [1, 2]
+    assert not any(each.get("usedDisk") for each in term.database["system.profile"].find())
 
 
 def _stored(database: Database[Document], number: int, **changes: Any) -> Document:

@@ -131,11 +131,28 @@ def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> 
         for each in selection.ids:
             _check_id(wiring, replace(selection, ids=[each]), names)
         letters = store.dead_letters.find(selection, names, limit, skip=skip)
-        count = store.dead_letters.count_of(selection, names)
-        replays = {each.letter: each for each in store.replays.read()}
-        leads = bool((store.leases.read() or {}).get("live"))
-        parked = store.dead_letters.parked(letters)
-    return Found(count, letters, replays, leads, parked)
+        has_all = not limit or (len(letters) < limit and (letters or not skip))
+        count = skip + len(letters) if has_all else store.dead_letters.count_of(selection, names)
+        return _found(wiring, letters, count)
+
+
+def named(wiring: Wiring, document_ids: Sequence[str]) -> Found:
+    """
+    The dead letters that have these whole `_id`s, in this order; those that are gone are not among them.
+
+    Raises:
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    with _reached(wiring):
+        letters = wiring.store.dead_letters.headers(document_ids)
+        return _found(wiring, letters, len(letters))
+
+
+def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:
+    store = wiring.store
+    replays = {each.letter: each for each in store.replays.read()}
+    leads = bool((store.leases.read() or {}).get("live"))
+    return Found(count, letters, replays, leads, store.dead_letters.parked(letters))
 
 
 def replay(wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_run: bool) -> list[LetterResult]:
@@ -395,7 +412,7 @@ def _result(
 def _names(wiring: Wiring) -> list[str]:
     """Subscriptions that may have dead letters: those that are stored, and those that have some."""
     stored = layouts_in_force(wiring.store.leases.read(), wiring.store.subscriptions.read_all())
-    return sorted({*stored, *wiring.store.dead_letters.count()})
+    return sorted({*stored, *wiring.store.dead_letters.subscriptions()})
 
 
 def _check_id(wiring: Wiring, selection: Selection, names: Sequence[str]) -> None:

@@ -55,6 +55,7 @@ SELECTED = "selected"
 _HASHES = 1 << 64
 _INDEX = "parked"
 _AT_ONCE = 50  # a call of many large ones might take longer than it may
+_READ_AT_ONCE = 1000
 _LAST = chr(0x10FFFF)
 _STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existing document's letter has no place
 _HEX = re.compile(r"[0-9A-Fa-f]+")
@@ -182,12 +183,17 @@ class DeadLetters:
         return self._table.collection
 
     def count(self) -> dict[str, int]:
-        """How many there are, by subscription."""
-        stages: list[dict[str, Any]] = [
-            {"$match": {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}},
-            {"$group": {"_id": "$subscription", "count": {"$sum": 1}}},
-        ]
-        return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
+        """How many there are, by subscription; ids alone are read, since events may be large."""
+        return {name: self.count_of(Selection(subscription=name), ()) for name in self.subscriptions()}
+
+    def subscriptions(self) -> list[str]:
+        """Those that have any: one look for each at what is next in the order of `_id`."""
+        found: list[str] = []
+        place, end, order = f"{self._bridge}/", f"{self._bridge}0", [("_id", 1)]
+        while next_ := self._table.find_one({"_id": {"$gte": place, "$lt": end}}, {"_id": 1}, sort=order):
+            found.append(str(next_["_id"]).split("/")[1])
+            place = f"{self._bridge}/{found[-1]}0"  # behind all with a slash there
+        return found
 
     def find(self, selection: Selection, subscriptions: Sequence[str], limit: int, *, skip: int = 0) -> list[Letter]:
         """
@@ -207,11 +213,11 @@ class DeadLetters:
             with self._table.limit():
                 found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], skip=skip, limit=limit)
                 return [_letter(document) for document in found]
-        order = {"$sort": {"subscription": 1, **dict(_STREAM_ORDER)}}  # of headers: whole events would be too much
-        stages: list[dict[str, Any]] = [{"$match": query}, {"$project": _FIELDS}, order]
+        keys = {"subscription": 1, **dict(_STREAM_ORDER)}
+        stages: list[dict[str, Any]] = [{"$match": query}, {"$project": keys}, {"$sort": keys}]  # nothing that is large
         stages += [{"$skip": skip}] if skip else []
         stages += [{"$limit": limit}] if limit else []
-        return [_letter(document) for document in self._table.aggregate(stages)]
+        return self.headers([row["_id"] for row in self._table.aggregate(stages)])
 
     def count_of(self, selection: Selection, subscriptions: Sequence[str]) -> int:
         """How many dead letters a selection has."""
@@ -271,6 +277,14 @@ class DeadLetters:
         with self._table.limit():
             found = self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session)
         return None if found is None else _letter(found)
+
+    def headers(self, document_ids: Sequence[str]) -> list[Letter]:
+        """Those of some dead letters that are there, in this order, without their changes."""
+        there: dict[str, Letter] = {}
+        for start in range(0, len(document_ids), _READ_AT_ONCE):
+            ids = [*document_ids[start : start + _READ_AT_ONCE]]
+            there.update((str(each["_id"]), _letter(each)) for each in self._table.find({"_id": {"$in": ids}}, _FIELDS))
+        return [there[each] for each in document_ids if each in there]
 
     def index_parked(self) -> None:
         """

@@ -23,6 +23,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    each_of,
     refuse,
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, line_in_project, one_in_project
@@ -53,19 +54,20 @@ class BridgeAdmin(OperationsAdmin):
 
     template = "bridges.html"
     registry = BRIDGES
+    list_page = "show"
+    list_names = ("bridge",)
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
-        return {"bridges": [self._row(wiring) for wiring in all_in_project(BRIDGES)]}
+        wirings = all_in_project(BRIDGES)
+        return {"bridges": [*map(self._row, wirings, each_of(wirings, read_status))]}
 
-    def _row(self, wiring: Wiring) -> Mapping[str, Any]:
+    def _row(self, wiring: Wiring, status: dict[str, Any] | BaseException) -> Mapping[str, Any]:
         row = {"name": wiring.name, "url": self.url("show", bridge=wiring.name)}
-        try:
-            status = read_status(wiring)
-        except Exception as error:
-            sentence = sentence_for(error)
+        if isinstance(status, BaseException):
+            sentence = sentence_for(status)
             if sentence is None:
-                raise
+                raise status
             return {**row, "verdict": "failing", "state": "unknown", "sentence": shown(sentence)}
         verdict = judge(status)
         return {
@@ -112,10 +114,6 @@ class BridgeAdmin(OperationsAdmin):
             return ""
         page = reverse("admin:mongo_celery_changedeadletter_changelist", current_app=self.admin_site.name)
         return f"{page}?{urlencode({'bridge': bridge})}&"
-
-    def place(self, form: QueryDict) -> str:
-        """The page of the bridge."""
-        return self.url("show", bridge=str(form.get("bridge", "")))
 
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `changes pause`, `resume`, `retry` and `set-aside`."""

@@ -17,6 +17,7 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    chosen_letters,
     listed,
     page_of,
     refuse,
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.state.dead_letters import Letter
     from mongo_celery.bridge.wiring import Wiring
 
-LISTED = 100
-"""Letters on one page, and in one action."""
-_LIST_NAMES = ("bridge", "handler", "key")
+_NAMES = ("bridge", "letter")
 
 
 class DeadLetterAdmin(OperationsAdmin):
@@ -40,6 +39,7 @@ class DeadLetterAdmin(OperationsAdmin):
 
     template = "dead_letters.html"
     registry = BRIDGES
+    list_names = ("bridge", "handler", "key")
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:
         """Those of a handler, or of a document, or all; by handler, then in the order of the stream."""
@@ -47,19 +47,18 @@ class DeadLetterAdmin(OperationsAdmin):
         wiring = one_in_project(BRIDGES, chosen(request, "bridge") or names[0])
         handler, key = chosen(request, "handler"), chosen(request, "key")
         selection = Selection(subscription=handler or None, keys=commands.keys_of(key) if key else [])
-        asked = {"bridge": wiring.name, "handler": handler, "key": key}
-        page = page_of(request)
-        found = commands.find(wiring, selection, LISTED, skip=page * LISTED)
-        shown_ = {"bridges": names, **asked, "letters": self._rows(wiring, found), "leads": found.leads}
-        return {**shown_, **self.pages(page, found.count, LISTED, "changelist", **asked)}
+        found = commands.find(wiring, selection, self.list_per_page, skip=page_of(request) * self.list_per_page)
+        chosen_by = {"bridges": names, "bridge": wiring.name, "handler": handler, "key": key}
+        rows = self._rows(request, wiring, found)
+        return {**chosen_by, "letters": rows, "leads": found.leads, **self.pages(request, found.count)}
 
-    def _rows(self, wiring: Wiring, found: Found) -> list[Mapping[str, Any]]:
-        ids = short_ids([each.id for each in found.letters])
+    def _rows(self, request: HttpRequest, wiring: Wiring, found: Found) -> list[Mapping[str, Any]]:
+        ids, back = short_ids([each.id for each in found.letters]), self.back(request)
         return [
             {
                 **_row(each, found),
                 "id": short,
-                "url": self.url("show", bridge=wiring.name, letter=each.document_id),
+                "url": self.url("show", bridge=wiring.name, letter=each.document_id, **back),
             }
             for short, each in zip(ids, found.letters, strict=True)
         ]
@@ -82,16 +81,11 @@ class DeadLetterAdmin(OperationsAdmin):
             },
         )
 
-    def place(self, form: QueryDict) -> str:
-        """The list, as it was chosen."""
-        return self.url("changelist", **{name: str(form[name]) for name in _LIST_NAMES if form.get(name)})
-
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `changes dead-letters replay` and `discard`."""
-        names = (*_LIST_NAMES, "letter")
         return {
-            "replay": PageAction(label="Replay", names=names, target=_target, ask=_ask_to_replay, run=_replay),
-            "discard": PageAction(label="Discard", names=names, target=_target, ask=_ask_to_discard, run=_discard),
+            "replay": PageAction(label="Replay", names=_NAMES, target=_target, ask=_ask_to_replay, run=_replay),
+            "discard": PageAction(label="Discard", names=_NAMES, target=_target, ask=_ask_to_discard, run=_discard),
         }
 
 
@@ -114,32 +108,18 @@ def _named(request: HttpRequest) -> tuple[Wiring, Found, Sequence[Letter]]:
     The bridge and the letters that a form or an address names, by their whole `_id`.
 
     Raises:
-        CommandRefusedError: one of them is not there any more.
+        CommandRefusedError: one of them is not there any more, or as of `chosen_letters`.
     """
     wiring = one_in_project(BRIDGES, chosen(request, "bridge"))
-    fields = request.POST if request.method == "POST" else request.GET
-    names = list(dict.fromkeys(fields.getlist("letter")))
-    if not names:
-        raise refuse("Choose dead letters first.")
-    if len(names) > LISTED:
-        raise refuse(f"Choose {LISTED} dead letters at most.")
-    handlers: dict[str, list[str]] = {}
+    names = chosen_letters(request)
     for name in names:
-        bridge, _, rest = name.partition("/")
-        handler, _, id_ = rest.partition("/")
-        if bridge != wiring.name or not handler or not id_:
+        if not name.startswith(f"{wiring.name}/"):
             raise refuse(f"{name!r} is no dead letter of bridge {wiring.name}.")
-        handlers.setdefault(handler, []).append(id_)
-    pages = [
-        commands.find(wiring, Selection(subscription=handler, ids=ids), LISTED) for handler, ids in handlers.items()
-    ]
-    letters = {each.document_id: each for page in pages for each in page.letters}
+    found = commands.named(wiring, names)
+    there = {each.document_id for each in found.letters}
     for name in names:
-        if name not in letters:
+        if name not in there:
             raise refuse(f"Dead letter {name.rpartition('/')[2]} is not there any more: go back to the list.")
-    first, *others = pages
-    parked = {**first.parked, **{key: each for page in others for key, each in page.parked.items()}}
-    found = commands.Found(len(names), [letters[name] for name in names], first.replays, first.leads, parked)
     return wiring, found, found.letters
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+import pymongo
 from django.contrib import messages
 from django.contrib.admin import ModelAdmin
 from django.contrib.admin.models import CHANGE, LogEntry
@@ -28,21 +31,26 @@ from django.views.decorators.clickjacking import xframe_options_deny
 from mongo_celery.app import Registry
 from mongo_celery.cli.apps import sentence_for
 from mongo_celery.cli.verdict_view import visible
-from mongo_celery.contrib.django.admin.words import shown
+from mongo_celery.contrib.django.admin.words import line, shown
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 logger = logging.getLogger("mongo_celery.contrib.django")
 
+_READ_SECONDS = 10.0
 _SENTENCES_MAX = 5
-_REPRESENTATION_MAX = 200  # of Django's log
+_REPRESENTATION_MAX = 160  # Django's log has room for 200 characters, and how many more there are takes some
 _PAGE_DIGITS_MAX = 7
 _NAMED_MAX = 5
-_LOGGED_MAX = 200  # more than any page takes
+_CHOSEN_MAX = 100
 _YES = "yes"
+_PAGE = "page"
+_BACK = "back"
+"""What the list was asked for from which somebody came, in the addresses of all pages behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +118,10 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     """Of the first page."""
     registry: Registry[Any]
     """What it is about."""
+    list_page = "changelist"
+    """The page from which something is chosen: `changelist` or `show`."""
+    list_names: Sequence[str] = ()
+    """What that page is asked for, beside one of its pages."""
 
     # -- rights ------------------------------------------------------------------------------------
 
@@ -176,12 +188,28 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         found: str = reverse(f"admin:{self._url_name(page)}", current_app=self.admin_site.name)
         return f"{found}?{urlencode(query)}" if query else found
 
-    def pages(self, page: int, count: int, listed: int, name: str, /, **query: str) -> Mapping[str, Any]:
+    def asked(self, request: HttpRequest) -> dict[str, str]:
+        """What the list is asked for at which the user looks, or from which he has come."""
+        back = request.GET.get(_BACK)
+        given = request.GET if back is None else QueryDict(back)
+        return {name: str(given[name]) for name in (*self.list_names, _PAGE) if given.get(name)}
+
+    def place(self, request: HttpRequest) -> str:
+        """The address of that list, to which everybody comes back who has acted."""
+        asked = self.asked(request)
+        return self.url(self.list_page if asked else "changelist", **asked)
+
+    def back(self, request: HttpRequest) -> Mapping[str, str]:
+        """What the address of a page behind the list has beside its own, so that the list is found again."""
+        return {_BACK: urlencode(self.asked(request))}
+
+    def pages(self, request: HttpRequest, count: int) -> Mapping[str, Any]:
         """What a list shows of its place among all there is, with the addresses of the pages beside it."""
-        asked = {key: value for key, value in query.items() if value}
+        page, listed, asked = page_of(request), self.list_per_page, self.asked(request)
+        asked.pop(_PAGE, None)
 
         def at(number: int) -> str:
-            return self.url(name, **asked, **({"page": str(number)} if number else {}))
+            return self.url(self.list_page, **asked, **({_PAGE: str(number)} if number else {}))
 
         last = max(count - 1, 0) // listed
         return {
@@ -210,12 +238,8 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         """What can be done here, by the name in the form."""
         raise NotImplementedError
 
-    def place(self, form: QueryDict) -> str:  # noqa: ARG002
-        """The address of the page from which a form was sent, to which its sender comes back."""
-        return self.url("changelist")
-
     def _first_page(self, request: HttpRequest) -> HttpResponse:
-        found, sentence = self._told(request, lambda: self._first_or_none(request))
+        found, sentence = self._told(request, _in_time(lambda: self._first_or_none(request)))
         title = str(self.opts.verbose_name_plural).capitalize()
         template = "page.html" if found is None or "none" in found else self.template
         return self._shown(request, template, title, {**(found or {}), "sentence": sentence, "first": True})
@@ -227,7 +251,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
 
     def _details(self, request: HttpRequest) -> HttpResponse:
         """A sentence in its place where it cannot be read: the list would wait for the same server once more."""
-        found, sentence = self._told(request, lambda: self.details(request))
+        found, sentence = self._told(request, _in_time(lambda: self.details(request)))
         if found is None:
             return self._shown(request, "page.html", str(self.opts.verbose_name).capitalize(), {"sentence": sentence})
         return self._shown(request, *found)
@@ -240,7 +264,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             "may_act": self.may_act(request),
             "may_see_contents": self.may_see_contents(request),
             "list_url": self.url("changelist"),
-            "act_url": self.url("act"),
+            "act_url": self.url("act", **self.back(request)),
             **found,
         }
         return TemplateResponse(request, f"mongo_celery/admin/{template}", context)
@@ -255,12 +279,12 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
                 raise
             return None, shown(sentence)
 
-    def _back(self, request: HttpRequest, sentences: Sequence[str]) -> HttpResponse:
+    def _returned(self, request: HttpRequest, sentences: Sequence[str]) -> HttpResponse:
         for sentence in sentences[:_SENTENCES_MAX]:
             messages.error(request, sentence)
         if len(sentences) > _SENTENCES_MAX:
             messages.error(request, f"And {len(sentences) - _SENTENCES_MAX} more.")
-        return HttpResponseRedirect(self.place(request.POST))
+        return HttpResponseRedirect(self.place(request))
 
     # -- actions -----------------------------------------------------------------------------------
 
@@ -272,19 +296,19 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         name = request.POST.get("action", "")
         action = self.page_actions().get(name)
         if action is None:
-            return self._back(request, ["Choose what is to be done."])
+            return self._returned(request, ["Choose what is to be done."])
         if request.POST.get("confirmed") == _YES:
             return self._done(request, name, action)
         confirmation, sentence = self._told(request, lambda: action.ask(request))
         if confirmation is None:
-            return self._back(request, [sentence])
+            return self._returned(request, [sentence])
         found = {
             "confirmation": confirmation,
             "about": [shown(each) for each in confirmation.about],
             "notes": [shown(each) for each in confirmation.notes],
             "action": name,
             "action_label": action.label,
-            "place_url": self.place(request.POST),
+            "place_url": self.place(request),
             "confirmed": _YES,
             "fields": [
                 *((name, value) for name in action.names for value in request.POST.getlist(name)),
@@ -295,7 +319,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
 
     def _done(self, request: HttpRequest, name: str, action: PageAction) -> HttpResponse:
         """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
-        target = shown(action.target(request.POST))  # databases refuse some of what is hidden
+        target = line(action.target(request.POST))  # databases refuse some of what is hidden
         several = _several(request.POST, action.names)
         entry = self._begun(request, name, target, several)
         try:
@@ -305,12 +329,10 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             raise
         if outcome is None:
             self._ended(entry, f"{name} ended with an error: {sentence}{several}")  # what came before it is done
-            return self._back(request, [sentence])
-        refused = [shown(each) for each in outcome.refused]
-        said = shown(outcome.said)
-        self._ended(entry, " ".join([f"{name}: {said}", *refused]) + several)
-        messages.success(request, said)
-        return self._back(request, refused)
+            return self._returned(request, [sentence])
+        self._ended(entry, line(" ".join([f"{name}: {outcome.said}", *outcome.refused])) + several)
+        messages.success(request, shown(outcome.said))
+        return self._returned(request, [shown(each) for each in outcome.refused])
 
     def _begun(self, request: HttpRequest, name: str, target: str, several: str) -> Any:
         logger.info(
@@ -324,7 +346,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             user_id=request.user.pk,
             content_type=ContentType.objects.get_for_model(self.model),
             object_id=target,
-            object_repr=target[:_REPRESENTATION_MAX],
+            object_repr=shown(target, _REPRESENTATION_MAX),
             action_flag=CHANGE,
             change_message=f"{name} was begun.{several}",
         )
@@ -341,6 +363,39 @@ def chosen(request: HttpRequest, name: str) -> str:
     return str(value)
 
 
+def chosen_letters(request: HttpRequest) -> list[str]:
+    """
+    The dead letters that a form or an address names, each once.
+
+    Raises:
+        CommandRefusedError: there is none, or too many for one action.
+    """
+    fields: QueryDict = request.POST if request.method == "POST" else request.GET
+    names = list(dict.fromkeys(map(str, fields.getlist("letter"))))
+    if not names:
+        raise refuse("Choose dead letters first.")
+    if len(names) > _CHOSEN_MAX:
+        raise refuse(f"Choose {_CHOSEN_MAX} dead letters at most.")
+    return names
+
+
+def each_of(things: Sequence[S], read: Callable[[S], T]) -> list[T | BaseException]:
+    """What is read of each, or its error; side by side, so that those whose servers are away are waited for once."""
+    with ThreadPoolExecutor(len(things), thread_name_prefix="mongo-celery-admin") as threads:
+        futures = [threads.submit(_in_time(partial(read, each))) for each in things]
+    return [future.exception() or future.result() for future in futures]
+
+
+def _in_time(read: Callable[[], T]) -> Callable[[], T]:
+    """The same, which waits for MongoDB no longer than a page may; each thread has a time of its own."""
+
+    def bounded() -> T:
+        with pymongo.timeout(_READ_SECONDS):
+            return read()
+
+    return bounded
+
+
 def listed(names: Sequence[str]) -> str:
     """Names for a sentence: some of them where there are many."""
     more = len(names) - _NAMED_MAX
@@ -350,12 +405,12 @@ def listed(names: Sequence[str]) -> str:
 def _several(form: QueryDict, names: Sequence[str]) -> str:
     """All that an action was asked for, for the log, where its target is only how many these are."""
     given = [each for name in names if len(chosen_ones := form.getlist(name)) > 1 for each in chosen_ones]
-    return f" Asked for: {', '.join(map(shown, given[:_LOGGED_MAX]))}." if given else ""
+    return f" Asked for: {', '.join(map(line, given))}." if given else ""
 
 
 def page_of(request: HttpRequest) -> int:
     """Which page of a list is asked for, from 0."""
-    text = chosen(request, "page")
+    text = chosen(request, _PAGE)
     if not text:
         return 0
     if not (text.isascii() and text.isdigit()) or len(text) > _PAGE_DIGITS_MAX:

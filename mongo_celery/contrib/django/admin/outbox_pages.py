@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.http import HttpRequest, QueryDict
@@ -15,6 +14,8 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    chosen_letters,
+    each_of,
     listed,
     page_of,
     refuse,
@@ -24,7 +25,7 @@ from mongo_celery.contrib.django.admin.words import block, document, shown
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
 from mongo_celery.outbox import replay as commands
-from mongo_celery.outbox.health import concern_of, reach, read_health
+from mongo_celery.outbox.health import ask_broker, concern_of, reach, read_outbox
 from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.quantities import duration, moment, number
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from mongo_celery.outbox.registry import AnyOutbox
     from mongo_celery.outbox.replay import DeadLetter
 
-LISTED = 100
-"""Dead letters on one page, and in one action."""
 _SWEPT = 200
 """Documents of one sweep: somebody waits for the page."""
 
@@ -45,50 +44,44 @@ class OutboxAdmin(OperationsAdmin):
 
     template = "outboxes.html"
     registry = OUTBOXES
+    list_page = "show"
+    list_names = ("outbox",)
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
-        outboxes = all_in_project(OUTBOXES)
-        if len(outboxes) > 1:
-            with suppress(Exception):  # then each says its own below, and those that can be read are shown
-                found = read_health(celery_app(), outboxes)  # together: a broker that is away is waited for once
-                return {
-                    "outboxes": [
-                        {**self._named(each), **_figures(health)} for each, health in zip(outboxes, found, strict=True)
-                    ]
-                }
-        return {"outboxes": [self._row(each) for each in outboxes]}
+        app, outboxes = celery_app(), all_in_project(OUTBOXES)
+        broker_error = ask_broker(app)  # which all have in common
 
-    def _named(self, outbox: AnyOutbox) -> Mapping[str, Any]:
-        return {"name": outbox.name, "url": self.url("show", outbox=outbox.name)}
+        def read(outbox: AnyOutbox) -> Health:
+            reach(outbox)
+            return read_outbox(outbox, app, broker_error)
 
-    def _row(self, outbox: AnyOutbox) -> Mapping[str, Any]:
-        try:
-            (health,) = read_health(celery_app(), [outbox])
-        except Exception as error:
-            sentence = sentence_for(error, lambda: concern_of(outbox))
+        return {"outboxes": [*map(self._row, outboxes, each_of(outboxes, read))]}
+
+    def _row(self, outbox: AnyOutbox, health: Health | BaseException) -> Mapping[str, Any]:
+        row = {"name": outbox.name, "url": self.url("show", outbox=outbox.name)}
+        if isinstance(health, BaseException):
+            sentence = sentence_for(health, lambda: concern_of(outbox))
             if sentence is None:
-                raise
-            return {**self._named(outbox), "advice": [shown(sentence)]}
-        return {**self._named(outbox), **_figures(health)}
+                raise health
+            return {**row, "advice": [shown(sentence)]}
+        return {**row, **_figures(health)}
 
     def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
         """The dead letters of an outbox, or one of them with its traceback."""
         outbox = one_in_project(OUTBOXES, chosen(request, "outbox"))
         name = chosen(request, "letter")
-        with _reached(outbox):
-            if name:
-                return "outbox_letter.html", f"Dead letter {name}", self._letter(request, outbox, _one(outbox, name))
-            page = page_of(request)
-            found, count = commands.dead_letters(outbox, LISTED, skip=page * LISTED), outbox.dead_letters.count()
-        letters = [{**_letter_row(each), "url": self.url("show", outbox=outbox.name, letter=each.id)} for each in found]
-        pages = self.pages(page, count, LISTED, "show", outbox=outbox.name)
-        return "outbox.html", f"Outbox {outbox.name}", {"outbox": outbox.name, "letters": letters, **pages}
-
-    def place(self, form: QueryDict) -> str:
-        """The dead letters of the outbox; the list for who has swept."""
-        outbox = str(form.get("outbox", ""))
-        return self.url("changelist") if form.get("action") == "sweep" else self.url("show", outbox=outbox)
+        reach(outbox)
+        if name:
+            return "outbox_letter.html", f"Dead letter {name}", self._letter(request, outbox, _one(outbox, name))
+        skip = page_of(request) * self.list_per_page
+        found, count = commands.dead_letters(outbox, self.list_per_page, skip=skip), outbox.dead_letters.count()
+        back = self.back(request)
+        rows = [
+            {**_letter_row(each), "url": self.url("show", outbox=outbox.name, letter=each.id, **back)} for each in found
+        ]
+        shown_ = {"outbox": outbox.name, "letters": rows, **self.pages(request, count)}
+        return "outbox.html", f"Outbox {outbox.name}", shown_
 
     def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
         """Of the outbox that is named."""
@@ -109,13 +102,6 @@ class OutboxAdmin(OperationsAdmin):
             "replay": PageAction(label="Replay", names=names, target=_target, ask=_ask_to_replay, run=_replay),
             "discard": PageAction(label="Discard", names=names, target=_target, ask=_ask_to_discard, run=_discard),
         }
-
-
-@contextmanager
-def _reached(outbox: AnyOutbox) -> Iterator[None]:
-    """Inside, the primary has answered once."""
-    reach(outbox)
-    yield
 
 
 def _figures(health: Health) -> dict[str, Any]:
@@ -151,15 +137,11 @@ def _one(outbox: AnyOutbox, name: str) -> DeadLetter:
 
 
 def _named(request: HttpRequest) -> tuple[AnyOutbox, list[DeadLetter]]:
-    """The outbox and the dead letters that a form names; errors as of `_one`."""
+    """The outbox and the dead letters that a form names; errors as of `_one` and `chosen_letters`."""
     outbox = one_in_project(OUTBOXES, chosen(request, "outbox"))
-    names = list(dict.fromkeys(request.POST.getlist("letter")))
-    if not names:
-        raise refuse("Choose dead letters first.")
-    if len(names) > LISTED:
-        raise refuse(f"Choose {LISTED} dead letters at most.")
-    with _reached(outbox):
-        return outbox, [_one(outbox, name) for name in names]
+    names = chosen_letters(request)
+    reach(outbox)
+    return outbox, [_one(outbox, name) for name in names]
 
 
 def _target(form: QueryDict) -> str:
@@ -181,8 +163,8 @@ def _ask_to_sweep(request: HttpRequest) -> Confirmation:
 
 def _sweep(request: HttpRequest) -> ActionOutcome:
     outbox = one_in_project(OUTBOXES, chosen(request, "outbox"))
-    with _reached(outbox):
-        done = outbox.sweep(limit=_SWEPT)
+    reach(outbox)
+    done = outbox.sweep(limit=_SWEPT)
     dead = number(done.dead, "became a dead letter", "became dead letters")
     refused = [] if done.error is None else [f"{done.left} are left: {done.error}"]
     return ActionOutcome(said=f"{done.dispatched} dispatched of {outbox.name}, {dead}.", refused=refused)

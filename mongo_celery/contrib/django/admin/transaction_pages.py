@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import pymongo
 from django.http import HttpRequest, QueryDict
 
 from mongo_celery.contrib.django.admin.operations_admin import (
@@ -16,23 +15,22 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     OperationsAdmin,
     PageAction,
     chosen,
+    page_of,
     refuse,
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in_project
 from mongo_celery.contrib.django.admin.words import document, shown
 from mongo_celery.quantities import moment
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
-from mongo_celery.twophase.values import from_text, plain_id, to_text
+from mongo_celery.twophase.values import from_text, plain_id, readings, to_text
 
 if TYPE_CHECKING:
     from mongo_celery.mongo.verdicts import Concern
     from mongo_celery.twophase import TwoPhaseCommit
     from mongo_celery.twophase.states import Transaction
 
-LISTED = 100
 STATES = ("initial", "pending", "applied", "canceling", "done", "canceled")
 _UNFINISHED = ("initial", "pending", "applied", "canceling")
-_READ_SECONDS = 10.0
 _NAMES = ("name", "id")
 _CURES: Mapping[str, tuple[str, ...]] = {
     "initial": ("run", "cancel"),
@@ -49,6 +47,7 @@ class TransactionAdmin(OperationsAdmin):
 
     template = "transactions.html"
     registry = TWO_PHASE_COMMITS
+    list_names = ("name", "state", "id")
 
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:
         """The one of an id; or those of one state, or all that are not final, the one with the oldest step first."""
@@ -57,18 +56,20 @@ class TransactionAdmin(OperationsAdmin):
         state = chosen(request, "state")
         if state and state not in STATES:
             raise refuse(f"{state!r} is no state: it is one of {', '.join(STATES)}.")
-        text = chosen(request, "id")
-        with pymongo.timeout(_READ_SECONDS):
-            if text:
-                known = map(coordinator.log.find_one, _ids(coordinator, text))
-                found = [each.document for each in known if each is not None]
-            else:
-                found = list(coordinator.log.find([state] if state else _UNFINISHED, None, LISTED))
+        text, listed = chosen(request, "id"), self.list_per_page
+        skip = page_of(request) * listed
+        if text:
+            found = [each for each in map(coordinator.stored, _ids(coordinator, text)) if each is not None]
+        else:
+            wanted = [state] if state else _UNFINISHED
+            found = list(coordinator.log.find(wanted, None, listed + 1, skip=skip))  # one more: is there a page?
+        back = self.back(request)
         rows = [
-            {**_row(each), "url": self.url("show", name=coordinator.name, id=to_text(each["_id"]))} for each in found
+            {**_row(each), "url": self.url("show", name=coordinator.name, id=to_text(each["_id"]), **back)}
+            for each in found[:listed]
         ]
-        page = {"names": names, "name": coordinator.name, "state": state, "states": STATES, "id": text}
-        return {**page, "transactions": rows, "more": len(found) == LISTED}
+        chosen_by = {"names": names, "name": coordinator.name, "state": state, "states": STATES, "id": text}
+        return {**chosen_by, "transactions": rows, **self.pages(request, skip + len(found))}
 
     def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
         """Of the coordinator that is named, or shown."""
@@ -90,10 +91,6 @@ class TransactionAdmin(OperationsAdmin):
                 "contents": document(found.document) if self.may_see_contents(request) else "",
             },
         )
-
-    def place(self, form: QueryDict) -> str:
-        """The list of its coordinator."""
-        return self.url("changelist", name=str(form.get("name", "")))
 
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `transactions run`, `cancel` and `compensate`."""
@@ -153,10 +150,11 @@ def _named(request: HttpRequest) -> tuple[TwoPhaseCommit, Transaction]:
 
 
 def _ids(coordinator: TwoPhaseCommit, text: str) -> list[Any]:
-    """What an id that somebody has typed may mean: text, and what it is as JSON."""
+    """What an id that somebody has typed may mean."""
     found: list[Any] = [text]
-    with suppress(Exception):  # no JSON; see `_named`
-        found.append(plain_id("id", from_text(text), coordinator.transactions.codec_options))
+    for reading in readings(text):
+        with suppress(Exception):  # no document can have it; see `_named`
+            found.append(plain_id("id", reading, coordinator.transactions.codec_options))
     return found
 
 
@@ -192,7 +190,10 @@ def _what(stored: Mapping[str, Any]) -> str:
 
 
 def _participant(stored: object) -> str:
-    return f"{stored.get('collection')} {_text(stored.get('id'))}" if isinstance(stored, dict) else "?"
+    if not isinstance(stored, dict):
+        return "?"
+    where = f"{stored['cluster']}:" if stored.get("cluster") else ""
+    return f"{where}{stored.get('collection')} {_text(stored.get('id'))}"
 
 
 def _text(value: Any) -> str:

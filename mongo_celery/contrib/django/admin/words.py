@@ -11,16 +11,23 @@ from bson import Code, json_util
 from bson.binary import UuidRepresentation
 
 from mongo_celery.cli.verdict_view import visible
+from mongo_celery.quantities import number
 
 _SHOWN_MAX = 1000
 _CONTENTS_MAX = 100_000
 _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
 
 
-def shown(text: object) -> str:
-    """One line, not without end."""
-    line = " ".join(str(text)[:_CONTENTS_MAX].split())
-    return visible(f"{line[:_SHOWN_MAX]}..." if len(line) > _SHOWN_MAX else line)
+def line(text: object) -> str:
+    """On one line, and all of it: for the log."""
+    return visible(" ".join(str(text).split()))
+
+
+def shown(text: object, most: int = _SHOWN_MAX) -> str:
+    """One line of so many characters, with how many more there are."""
+    whole = str(text)
+    more = len(whole) - most
+    return line(whole) if more <= 0 else f"{line(whole[:most])}... and {number(more, 'character', 'characters')} more"
 
 
 def block(text: str) -> str:
