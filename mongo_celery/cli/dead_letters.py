@@ -299,7 +299,9 @@ def _found(
 def _chosen(ctx: click.Context, everything: bool, **given: Any) -> tuple[Wiring, Found]:
     """What a command is to change: nothing is changed by a command that names nothing."""
     named = any(given[name] for name in ("handler", "ids", "key", "since", "until"))
-    if bool(named) == everything:
+    if named and everything:
+        raise click.UsageError("--all is every dead letter of the bridge: leave it out, or whatever else chooses.")
+    if not named and not everything:
         raise click.UsageError(
             "choose dead letters by HANDLER, --id, --key, --since or --until, or all of them with --all."
         )

@@ -8,6 +8,7 @@ given, what an outbox sends, and the tasks of this package. What Celery itself c
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context
@@ -104,11 +105,14 @@ def _command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
             f"the pool {pool} patches Python, which is too late here; start the worker with celery -A MODULE, of a "
             "module that has the Celery app: celery_app = create_app().extensions['celery'].",
         )
-    app = ctx.ensure_object(ScriptInfo).load_app()
+    script = ctx.ensure_object(ScriptInfo)
+    app = script.load_app()
     celery = app.extensions.get(EXTENSION)
     if not isinstance(celery, Celery):
         raise click.ClickException(f"the Flask app {app.name!r} has no Celery app; call celery_init_app(app).")
-    run = partial(celery_command.main, list(arguments), f"flask {EXTENSION}", default_map={"app": celery})
+    which = ["--app", script.app_import_path] if script.app_import_path else []
+    program = shlex.join(["flask", *which, EXTENSION])  # commands that are told to type next begin with it
+    run = partial(celery_command.main, list(arguments), program, default_map={"app": celery})
     with _without_environment(celery_command, "app"):
         Context().run(run)  # Flask has opened the app's context around the command: it would be that of a whole worker
 

@@ -6,8 +6,11 @@ import logging
 import re
 import traceback
 
-_USER_INFO = re.compile(r"(\w+://)?[^\s\"'(]*@")
-"""Also the pieces into which drivers cut a URL whose password is not escaped."""
+_USER_INFO = re.compile(r"(?:(\w+://)[^\s\"'(]*|[^\s\"'(]+)@")
+"""
+Also the pieces into which drivers cut a URL whose password is not escaped. An `@` with nothing before it hides nothing:
+it is a decorator's, which some of our sentences name.
+"""
 
 _COMMAND = re.compile(r"(to execute command \{ \w+: [^,]*),.*", re.DOTALL)
 """What a server without a right repeats of a command: whole documents, and its signature."""

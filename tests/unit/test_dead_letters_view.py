@@ -117,7 +117,7 @@ def test_people_read_what_is_about_to_be_done_and_what_was_done(capsys: pytest.C
     [
         (["replay"], "choose dead letters by HANDLER"),
         (["discard", "--yes"], "or all of them with --all"),
-        (["replay", "summarise", "--all"], "choose dead letters by HANDLER"),
+        (["replay", "summarise", "--all"], "--all is every dead letter of the bridge"),
         (["list", "--since", "yesterday"], "is no time: give ISO 8601"),
         (["list", "--limit", "0"], "--limit"),
     ],

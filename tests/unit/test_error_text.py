@@ -9,7 +9,7 @@ import pytest
 from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTimeoutError
 
 from mongo_celery.bridge.error_text import error_text, traceback_text
-from mongo_celery.mongo.redaction import terse
+from mongo_celery.mongo.redaction import short, terse, without_credentials
 from mongo_celery.mongo.verdicts import brief
 from tests.unit.test_log_events import LEVELS, ROOT, _event_of, _log_calls
 
@@ -81,3 +81,10 @@ def _is_raw(call: ast.Call) -> bool:
         return True
     names = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
     return bool(names & {"error", "failure", "exc"}) and _event_of(call) not in _OURS
+
+
+def test_a_decorator_that_a_sentence_names_is_no_password() -> None:
+    """Nothing stands before its `@`. Of a URL that was cut in pieces what does stand there goes."""
+    sentence = "import the module with the @bridge.on_change functions, or `(@app.task)`"
+    assert short(ValueError(sentence)) == sentence
+    assert without_credentials("':p@ss-w0rd@db1' and mongodb://@db1") == "'***@db1' and mongodb://***@db1"

@@ -15,6 +15,7 @@ from celery import Task, _state
 from celery._state import set_default_app
 from celery.signals import import_modules
 from flask import Flask, current_app, g, has_app_context
+from flask.cli import ScriptInfo
 
 from mongo_celery import Bridge, Change, ConfigurationError, Outbox
 from mongo_celery.contrib.flask import celery_init_app
@@ -175,6 +176,8 @@ def test_flask_runs_the_commands_of_celery_with_the_apps_own(
     assert (done.exit_code, json.loads(done.output)["queues"]) == (0, ["shop.0", "shop.1"])
     assert "Usage: flask celery" in run(args=["celery", "--help"]).output
     assert "flask celery changes" in run(args=["celery", "changes", "--help"]).output
+    named = ScriptInfo(app_import_path="shop", create_app=lambda: app)  # by --app, or by FLASK_APP
+    assert "flask --app shop celery changes" in run(args=["celery", "changes", "--help"], obj=named).output
     assert run(args=["celery", "nonsense"]).exit_code == 2
     failed = run(args=["celery", "changes", "queues", "--bridge", "nobody"])
     assert (failed.exit_code, failed.output) == (1, "Error: there is no bridge 'nobody'; this app has shop.\n")

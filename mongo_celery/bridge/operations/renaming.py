@@ -188,7 +188,10 @@ def plan_forget(wiring: Wiring, name: str, *, letters: bool) -> NamePlan:
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     if name in {handler.name for handler in wiring.handlers}:
-        raise CommandRefusedError(f"{name} is a handler of this app: only one that is gone from it is forgotten.")
+        raise CommandRefusedError(
+            f"{name} is a handler of this app: only one that is gone from it is forgotten. Take it out of the code, "
+            "leave the bridge in it, and repeat the command.",
+        )
     with reached(wiring) as store:
         lease = store.leases.read() or {}
         documents = {name_in(document): document for document in store.subscriptions.read_all()}
