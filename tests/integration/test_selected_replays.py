@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import CommandRefusedError
@@ -20,6 +22,8 @@ from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.stream.source import Selector
+from mongo_celery.mongo.oplog import read_oplog
+from tests.fixtures.process import wait_for
 from tests.integration.positions_rig import HANDLER, Stage, data_of, staged
 
 Document = dict[str, Any]
@@ -27,7 +31,10 @@ Document = dict[str, Any]
 
 @pytest.fixture
 def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
-    """Give a stage that is led: nobody has to stop for a replay."""
+    """Give a stage that is led: nobody has to stop for a replay. A time tells its changes from the set's start."""
+    with MongoClient[Document](mongo_url) as client:
+        began = read_oplog(client).first.time
+    wait_for(lambda: time.time() >= began + 1)
     with staged(mongo_url, database, state_database) as made:
         yield made
 

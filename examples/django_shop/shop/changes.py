@@ -5,6 +5,7 @@ from mongo_celery.contrib.django import instance
 from shop.models import Order
 
 
+# Retries are for the services that a handler calls: while MongoDB is away, a change waits, and nothing is counted.
 @shared_change(Order, autoretry_for=(ConnectionError,), retry_backoff=True, max_retries=8)
 def show(change: Change) -> None:
     """Keep the order's card."""

@@ -6,6 +6,7 @@ from mongo_celery import Change
 from shop.celery import bridge
 
 
+# Retries are for the services that a handler calls: while MongoDB is away, a change waits, and nothing is counted.
 @bridge.on_change("shop.orders", autoretry_for=(ConnectionError,), retry_backoff=True, max_retries=8)
 def summarise(change: Change) -> None:
     """Keep one summary beside each order."""
