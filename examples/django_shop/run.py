@@ -76,10 +76,7 @@ def running() -> Iterator[str]:
             wait_for_page(Visitor(address), processes[-1])
             yield address
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+            end(processes)
 
 
 def prepare() -> None:
@@ -176,6 +173,18 @@ def wait_for_page(visitor: Visitor, server: "subprocess.Popen[bytes]") -> None:
 def start(command: list[str]) -> "subprocess.Popen[bytes]":
     """Start a process of the shop; its log is shown if something does not come."""
     return subprocess.Popen(command, stdout=LOG, stderr=LOG)
+
+
+def end(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """As a supervisor does: whoever does not end within its time is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def failed(what: str) -> NoReturn:

@@ -43,10 +43,7 @@ def main() -> int:
             wait("nothing is pending", lambda: not shop["orders"].find_one({"pendingEvents": {"$exists": True}}))
             return judge(shop, statuses)
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+            end(processes)
 
 
 @asynccontextmanager
@@ -120,6 +117,18 @@ def wait(what: str, condition: Any) -> None:
         if time.monotonic() > deadline:
             failed(f"did not come: {what}")
         time.sleep(0.1)
+
+
+def end(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """As a supervisor does: whoever does not end within its time is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def failed(what: str) -> NoReturn:

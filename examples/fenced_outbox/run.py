@@ -33,10 +33,7 @@ def main() -> int:
             place_orders(client["shop"])
             return judge(client["shop"], client["mongo_celery"])
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+            end(processes)
 
 
 def place_orders(shop: Any) -> None:
@@ -81,6 +78,18 @@ def start(environment: dict[str, str], *arguments: str) -> "subprocess.Popen[byt
     """Start a process of the shop; its log is shown if something does not come."""
     command = [sys.executable, "-m", "celery", "-A", "shop", *arguments, "--loglevel", "WARNING"]
     return subprocess.Popen(command, env=environment, stdout=LOG, stderr=LOG)
+
+
+def end(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """As a supervisor does: whoever does not end within its time is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def failed(what: str) -> NoReturn:

@@ -37,10 +37,7 @@ def main() -> None:
                 show(client["shop"])
             subprocess.run(celery("changes", "status"), env=environment, check=False)
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+            end(processes)
 
 
 def celery(*arguments: str) -> list[str]:
@@ -70,6 +67,18 @@ def show(shop: Any) -> None:
         ],
     ):
         print(f"{row['_id']}: {row['orders']} orders, {row['total']} in total")
+
+
+def end(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """As a supervisor does: whoever does not end within its time is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def failed(what: str) -> NoReturn:

@@ -42,10 +42,7 @@ def main() -> int:
             wait("every page is there", lambda: shop["pages"].count_documents({}) == ORDERS + 1)
             return judge(shop, statuses)
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+            end(processes)
 
 
 def use_the_app() -> list[int]:
@@ -108,6 +105,18 @@ def wait(what: str, condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             failed(f"did not come: {what}")
         time.sleep(0.1)
+
+
+def end(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """As a supervisor does: whoever does not end within its time is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def failed(what: str) -> NoReturn:

@@ -40,10 +40,7 @@ def main() -> int:
                     take_orders(environment, how, 1000 * place + ORDERS * number)
             return judge(shop)
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+            end(processes)
 
 
 def take_orders(environment: dict[str, str], how: str, first: int) -> None:
@@ -94,6 +91,18 @@ def start(environment: dict[str, str], *arguments: str) -> "subprocess.Popen[byt
     """Start a process of the shop; its log is shown if something does not come."""
     command = [sys.executable, "-m", "celery", "-A", "shop", *arguments, "--loglevel", "WARNING"]
     return subprocess.Popen(command, env=environment, stdout=LOG, stderr=LOG)
+
+
+def end(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """As a supervisor does: whoever does not end within its time is killed."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def failed(what: str) -> NoReturn:
