@@ -35,7 +35,7 @@ def chain(
 
 def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_time(chain: Chain) -> None:
     """P6: a failure at any place is started once, a rate limit counts changes, and a time limit is for one."""
-    good, bad = _filled(chain, "letters", act="raise")
+    _, bad = _filled(chain, "letters", act="raise")
     in_time = {name: _filled(chain, name, act="linger", linger=30) for name in ("soft", "hard")}
     chain.allow(in_time["hard"][1])
     limited = [chain.write("limited", "key", n) for n in range(1, 7)]
@@ -43,8 +43,7 @@ def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_ti
     chain.wait_done()
     chain.judge()
 
-    (started,) = chain.starts(bad)
-    assert chain.starts(good[-2])[0].fence == started.fence, "its outcome is of the run in which it failed"
+    assert len(chain.starts(bad)) == 1, "wherever in a run it stands, and a busy machine may cut one anywhere"
     (letter,) = chain.letters("letters")
     assert (letter["change"]["fullDocument"]["n"], letter["attempts"]) == (bad.n, 1)
 
