@@ -292,7 +292,8 @@ def test_a_partition_that_a_dead_worker_has_locked_is_taken_over_once_its_claim_
         rig.partitions.update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
         locked = LockedPartitions(rig.store, rig.version, trackers_of(rig.take_over()).values())
         assert locked.names == [where]
-        assert wait_for(lambda: [image for image in locked.win(time.monotonic()) if image.epoch == rig.version])
+        won = wait_for(lambda: [each for each in locked.win(time.monotonic()) if each.epoch == rig.version], 30)
+        assert won, "half of the time after which the server would have ended it"
         with pytest.raises(OperationFailure):
             session.commit_transaction()
 
