@@ -317,7 +317,6 @@ class Claims:
         sessions = {
             found["_id"]: found["claim"]["session"]
             for found in self._table.find({**chosen, "$expr": lapsed}, {"claim.session": 1})
-            if (found.get("claim") or {}).get("session") is not None
         }
         if not sessions:
             return []

@@ -442,7 +442,7 @@ class Replays:
     def _settle(self, claim: Claim, write: Callable[[ClientSession], None]) -> bool:
         with self._session() as session:
             named = name_session(self._partitions, claim, session)
-            return named and _in_transaction(session, lambda own: self._end(claim, write, own) or _aborted(own))
+            return named and _in_transaction(session, lambda _: self._end(claim, write, session) or _aborted(session))
 
     def _end(self, claim: Claim, write: Callable[[ClientSession], None], session: ClientSession) -> bool:
         ended = self._partitions.collection.update_one(own(claim), {"$set": {"claim": None}}, session=session)
