@@ -16,6 +16,7 @@ from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.forking import PerProcess
+from mongo_celery.mongo.cluster import is_same_cluster
 from mongo_celery.mongo.opening import Client, client_of, plain_types, strict
 from mongo_celery.twophase.participants import Part
 
@@ -118,10 +119,9 @@ class Clusters:
             ConfigurationError: they are in another one, or two routers keep that from being seen.
         """
         own, place = self._own(), (os.getpid(), accounts.full_name)
-        if place in self._beside or accounts.database.client is own.database.client:
+        if place in self._beside:
             return
-        # Equal ones have the same addresses; others may be written otherwise.
-        if accounts.database.client != own.database.client and not is_one_server(accounts, own):
+        if not is_same_cluster(accounts.database.client, own.database.client):
             raise ConfigurationError(
                 f"accounts {accounts.full_name} are in another cluster than the transactions {own.full_name}: give a "
                 "collection of the transactions' own client, and for documents in other clusters use begin with "
@@ -168,19 +168,6 @@ class Clusters:
             "a participant's collection has a client that this process could not find again after a crash: use the "
             "transactions' own client, name the collection as 'db.collection', or list its client in clients={...}.",
         )
-
-
-def is_one_server(one: Collection[Any], other: Collection[Any]) -> bool:
-    """
-    Whether two clients speak to the same server.
-
-    Not promised: that the same sharded cluster is recognised through two routers.
-    """
-    if one.database.client is other.database.client:
-        return True
-    answers = [each.database.client.admin.command("hello") for each in (one, other)]
-    processes = [(answer.get("topologyVersion") or {}).get("processId") for answer in answers]
-    return processes[0] is not None and processes[0] == processes[1]
 
 
 def opened(collection: Collection[Any]) -> Collection[dict[str, Any]]:

@@ -17,12 +17,12 @@ from bson import ObjectId
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError, WriteError
 
+from mongo_celery.mongo.cluster import is_same_cluster
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import brief, is_transient
 from mongo_celery.twophase import documents
-from mongo_celery.twophase.clusters import is_one_server
 from mongo_celery.twophase.documents import UNRECORDED, Undone, View
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
@@ -185,7 +185,8 @@ class Coordinator:
             for other, seen in zip(parts[:index], views[:index], strict=True):
                 if view.id is None or seen.id is None or part.namespace != other.namespace:
                     continue
-                if not same_bson(view.id, seen.id) or not is_one_server(self._open(part), self._open(other)):
+                clients = [self._open(each).database.client for each in (part, other)]
+                if not same_bson(view.id, seen.id) or not is_same_cluster(*clients):
                     continue
                 reason = f"participants {other} and {part} are one document; combine both changes in one participant"
                 if view.marked:

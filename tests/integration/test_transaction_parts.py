@@ -27,6 +27,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.errors import (
     ConfigurationError,
     DocumentLockedError,
+    TopologyError,
     TransactionError,
     TransactionTimeoutError,
 )
@@ -167,18 +168,37 @@ def test_a_conflict_in_a_part_repeats_the_whole(
     assert texts(notes) == ["inner", "inner"]
 
 
-def test_another_clients_transaction_is_not_joined(
+def test_another_client_of_the_cluster_joins_nothing(
     notes: Collection[Document], client: Client, make_client: MakeClient
 ) -> None:
-    """A transaction is one server's."""
-    other = make_client()
-    with transactional(client) as outer, suppress(ZeroDivisionError), transactional(other) as inner:
-        assert inner is not outer
-        assert (current(client), current(lambda: other)) == (outer, inner)
-        notes.insert_one({"text": "outer"}, session=outer)
-        other[notes.database.name]["notes"].insert_one({"text": "inner"}, session=inner)
-        raise ZeroDivisionError
-    assert texts(notes) == ["outer"]
+    """It is refused, however its address is written, unless it asks for a transaction of its own."""
+    client.admin.command("ping")
+    member = f"localhost:{client.address[1] if client.address else 0}"
+    for other in (make_client(), make_client(f"mongodb://{member}"), make_client(member, directConnection=True)):
+        with transactional(client) as outer, suppress(ZeroDivisionError):
+            with pytest.raises(ConfigurationError, match=r"session\.client"), transactional(other):
+                raise AssertionError
+            with pytest.raises(ConfigurationError, match=r"session\.client"):
+                transactional(other, durable=True).run(print)
+            with transactional(other, own=True) as inner:
+                assert (current(client), current(other)) == (outer, inner)
+                notes.insert_one({"text": "outer"}, session=outer)
+                other[notes.database.name]["notes"].insert_one({"text": "inner"}, session=inner)
+                raise ZeroDivisionError
+    assert texts(notes) == ["outer"] * 3
+
+
+def test_a_client_of_another_cluster_is_in_no_transaction(
+    client: Client, standalone_url: str, make_client: MakeClient
+) -> None:
+    """Its transactions are its own, both ways."""
+    elsewhere = make_client(standalone_url)
+    with transactional(client):
+        assert current(elsewhere) is None
+        with pytest.raises(TopologyError):
+            transactional(elsewhere, durable=True).run(lambda session: elsewhere.x.x.find_one({}, session=session))
+    with transactional(elsewhere):
+        assert current(client) is None
 
 
 def test_the_current_session_is_known_inside_only(client: Client) -> None:

@@ -12,9 +12,10 @@ from contextvars import Context, copy_context
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
 from pymongo.client_session import ClientSession
 
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.transaction.frames import Frame, after_commit, current, entered, frame_of
 
 SECONDS = 30.0
@@ -62,19 +63,38 @@ def test_a_closed_frame_is_not_chained_to(client: MongoClient[Any], session: Cli
 
 
 def test_a_copy_of_the_context_is_in_no_transaction(client: MongoClient[Any], session: ClientSession) -> None:
-    """Neither in another thread, nor in another task; the session leads to the frame anywhere."""
+    """Neither in another thread, nor in a task beside; the session leads to the frame anywhere."""
 
-    async def beside() -> tuple[Any, Any]:
-        return current(client), await asyncio.create_task(_current())
+    async def beside() -> Any:
+        with entered(session, SECONDS):
+            assert current(client) is session
+            return await asyncio.create_task(_current())
 
     async def _current() -> Any:
         return current(client)
 
+    assert asyncio.run(beside()) is None
     with entered(session, SECONDS) as frame, ThreadPoolExecutor(1) as pool:
         assert current(client) is session
         assert pool.submit(copy_context().run, current, client).result(SECONDS) is None
-        assert asyncio.run(beside()) == (None, None)
+        assert asyncio.run(_current()) is session  # the whole loop runs inside
         assert pool.submit(frame_of, session).result(SECONDS) is frame
+
+
+def test_another_client_of_the_cluster_is_refused(session: ClientSession) -> None:
+    """Threads and asyncio alike: it is known by the address, before anything has connected."""
+    others: list[Any] = [MongoClient("mongodb://localhost:1", connect=False), AsyncMongoClient("mongodb://localhost:1")]
+
+    async def _current(other: Any) -> Any:
+        return current(other)
+
+    for other in others:
+        assert current(other) is None
+        with entered(session, SECONDS, "bridge.client"):
+            with pytest.raises(ConfigurationError, match=r"bridge\.client"):
+                current(other)
+            with pytest.raises(ConfigurationError, match=r"bridge\.client"):
+                asyncio.run(_current(other))
 
 
 def test_only_a_transaction_in_progress_is_current(client: MongoClient[Any], session: ClientSession) -> None:

@@ -317,7 +317,7 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
         session = execution.session
         assert session is not None, "the handler is transactional"
         try:
-            with entered(session, seconds) as frame, pymongo.timeout(seconds):
+            with entered(session, seconds, "bridge.client") as frame, pymongo.timeout(seconds):
                 session.with_transaction(
                     body,
                     read_concern=ReadConcern("snapshot"),

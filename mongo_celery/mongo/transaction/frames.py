@@ -8,6 +8,9 @@ A *frame* is a transaction that `transactional` has begun. It is found in two wa
   a session serves one at a time, and a copy outlives the transaction;
 - by its session, for whoever is handed that, in whatever thread.
 
+`current` alone answers whether there is an open transaction here for a client. A transaction of another client of the
+same cluster is refused there: what joined nothing would be done again at each repetition.
+
 A frame that is left in another context than it was entered in cannot be taken out of that one. So it says itself that
 it is closed, and a closed one is neither joined nor chained to.
 """
@@ -33,6 +36,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionError
+from mongo_celery.mongo.cluster import is_same_cluster, wait_for_answer
 from mongo_celery.mongo.opening import AsyncClient, Client, client_of
 from mongo_celery.mongo.redaction import traceback_of
 from mongo_celery.mongo.repeating import Pauses
@@ -105,6 +109,7 @@ class Frame:
         reference: to its session, which is not kept alive.
         deadline: on the monotonic clock; no attempt begins after it. Infinite while nothing limits a `with`.
         owner: the process, the thread and the asyncio task that are in it.
+        client_name: the expression by which its body reaches its client, for messages.
         outer: the one around it, if any.
         is_open: whether it has not been left yet.
         count: attempts that have failed.
@@ -120,6 +125,7 @@ class Frame:
     reference: ReferenceType[Session]
     deadline: float
     owner: Owner
+    client_name: str = "session.client"
     outer: Frame | None = None
     is_open: bool = True
     count: int = 0
@@ -216,13 +222,14 @@ _belonging: list[ContextVar[Any]] = []
 
 
 @contextmanager
-def entered(session: Session, seconds: float) -> Iterator[Frame]:
+def entered(session: Session, seconds: float, client_name: str = "session.client") -> Iterator[Frame]:
     """
     A frame that is open inside. The session is its own there; afterwards it belongs to whom it did before.
 
     Args:
         session: of the transaction.
         seconds: for all attempts; less where a frame around it has less left. All loops inside end by one deadline.
+        client_name: the expression by which the body reaches the session's client, for messages.
     """
     limits = [each.deadline for each in _around()]
     frame = Frame(
@@ -230,6 +237,7 @@ def entered(session: Session, seconds: float) -> Iterator[Frame]:
         reference=ref(session),
         deadline=min([time.monotonic() + seconds, *limits]),
         owner=owner_here(),
+        client_name=client_name,
         outer=_open_one(_innermost.get()),
     )
     before = _of_session.get(session)
@@ -313,10 +321,15 @@ def owner_here() -> Owner:
 
 
 def _around() -> Iterator[Frame]:
-    """The frames that this thread and task is in, the innermost first."""
+    """
+    Yield the frames that this thread and task is in, the innermost first.
+
+    A frame of this thread that was begun outside of any task is one of them: the event loop runs inside of it.
+    """
     frame, owner = _open_one(_innermost.get()), owner_here()
+    owners = {owner, (*owner[:2], None)}
     while frame is not None:
-        if frame.owner == owner:
+        if frame.owner in owners:
             yield frame
         frame = _open_one(frame.outer)
 
@@ -363,23 +376,43 @@ if TYPE_CHECKING:
 
 def current(client: Any) -> Any:
     """
-    The session of the transaction of `transactional` that this thread and asyncio task is in.
+    Return the session of the transaction that this thread and asyncio task is in.
 
-    For code that is called inside a transaction without being handed its session. A thread or a task that the body
-    starts is in none: a session serves one at a time.
+    For code that is called inside a transaction without being handed its session: in the body of `transactional`, or
+    in a handler with `transactional=True`. A thread or a task that the body starts is in none: a session serves one
+    at a time.
 
     Args:
         client: whose transaction, or a callable that returns it.
 
     Returns:
-        The innermost one's session, or None if there is no transaction of this client in progress.
+        The session of the innermost transaction of this client. None if there is none, or only those of clients of
+        other clusters.
+
+    Raises:
+        ConfigurationError: a transaction of another client of the same cluster is in progress. The text names the
+            client to use.
     """
-    opened = client_of(client)
-    for frame in _around():
-        session = frame.reference()
-        if frame.client is opened and session is not None and session.in_transaction:
-            return session
+    opened, around = client_of(client), list(_in_transaction())
+    for frame in around:
+        if frame.client is opened:
+            return frame.reference()
+    for frame in around:
+        if is_same_cluster(frame.client, opened):
+            raise ConfigurationError(
+                "A transaction of another client of the same cluster is open here, and this client cannot join it: its "
+                "writes would stay when that one is aborted, and be repeated with it. Use the client of the open "
+                f"transaction, {frame.client_name}. For a transaction that is independent of it, use "
+                "transactional(client, own=True)."
+            )
     return None
+
+
+async def prepare_current(client: Any) -> None:
+    """Have `current` know the clusters of an asyncio client and of the transactions around: nothing waits there."""
+    for frame in _in_transaction():
+        await wait_for_answer(frame.client)
+        await wait_for_answer(client_of(client))
 
 
 def after_commit(callback: Callback | Session, session: Session | Callback | None = None) -> bool:

@@ -33,7 +33,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import AsyncClient, Client, client_of
 from mongo_celery.mongo.transaction import asynchronous, blocking
 from mongo_celery.mongo.transaction.blocks import Block, Blocks, Call, call_at, leave, leave_async, limited
-from mongo_celery.mongo.transaction.frames import current, entered, part_of
+from mongo_celery.mongo.transaction.frames import current, entered, part_of, prepare_current
 
 Result = TypeVar("Result")
 
@@ -225,6 +225,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         Returns:
             What the body has returned in the attempt that was committed.
         """
+        await prepare_current(self._client)
         joined, given, client = self._found(session, AsyncClientSession)
         if joined is not None:
             with part_of(joined), limited(self._seconds) if self._is_limited else contextlib.nullcontext():
@@ -285,6 +286,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         return leave_async(self._blocks.take(sys._getframe(1)), error)  # noqa: SLF001
 
     async def _enter_async(self, place: FrameType, entered_by: Call) -> AsyncClientSession:
+        await prepare_current(self._client)
         joined, _, client = self._found(None, AsyncClientSession)
         with ExitStack() as around:
             frame = None
@@ -317,7 +319,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         if isinstance(client, AsyncMongoClient) is not is_async:
             raise _other_kind(is_async=is_async)
         is_going_on = given is not None and given.in_transaction
-        around = given if is_going_on else current(client)
+        around = given if is_going_on else None if self._own else current(client)
         if self._durable and around is not None:
             raise ConfigurationError(
                 "transactional(durable=True) is committed when it returns, and here it stands inside another one; "

@@ -1,0 +1,74 @@
+"""Which clients speak to one cluster, as far as they know of it already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pymongo import AsyncMongoClient, MongoClient, ReadPreference
+from pymongo.server_description import ServerDescription
+
+from mongo_celery.errors import ConfigurationError
+
+AnyClient = MongoClient[Any] | AsyncMongoClient[Any]
+
+
+def is_same_cluster(one: AnyClient, other: AnyClient) -> bool:
+    """
+    Return True if two clients speak to one replica set, router or server.
+
+    Clients know that from their servers' last answers: no command is sent. A client that has had no answer yet
+    sends one `ping`, unless both have an address in common.
+
+    Not promised: that a sharded cluster is recognised through two routers.
+
+    Raises:
+        PyMongoError: the first answer of a server does not come.
+        ConfigurationError: a client of asyncio has had no answer yet.
+    """
+    if one is other or _addresses(one) & _addresses(other):
+        return True
+    mine, theirs = _answers(one), _answers(other)
+    if _addresses(one) & _addresses(other) or _processes(mine) & _processes(theirs):
+        return True
+    known = {(each.replica_set_name, each.me): _process(each) for each in theirs}
+    if any(known.get((each.replica_set_name, each.me), _process(each)) != _process(each) for each in mine):
+        return False  # two sets whose names and members read the same, as of two machines or containers
+    return bool(_members(mine) & _members(theirs))
+
+
+def has_answers(client: AnyClient) -> bool:
+    """Return True if a server has answered a client, and none is to be waited for."""
+    return client.topology_description.has_known_servers
+
+
+async def wait_for_answer(client: AnyClient) -> None:
+    """Have a server answer a client of asyncio, if none has yet; others are asked where they are compared."""
+    if isinstance(client, AsyncMongoClient) and not has_answers(client):
+        await client.admin.command("ping", read_preference=ReadPreference.NEAREST)
+
+
+def _answers(client: AnyClient) -> list[ServerDescription]:
+    if not has_answers(client):
+        if isinstance(client, AsyncMongoClient):
+            raise ConfigurationError(
+                "An AsyncMongoClient has not connected yet, so its cluster is unknown. "
+                'Connect it at the start of the program: await client.admin.command("ping").'
+            )
+        client.admin.command("ping", read_preference=ReadPreference.NEAREST)
+    return client.topology_description.known_servers
+
+
+def _addresses(client: AnyClient) -> set[Any]:
+    return set(client.topology_description.server_descriptions())
+
+
+def _process(server: ServerDescription) -> Any:
+    return (server.topology_version or {}).get("processId")
+
+
+def _processes(servers: list[ServerDescription]) -> set[Any]:
+    return {_process(each) for each in servers} - {None}
+
+
+def _members(servers: list[ServerDescription]) -> set[Any]:
+    return {(each.replica_set_name, host) for each in servers if each.replica_set_name for host in each.all_hosts}

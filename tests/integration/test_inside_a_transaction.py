@@ -1,0 +1,235 @@
+"""
+What happens inside an open transaction: the table of `docs/transactional.md`, a row each.
+
+Each row acts in the body of `transactional`, and in a handler with `transactional=True`: where the first attempt is
+aborted and the second committed, and where all is aborted. Its effects are documents of `effects` and messages at the
+broker, unless it counts them itself.
+
+| expected | effects after a repeated body | after an aborted one |
+|---|---|---|
+| JOINS | 1 | 0 |
+| ALONE | 2 | 1 |
+| REFUSED, an error's class | 0 | 0 |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from celery import Celery
+from pymongo import AsyncMongoClient, MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import InvalidOperation
+
+from mongo_celery import Bridge, Change, ConfigurationError, select_for_update, transactional
+from mongo_celery.errors import TransactionRequiredError
+from mongo_celery.locking import after_commit, current
+from mongo_celery.testing import BridgeRunner
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+
+JOINS, ALONE, REFUSED = "joins", "alone", ConfigurationError
+EFFECTS = {JOINS: (1, 0), ALONE: (2, 1)}
+
+
+def _note() -> None:
+    """A task that is sent, and never run."""
+
+
+class Rig:
+    """
+    An app whose bridge has one transactional handler, and what a row needs.
+
+    Attributes:
+        app: with the task `note`.
+        bridge: its client is that of the open transaction.
+        other: another client of the same cluster.
+        database: of the data, by neither of both clients.
+        session: of the open transaction.
+        change: the handler's; None in the body of `transactional`.
+    """
+
+    session: ClientSession
+    change: Change | None
+    runner: BridgeRunner
+
+    def __init__(self, database: Database[Document], url: str) -> None:
+        self.database = database
+        for name in ("effects", "hot", "orders"):
+            database.create_collection(name)
+        self.app = Celery("shop", broker="memory://", set_as_current=False)
+        self.note = self.app.task(name="note")(_note)
+        self.bridge = Bridge(self.app, url, name="inside", autodiscover=False, failure_policy="dead_letter")
+
+        @self.bridge.on_change(f"{database.name}.orders", transactional=True, autoretry_for=(OSError,))
+        def handle(change: Change) -> None:
+            self.handle(change)
+
+        self.other: MongoClient[Document] = MongoClient(url)
+        self.act: Callable[[Rig], object] = lambda _: None
+        self.failing: list[Exception] = []
+
+    @property
+    def client(self) -> MongoClient[Document]:
+        """That of the open transaction."""
+        return self.bridge.client
+
+    def effects(self, client: MongoClient[Document] | None = None) -> Collection[Document]:
+        """The collection of effects, by the client of the open transaction unless another is given."""
+        return (client or self.client)[self.database.name]["effects"]
+
+    def count(self) -> int:
+        """How many effects there are now."""
+        return self.database["effects"].count_documents({}) + len(self.runner.sent())
+
+    def handle(self, change: Change) -> None:
+        """Act, and fail as planned."""
+        assert change.session is not None
+        self.session, self.change = change.session, change
+        self.act(self)
+        if self.failing:
+            raise self.failing.pop(0)
+
+    def run_in_handler(self, failure: Exception) -> None:
+        """Have the handler called for a new document."""
+        self.failing = [failure]
+        self.database["orders"].insert_one({})
+        self.runner.deliver(raises=False)
+
+    def run_in_transactional(self, failure: Exception) -> None:
+        """Run a body; an OSError stands for a write conflict, which repeats it."""
+        failing, hot = [failure], self.client[self.database.name]["hot"]
+        self.database["hot"].update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+
+        def body(session: ClientSession) -> None:
+            self.session, self.change = session, None
+            hot.find_one({"_id": 1}, session=session)
+            self.act(self)
+            if failing and not isinstance(failing[0], OSError):
+                raise failing.pop()
+            if failing and failing.pop():
+                self.database["hot"].update_one({"_id": 1}, {"$inc": {"n": 1}})
+            hot.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+
+        try:
+            transactional(self.client).run(body)
+        except KeyError:
+            assert isinstance(failure, KeyError)
+
+
+@pytest.fixture
+def rig(database: Database[Document], mongo_url: str) -> Iterator[Rig]:
+    """Give a rig whose bridge runs."""
+    made = Rig(database, mongo_url)
+    with made.other, BridgeRunner(made.bridge, url=mongo_url) as made.runner:
+        yield made
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    A row of the table.
+
+    Attributes:
+        name: as in the docs.
+        act: what is done inside.
+        expected: JOINS, ALONE, or the class of the error that it is refused with.
+        around: where it can be done: in a body of `transactional`, in a handler.
+        count: how many effects there are; by default `Rig.count`.
+    """
+
+    name: str
+    act: Callable[[Rig], object]
+    expected: Any
+    around: tuple[str, ...] = ("transactional", "handler")
+    count: Callable[[Rig], int] = Rig.count
+
+
+def _insert(rig: Rig, session: Any, client: Any = None) -> None:
+    rig.effects(client).insert_one({}, session=session)
+
+
+def _run_async(rig: Rig) -> None:
+    async def run() -> None:
+        client: AsyncMongoClient[Document] = AsyncMongoClient(rig.bridge.url)
+        try:
+            effects = client[rig.database.name]["effects"]
+            await transactional(client).arun(lambda session: effects.insert_one({}, session=session))
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+TRANSACTION_ROWS = [
+    Row("a write with session=", lambda rig: _insert(rig, rig.session), JOINS),
+    Row("a write without session=", lambda rig: _insert(rig, None), ALONE),
+    Row("current(client)", lambda rig: _insert(rig, current(rig.client)), JOINS),
+    Row("current(other client)", lambda rig: _insert(rig, current(rig.other), rig.other), REFUSED),
+    Row("transactional", lambda rig: transactional(rig.client).run(lambda session: _insert(rig, session)), JOINS),
+    Row("transactional(other client)", lambda rig: transactional(rig.other).run(lambda s: _insert(rig, s)), REFUSED),
+    Row("transactional(AsyncMongoClient)", _run_async, REFUSED),
+    Row(
+        "transactional(own=True)",
+        lambda rig: transactional(rig.client, own=True).run(lambda session: _insert(rig, session)),
+        ALONE,
+    ),
+    Row(
+        "transactional(other client, own=True)",
+        lambda rig: transactional(rig.other, own=True).run(lambda session: _insert(rig, session, rig.other)),
+        ALONE,
+    ),
+    Row("transactional(durable=True)", lambda rig: transactional(rig.client, durable=True).run(print), REFUSED),
+    Row("transactional(other, durable=True)", lambda rig: transactional(rig.other, durable=True).run(print), REFUSED),
+    Row("after_commit", lambda rig: after_commit(lambda: _insert(rig, None)), JOINS),
+    Row("delay()", lambda rig: rig.note.delay(), ALONE),
+    Row(
+        "select_for_update of another client",
+        lambda rig: select_for_update(rig.effects(rig.other), {"_id": 1}, session=rig.session),
+        InvalidOperation,
+    ),
+    Row(
+        "select_for_update without its session",
+        lambda rig: select_for_update(rig.effects(), {"_id": 1}, session=None),  # type: ignore[arg-type]
+        TransactionRequiredError,
+    ),
+]
+
+TRANSFER_ROWS: list[Row] = []
+
+ONCE_ROWS: list[Row] = []
+
+OUTBOX_ROWS: list[Row] = []
+
+ROWS = [*TRANSACTION_ROWS, *TRANSFER_ROWS, *ONCE_ROWS, *OUTBOX_ROWS]
+
+
+@pytest.mark.parametrize(
+    ("row", "around"), [pytest.param(row, around, id=f"{row.name}-{around}") for row in ROWS for around in row.around]
+)
+def test_what_happens_inside(rig: Rig, row: Row, around: str) -> None:
+    """P18: part of the transaction, beside it, or refused."""
+    run = rig.run_in_handler if around == "handler" else rig.run_in_transactional
+    repeated, aborted = EFFECTS.get(row.expected, (0, 0))
+
+    def act(_: Rig) -> None:
+        if isinstance(row.expected, type):
+            with pytest.raises(row.expected):
+                row.act(rig)
+        else:
+            row.act(rig)
+
+    rig.act = act
+    run(OSError())
+    wait_for(lambda: row.count(rig) >= repeated, message="the effects of a repeated body")
+    assert row.count(rig) == repeated
+    run(KeyError())
+    wait_for(lambda: row.count(rig) >= repeated + aborted, message="the effects of an aborted body")
+    assert row.count(rig) == repeated + aborted
