@@ -8,7 +8,7 @@ would write: `pre_save` of each field, then its value for the database.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pymongo.client_session import ClientSession
@@ -16,6 +16,7 @@ from pymongo.errors import DuplicateKeyError
 from pymongo.results import InsertOneResult, UpdateResult
 
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.transaction.frames import current, part_of
 
 Insert = Callable[..., InsertOneResult]
 Update = Callable[..., UpdateResult]
@@ -26,19 +27,26 @@ _VENDOR = "mongodb"
 @contextmanager
 def transaction(using: str | None) -> Iterator[ClientSession]:
     """
-    Django's `atomic`, and the session of its transaction.
+    Django's `atomic`, and the session of its transaction; inside one of `transactional` over Django's client, a part.
 
     Args:
         using: as of `mongodb_alias`.
 
     Raises:
-        ConfigurationError: as of `mongodb_alias`.
+        ConfigurationError: as of `mongodb_alias`; or a transaction of another client of the same cluster is open here.
     """
     from django.db import connections
     from django_mongodb_backend.transaction import atomic  # type: ignore[import-untyped]
 
+    from mongo_celery.locking.django import django_client, joined
+
     alias = mongodb_alias(using)
-    with atomic(using=alias):
+    session = current(django_client(alias))
+    with ExitStack() as stack:
+        if session is not None:
+            stack.enter_context(part_of(session))
+            stack.enter_context(joined(session, alias))
+        stack.enter_context(atomic(using=alias))
         yield connections[alias].session
 
 

@@ -30,7 +30,13 @@ django.setup()
 from celery import Celery
 from django.db import connection, models
 from django_mongodb_backend import transaction
-from mongo_celery import ConfigurationError, OutboxCollection
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure
+from mongo_celery import Bridge, ConfigurationError, OutboxCollection, TransactionError, transactional
+from mongo_celery.contrib.django import transactional as with_django
+from mongo_celery.locking import current
+from mongo_celery.locking.django import django_client, joined
+from mongo_celery.testing import BridgeRunner
 
 class Seat(models.Model):
     number = models.IntegerField()
@@ -75,6 +81,62 @@ except ConfigurationError as error:
     assert "SQLite" in str(error), error
 assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 4, 5]
 assert outbox.status().pending == 3
+
+# Inside a transaction of Django's client it is a part, which fails the whole; a body that is repeated books once.
+runs = []
+
+@transactional(django_client)
+def sell(number, *, session):
+    runs.append(number)
+    book(number)
+    if len(runs) == 1:
+        raise OperationFailure("conflict", 112, {"errorLabels": ["TransientTransactionError"]})
+
+def caught(session):
+    try:
+        book(7, fails=True)
+    except KeyError:
+        pass
+
+sell(6)
+try:
+    transactional(django_client).run(caught)
+    raise SystemExit("a part had failed, and the whole was committed")
+except TransactionError:
+    pass
+assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 4, 5, 6]
+
+# In a transactional handler, or in any transaction of another client, all that Django has is refused.
+@with_django()
+def pay():
+    Seat.objects.create(number=8)
+
+@with_django(own=True)
+def apart():
+    Seat.objects.create(number=9)
+
+def refused(name):
+    for work in (pay, lambda: book(8), lambda: joined().__enter__(), lambda: current(django_client)):
+        try:
+            work()
+        except ConfigurationError as error:
+            assert name in str(error), error
+        else:
+            raise SystemExit("it was not refused")
+    apart()
+
+bridge = Bridge(app, url, name="shop")
+orders = f"{name}.orders"
+
+@bridge.on_change(orders, transactional=True)
+def handle(change):
+    refused("bridge.client")
+
+with BridgeRunner(bridge, url=url) as runner, MongoClient(url) as client:
+    client[name].orders.insert_one({})
+    assert len(runner.deliver().calls) == 1
+    transactional(client).run(lambda session: refused("session.client"))
+assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 4, 5, 6, 9, 9]
 outbox.sweep(older_than=0)
 outbox.backing.close()
 """
@@ -83,10 +145,10 @@ outbox.backing.close()
 def test_what_djangos_transaction_sends_goes_with_its_commit(
     processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
 ) -> None:
-    """Committed, rolled back, and inside an outer `atomic` that is committed or rolled back."""
+    """Committed, rolled back, inside an outer `atomic`, as a part of `transactional`, and refused beside it."""
     booked = processes.python("django", "-c", PROGRAM, mongo_url, database.name, redis_url)
     assert booked.wait() == 0, booked.text
 
     messages = redis_client.lrange("celery", 0, -1)
     sent = [json.loads(message)["headers"]["argsrepr"] for message in messages]
-    assert sorted(sent) == ["(1,)", "(4,)", "(5,)"]
+    assert sorted(sent) == ["(1,)", "(4,)", "(5,)", "(6,)"]
