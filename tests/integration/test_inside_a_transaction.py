@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from pymongo import AsyncMongoClient, MongoClient
+from pymongo import AsyncMongoClient, MongoClient, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import InvalidOperation
 
-from mongo_celery import Bridge, Change, ConfigurationError, select_for_update, transactional
+from mongo_celery import Bridge, Change, Changes, ConfigurationError, select_for_update, transactional
 from mongo_celery.errors import TransactionRequiredError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner
@@ -80,6 +80,12 @@ class Rig:
     def client(self) -> MongoClient[Document]:
         """That of the open transaction."""
         return self.bridge.client
+
+    @property
+    def given(self) -> Change:
+        """The handler's change."""
+        assert self.change is not None
+        return self.change
 
     def effects(self, client: MongoClient[Document] | None = None) -> Collection[Document]:
         """The collection of effects, by the client of the open transaction unless another is given."""
@@ -156,6 +162,23 @@ def _insert(rig: Rig, session: Any, client: Any = None) -> None:
     rig.effects(client).insert_one({}, session=session)
 
 
+def _increase(rig: Rig, given: Change | Changes, client: Any = None) -> None:
+    fenced = given.fenced(rig.effects(client))
+    fenced.update_one({"_id": 1}, {"$inc": {"one": 1}}, upsert=True)
+    fenced.bulk_write([UpdateOne({"_id": 2}, {"$inc": {"bulk": 1}}, upsert=True)])
+    fenced.find_one_and_update({"_id": 2}, {"$inc": {"found": 1}})
+    fenced.update_many({"_id": {"$gte": 1}}, {"$inc": {"many": 1}})
+    fenced.replace_one({"_id": 3}, {"replaced": 1}, upsert=True)
+    assert fenced.delete_one({"_id": 3}).deleted_count == 1
+
+
+def _sum(rig: Rig) -> int:
+    """How often documents of fenced writes were increased, if all were as often; else none of the expected numbers."""
+    found = list(rig.database["effects"].find({}, {"_fence": 0}))
+    numbers = [value for document in found for name, value in document.items() if name != "_id"]
+    return sum(numbers) // 5 if sum(numbers) % 5 == 0 else -1
+
+
 def _run_async(rig: Rig) -> None:
     async def run() -> None:
         client: AsyncMongoClient[Document] = AsyncMongoClient(rig.bridge.url)
@@ -200,6 +223,9 @@ TRANSACTION_ROWS = [
         lambda rig: select_for_update(rig.effects(), {"_id": 1}, session=None),  # type: ignore[arg-type]
         TransactionRequiredError,
     ),
+    Row("change.fenced", lambda rig: _increase(rig, rig.given), JOINS, ("handler",), _sum),
+    Row("changes.fenced", lambda rig: _increase(rig, Changes([rig.given])), JOINS, ("handler",), _sum),
+    Row("change.fenced of another client", lambda rig: _increase(rig, rig.given, rig.other), REFUSED, ("handler",)),
 ]
 
 TRANSFER_ROWS: list[Row] = []

@@ -42,6 +42,7 @@ from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate,
 from mongo_celery.bridge.fenced.fence import Fence, refuse_stamps
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
+from mongo_celery.mongo.transaction import current
 from mongo_celery.mongo.writes import Body, BulkRequest, Modifications, Target, changing, narrowed, replacing, target_of
 
 TOMBSTONE_TTL = timedelta(days=7)
@@ -64,8 +65,9 @@ class FencedCollection:
     Documents as read carry ``_fence``.
 
     It does not promise anything about documents that the newer execution has not touched, nor about writes
-    past the view. In the user's own transaction (`session`) the transaction's write concern counts, not
-    majority. A collation that makes different `_id` equal is not supported by upserts. One thread at a
+    past the view. Inside an open transaction of the collection's client, as in a handler with
+    `transactional=True`, each method is part of it without being handed its session (see `current`); there the
+    transaction's write concern counts, not majority. A collation that makes different `_id` equal is not supported by upserts. One thread at a
     time, as with a session.
 
     Args:
@@ -76,7 +78,8 @@ class FencedCollection:
             for all users of a collection.
 
     Raises:
-        ConfigurationError: a negative `tombstone_ttl`.
+        ConfigurationError: a negative `tombstone_ttl`; or, from each method, a transaction of another client of the
+            same cluster is open here.
         ForkedClientError: from each method, if the client was opened before this process was forked.
     """
 
@@ -187,7 +190,7 @@ class FencedCollection:
         Raises:
             StaleFencingTokenError: the target, or its tombstone, is stamped newer.
         """
-        self._refuse_fork()
+        session = self._session(session)
         options = _given(collation=collation, hint=hint, let=let, comment=comment)
         deleted, known = 0, _named(filter, options)
         for _ in range(CHOICES):
@@ -225,7 +228,7 @@ class FencedCollection:
         )
         if upsert or _named(filter, write.options) is not None:
             return self._write(write, filter, upsert, None, session)
-        self._refuse_fork()
+        session = self._session(session)
         tally = bulk.Tally()
         # By `_id`, which no update changes: a document that the update moves in another
         # index would be met, and changed, twice.
@@ -258,7 +261,7 @@ class FencedCollection:
             BulkWriteError: writes failed; indexes are those of `requests`.
             ConfigurationError: as in `update_one`, before anything is written.
         """
-        self._refuse_fork()
+        session = self._session(session)
         command = _given(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
         steps = [self._step(place, request, command, session) for place, request in enumerate(requests)]
         tally = bulk.Tally()
@@ -321,7 +324,7 @@ class FencedCollection:
         sort: Any,
         session: ClientSession | None,
     ) -> R:
-        self._refuse_fork()
+        session = self._session(session)
         target = _named(wanted, write.options)
         self._demand_upsertable(write, target, upsert)
         if target is not None:
@@ -372,11 +375,14 @@ class FencedCollection:
         order = list(sort.items()) if isinstance(sort, Mapping) else sort
         return self._documents.collection.find(wanted, {"_id": 1}, sort=order, session=session, **chosen)
 
-    def _refuse_fork(self) -> None:
+    def _session(self, given: ClientSession | None) -> ClientSession | None:
+        """Return the session to write with: the given one, or that of the transaction that is open here."""
+        client = self._documents.collection.database.client
         # PyMongo only warns: a child that uses the parent's sockets reads another's answers.
-        topology = getattr(self._documents.collection.database.client, "_topology", None)
+        topology = getattr(client, "_topology", None)
         if getattr(topology, "_pid", None) not in (None, os.getpid()):
             raise ForkedClientError(namespace=self._documents.collection.full_name)
+        return current(client) if given is None else given
 
 
 def _named(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:

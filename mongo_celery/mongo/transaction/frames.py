@@ -326,7 +326,10 @@ def _around() -> Iterator[Frame]:
 
     A frame of this thread that was begun outside of any task is one of them: the event loop runs inside of it.
     """
-    frame, owner = _open_one(_innermost.get()), owner_here()
+    frame = _open_one(_innermost.get())
+    if frame is None:
+        return
+    owner = owner_here()
     owners = {owner, (*owner[:2], None)}
     while frame is not None:
         if frame.owner in owners:
