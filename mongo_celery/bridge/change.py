@@ -193,8 +193,8 @@ class Change:
         A view of a collection whose writes carry this change's fencing token.
 
         A write raises `StaleFencingTokenError` where a newer execution of the partition has already
-        written to the document. Not promised: protection of documents that the newer execution has
-        not touched.
+        written to the document. In a handler with `transactional=True` each write is part of its transaction. Not
+        promised: protection of documents that the newer execution has not touched.
 
         Args:
             collection: a PyMongo collection, or one of the bridge's cluster by `"db.collection"`, or `"collection"` of

@@ -399,6 +399,73 @@ def test_a_transactional_handlers_parts_and_callbacks_are_its_transactions(shop:
     assert (len(attempts), seen) == (2, [[7]])
 
 
+KINDS = ("plain", "list", "transactional", "transactional_list")
+
+
+@pytest.mark.parametrize("outer", KINDS)
+def test_a_handler_that_another_one_calls_is_part_of_that(shop: Shop, run: Run, outer: str) -> None:
+    """Its effects go with the caller's execution, which is repeated here; a transactional one needs its transaction."""
+    copies, attempts = shop.orders.database.create_collection("copies"), list[str]()
+
+    def copy(change: Change, name: str) -> None:
+        into = shop.bridge.collection(copies.full_name)
+        into.insert_one({"kind": name}, session=change.session)
+
+    def make(role: str, kind: str, source: str, handle: Callable[[Any], None]) -> Any:
+        """Register a handler of a kind; it takes the first change where it is given a list."""
+
+        def handler(given: Any) -> None:
+            handle(given[0] if isinstance(given, Changes) else given)
+
+        handler.__name__ = f"{role}_{kind}"
+        register = shop.bridge.on_changes if kind.endswith("list") else shop.bridge.on_change
+        return register(source, transactional=kind.startswith("transactional"), autoretry_for=(OSError,))(handler)
+
+    others = f"{shop.orders.database.name}.others"
+    inner = {kind: make("inner", kind, others, lambda change, kind=kind: copy(change, kind)) for kind in KINDS}
+
+    def call(change: Change) -> None:
+        attempts.append(outer)
+        for kind, handler in inner.items():
+            given = [change] if kind.endswith("list") else change
+            if kind.startswith("transactional") and not outer.startswith("transactional"):
+                with pytest.raises(HandlerUsageError, match=f"inner_{kind} has transactional=True"):
+                    handler(given)
+            else:
+                handler(given)
+        if len(attempts) == 1:
+            raise OSError
+
+    make("outer", outer, shop.orders.full_name, call)
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        assert runner.deliver(raises=False).standing == ()
+    assert len(attempts) == 2
+    found = sorted(each["kind"] for each in copies.find())
+    assert found == (sorted(KINDS) if outer.startswith("transactional") else ["list", "list", "plain", "plain"])
+
+
+def test_what_a_called_handler_would_retry_is_judged_by_its_callers(shop: Shop, run: Run) -> None:
+    """Its own `autoretry_for` decides nothing: an outage that it meets is waited for, and counted against no change."""
+    outages = [AutoReconnect("away")]
+
+    @shop.bridge.on_change("shop.others", autoretry_for=(AutoReconnect,), max_retries=0)
+    def inner(change: Change) -> None:
+        if outages:
+            raise outages.pop()
+        assert change.operation_type == "insert"
+
+    @shop.bridge.on_change(shop.orders.full_name, failure_policy="dead_letter")
+    def outer(change: Change) -> None:
+        inner(change)
+        shop.seen.append(change.document_key["_id"])
+
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        delivered = runner.deliver()
+    assert (shop.seen, delivered.standing) == ([1], ())
+
+
 def test_what_exists_comes_where_a_handler_begins_with_it(shop: Shop, run: Run) -> None:
     """The snapshot is the product's own."""
     shop.orders.insert_many([{"_id": number} for number in range(3)])

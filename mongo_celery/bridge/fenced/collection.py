@@ -67,8 +67,8 @@ class FencedCollection:
     It does not promise anything about documents that the newer execution has not touched, nor about writes
     past the view. Inside an open transaction of the collection's client, as in a handler with
     `transactional=True`, each method is part of it without being handed its session (see `current`); there the
-    transaction's write concern counts, not majority. A collation that makes different `_id` equal is not supported by upserts. One thread at a
-    time, as with a session.
+    transaction's write concern counts, not majority. A collation that makes different `_id` equal is not supported
+    by upserts. One thread at a time, as with a session.
 
     Args:
         collection: any PyMongo collection.

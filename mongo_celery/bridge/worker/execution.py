@@ -100,6 +100,7 @@ class Execution:
 
     Attributes:
         begun: whether `before_start` has run under its claim.
+        handler: whose function is called.
         told: the place, in the list that a bulk handler was given, of the change that it says has failed.
     """
 
@@ -121,7 +122,7 @@ class Execution:
         is_limited: bool = True,
     ) -> None:
         self._wiring = wiring
-        self._handler = handler
+        self.handler = handler
         self._run = run
         self._patience = patience
         options = wiring.options
@@ -151,7 +152,7 @@ class Execution:
             Retry: the first change is parked.
             Exception: the first change failed for good, and the failure policy has been applied.
         """
-        if self._handler.transactional:
+        if self.handler.transactional:
             self.session = self._wiring.client.start_session()
         try:
             self._execute(call)
@@ -162,10 +163,10 @@ class Execution:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
+        beat = beats.begin(claim, started, ttl=self._ttl, renew=not self.handler.transactional)
         outcomes = self._outcomes(
             self._wiring,
-            self._handler,
+            self.handler,
             self._run,
             claim,
             beat,
@@ -193,6 +194,11 @@ class Execution:
         token = self._run.token_of(self._bytes_of(change))
         if not self._store.claims.handle(self.claim, change.seq, token, session):
             raise SupersededError
+
+    def session_of(self, handler: Handler) -> ClientSession | None:
+        """Return the session for a transaction of this handler's; None where a handler calls another one, or itself."""
+        is_free = self.session is not None and not self.session.in_transaction
+        return self.session if is_free and self.handler is handler else None
 
     def give_session(self) -> ClientSession:
         """The session of the handler's transactions, for whoever ends it from now on."""

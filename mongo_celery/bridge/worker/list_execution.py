@@ -35,7 +35,6 @@ from mongo_celery.errors import StaleFencingTokenError
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
-    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.state.claims import Claim
     from mongo_celery.bridge.worker.outcomes import Outcomes
 
@@ -64,11 +63,6 @@ class ListExecution(Execution):
         if not accepted:
             raise SupersededError
 
-    @property
-    def handler(self) -> Handler:
-        """Whose function is called."""
-        return self._handler
-
     def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call) -> None:
         self._begin(outcomes)
         self._halfway = (time.monotonic() + self._until) / 2
@@ -87,8 +81,8 @@ class ListExecution(Execution):
         changes = self._run.changes
         ends = (offset for offset in range(1, len(changes)) if claim.crashes or self._is_parked(offset))
         count = next(ends, len(changes))
-        documents = [document_of(raw) for raw in changes[:count]] if self._handler.coalesce and count > 1 else None
-        most = self._handler.batch_size or count  # a listener of another deploy may have sent more
+        documents = [document_of(raw) for raw in changes[:count]] if self.handler.coalesce and count > 1 else None
+        most = self.handler.batch_size or count  # a listener of another deploy may have sent more
         is_known = bool(claim.retries or claim.waits or claim.passed_over)  # what is kept of it is of no other change
         return Parts(count, documents, most=most, head_alone=is_known)
 
@@ -114,7 +108,7 @@ class ListExecution(Execution):
             self._part_failed(claim, error, given)
             return False
         except BaseException as error:
-            if self._handler.batch_size is None:
+            if self.handler.batch_size is None:
                 parts.finish(given[: self.told or 0])
             self._written.crashed(error, parts.reach(0) - self._recorded)
             raise
@@ -136,7 +130,7 @@ class ListExecution(Execution):
         """Call the handler with these changes; how many of them are done, where there is to be a pause."""
         self.told, started = None, time.monotonic()
         run, retries = self._run, self._written.claim.retries
-        if self._handler.batch_size is not None:
+        if self.handler.batch_size is not None:
             changes = Changes(self._change(claim, run.changes[offset], offset) for offset in given)
             self._calls += 1
             call(changes, retries)
@@ -190,12 +184,12 @@ class ListExecution(Execution):
         if place is None:
             self._wait_for_outage(error)
             place = self._unreadable(claim, given, error)
-        elif not self._handler.transactional:
+        elif not self.handler.transactional:
             parts.finish(given[:place])
         if place is not None:
             parts.fail(given[place])
             self._error = error
-        is_over = self._handler.transactional and self.session is None and not self._is_settled
+        is_over = self.handler.transactional and self.session is None and not self._is_settled
         if is_over or self._needs_time(error, given):
             self._send_one_by_one(error)
         if place is None:
@@ -206,7 +200,7 @@ class ListExecution(Execution):
                 extra={"event": "list_split", "partition": self._run.partition_id},
             )
             parts.split(given)
-        if self._handler.transactional and not self._is_settled:
+        if self.handler.transactional and not self._is_settled:
             self._written.renew()
 
     def _unreadable(self, claim: Claim, given: Sequence[int], error: Exception) -> int | None:
@@ -237,7 +231,7 @@ class ListExecution(Execution):
     def _needs_time(self, error: Exception, given: Sequence[int]) -> bool:
         """Whether it ran out of time that it had to share: alone, in a message of its own, it has all of it."""
         cause = error.exc if isinstance(error, Retry) else error
-        had_all = self._calls == 1 and (self._handler.batch_size is None or len(given) == 1)
+        had_all = self._calls == 1 and (self.handler.batch_size is None or len(given) == 1)
         if had_all or not isinstance(cause, SoftTimeLimitExceeded):
             return False
         return isinstance(error, Retry) or error is self._decided or self._waiting_for(error) is None

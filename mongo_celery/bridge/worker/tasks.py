@@ -43,7 +43,8 @@ from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
 from mongo_celery.mongo.transaction.ending import doom_of, raise_locked
-from mongo_celery.mongo.transaction.frames import entered
+from mongo_celery.mongo.transaction.frames import current as open_session
+from mongo_celery.mongo.transaction.frames import entered, part_of
 from mongo_celery.mongo.verdicts import is_transient, is_unanswered
 from mongo_celery.tracing import committing, processing, received
 
@@ -202,7 +203,8 @@ class ChangeTask(SealedMessages):
         """
         del throw
         refuse_new_arguments(args, kwargs)
-        execution, error = current.get(), options.get("exc")
+        # One that another handler calls leaves everything to that one.
+        execution, error = None if self.request.called_directly else current.get(), options.get("exc")
         named = getattr(self, "autoretry_for", ())
         if execution is not None and error is not None and execution.waits_for(error, named):
             raise error
@@ -266,7 +268,7 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
     """Register a handler's Celery task; the returned proxy becomes the task when the app is finalized."""
     function = handler.function if handler.batch_size is None else telling(handler.function)
     if handler.transactional:
-        function = in_transaction(wiring, function)
+        function = in_transaction(wiring, handler, function)
     base = options.pop("base", None)
     ignored = tuple(options.pop("dont_autoretry_for", ()))
     register: Any = app.task
@@ -283,7 +285,7 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
     )(function)
 
 
-def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[..., Any]:
+def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
     """
     The function, run inside a transaction whose last write is the mark that it has been handled.
 
@@ -298,6 +300,9 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
         execution = current.get()
         if execution is None:  # called directly, in a unit test
             return function(*args)
+        session = execution.session_of(handler)
+        if session is None:
+            return _join(wiring, handler, function, args)
 
         seconds, started = wiring.options.transaction_seconds, time.monotonic()
 
@@ -314,8 +319,6 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
                     execution.met(error)
                 raise
 
-        session = execution.session
-        assert session is not None, "the handler is transactional"
         try:
             with entered(session, seconds, "bridge.client") as frame, pymongo.timeout(seconds):
                 session.with_transaction(
@@ -335,6 +338,20 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
         return None
 
     return run
+
+
+def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run the function for another handler, or for a part of one: its execution commits this with its own effects."""
+    *before, change = args
+    session = open_session(wiring.client)
+    if session is None:
+        raise HandlerUsageError(
+            f"{handler.name} has transactional=True, and is called where no transaction of its bridge is open: its "
+            "effects would be repeated with those of the caller. Give the calling handler transactional=True, or move "
+            "what both do into a plain function."
+        )
+    with part_of(session):
+        return function(*before, change.with_session(session))
 
 
 def _handle_in(frame: Frame, session: ClientSession, handle: Callable[[], object]) -> None:
