@@ -39,7 +39,9 @@ from mongo_celery.mongo.opening import ping, translated
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.outbox import Outbox
+from mongo_celery.outbox.idempotency import IDEMPOTENCY_STORES, IdempotencyStore
 from mongo_celery.outbox.outbox import OUTBOXES
+from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -268,6 +270,8 @@ class Wiring:
         options = self.options
         selectors = [handler.selector(self.default_database) for handler in self.handlers]
         bookkeeping = _bookkeeping_of(self.app)
+        if any(source.collection is None for selector in selectors for source in selector.sources):
+            bookkeeping = replace(bookkeeping, collections=bookkeeping.collections | _own_collections(self.app))
         scope = scope_of(
             selectors,
             state_database=options.database,
@@ -401,6 +405,23 @@ def _bookkeeping_of(app: Celery) -> Bookkeeping:
         else:  # its entries lie in collections of their own
             collections.update(names)
     return Bookkeeping({name: frozenset(found) for name, found in fields.items()}, frozenset(collections))
+
+
+def _own_collections(app: Celery) -> set[str]:
+    """Return the collections of `once` and of two-phase commit, which a source that names none of them leaves out."""
+    found: set[str] = set()
+    keepers: list[IdempotencyStore | TwoPhaseCommit] = [*IDEMPOTENCY_STORES, *TWO_PHASE_COMMITS.of(app)]
+    for keeper in keepers:
+        try:
+            found.update(keeper.full_names)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
+            logger.warning(
+                "the collection of %r cannot be opened (%s): handlers run for its bookkeeping, too",
+                keeper,
+                short(error),
+                extra={"event": "bookkeeping_unknown"},
+            )
+    return found
 
 
 def _client_of(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, Any]]:

@@ -281,7 +281,7 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
         yield _claimed(claim)
     waiting = partition.get("waiting")
     if waiting:
-        yield f"waits for infrastructure since {moment(waiting['since'])}: {waiting['cause']}"
+        yield f"waits since {moment(waiting['since'])}: {waiting['cause']}"
     if retry:
         if retry["count"]:
             yield number(retry["count"], "retry", "retries")

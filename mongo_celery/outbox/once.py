@@ -1,19 +1,20 @@
 """
-Consumers that bear duplicates: what has run under an id does not run again.
+Idempotent functions: a call whose id has run does not run again.
 
-An outbox dispatches at least once, with the same task id each time. `once` remembers ids in a collection, for a
-stated time by the server's clock (`marks.py`).
+An outbox dispatches at least once, with the same task id each time. `once` keeps an idempotency record of each id, for
+a stated time by the server's clock (`idempotency`).
 
-The result is remembered too, as Celery would encode it. A worker can die after the function and before Celery has
-sent the next step of a chain; the duplicate then sends that step, with the argument that the first run had for it.
+The result is kept too, as JSON. A worker can die after the function and before Celery has sent the next step of a
+chain; the duplicate then sends that step, with the argument that the first run had for it.
 
-| what happened | what follows |
+| event | effect |
 |---|---|
-| the function failed, or asked for a retry | no mark: the next delivery runs |
-| the process died while it ran | its claim lapses, and a duplicate runs |
-| the process stood still for longer than `claim_ttl` | a second run beside it; with `session` one of both commits |
+| the function failed, or asked for a retry | no record: the next delivery runs |
+| the process died while the function ran | its claim lapses, and a duplicate runs |
+| the process was frozen for longer than `claim_ttl` | a second run beside it; with `session` only one commits |
+| the call is inside a transaction | the record is part of it: both are committed, or none is |
 | MongoDB did not answer before the function | asked again for half a minute; then the error, and nothing has run |
-| MongoDB did not answer after it | asked again for half a minute; then a record, and the task has succeeded |
+| MongoDB did not answer after it | asked again for half a minute; then a log record, and the task has succeeded |
 """
 
 from __future__ import annotations
@@ -22,31 +23,32 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import bson
 import pymongo
 from bson import ObjectId
-from celery import current_app, current_task
+from celery import current_task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.result import ResultBase
-from kombu.serialization import dumps, loads, prepare_accept_content
+from kombu.utils.json import dumps, loads
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.locking import transactional
+from mongo_celery.locking import current, transactional
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.transaction import Collects, hide_session
-from mongo_celery.outbox.mark_heartbeat import HEARTBEATS, RunningMark, described
-from mongo_celery.outbox.marks import MarkClaim, Marks
+from mongo_celery.mongo.transaction.frames import is_in_transaction
+from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
+from mongo_celery.outbox.idempotency_heartbeat import HEARTBEATS, RunningClaim, described
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -59,6 +61,10 @@ _PAUSES = Pauses(0.1, 2.0, jitter=0.5)
 Result = TypeVar("Result")
 
 
+class RunningElsewhereError(Retry):
+    """Another run has the id. The task or the change comes again later, and no retry is counted."""
+
+
 def once(
     collection: Source,
     *,
@@ -68,37 +74,41 @@ def once(
     outbox: Collects | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """
-    Decorate a Celery task's function so that a repeated delivery of the same message does not run it again.
+    Decorate a function so that a call whose id has run does not run again.
 
-    Stands below `@app.task(...)`. If the function has a parameter `session`, the mark and the function's own
-    writes are one transaction: its effects in that cluster happen once, whatever happens. Otherwise the mark is
-    written after the function has succeeded, so a crash in between repeats it; while it runs, duplicates are sent
-    again for later instead of being dropped, and use up no retries. An exception, `retry()` included, takes no mark.
+    It decorates a task's own function, below `@app.task(...)`, or a *step*: a function that a task, a handler or a
+    transaction's body calls. If the function has a parameter `session`, the idempotency record and the function's own
+    writes are one transaction: its effects in that cluster happen once, whatever happens. Otherwise the record is
+    written after the function has succeeded, so a crash in between repeats it. While it runs, duplicates are sent again
+    for later, and use up no retries. An exception, `retry()` included, leaves no record.
 
-    A duplicate ends with the result of the run that counted, so what Celery does next is the same: the next step
-    of a chain gets its argument, a chord its part.
+    Inside a transaction of `transactional` or of a handler with `transactional=True`, or with the `session` of one
+    among its arguments, the call joins: its record is committed or aborted with that transaction.
+
+    A duplicate returns the result of the run that counted. A result that JSON (Celery's) cannot have, or of more than
+    1 MB, is not kept; the log says so once for each function (`result_not_kept`). A duplicate then returns None. A
+    duplicate of a task's own function ends by `Ignore` instead: nothing that follows the task gets a wrong argument.
+
+    ::
+
+        @once(lambda: client.shop.done, key=lambda order_id: order_id)
+        def send_receipt(order_id): ...
 
     Args:
-        collection: where ids are remembered, or a callable that returns it; any number of tasks may share it.
+        collection: of the records, or a callable that returns it; any number of functions may share it.
         keep: seconds or `timedelta` for which a finished id is remembered. A duplicate that comes later runs.
         claim_ttl: without `session`: how long a run keeps duplicates away after its process was last heard of. It is
             renewed while the function runs, however long that takes. After a crash the duplicate runs when it is
-            over; so it does beside a process that stood still for longer, which only `session` makes harmless.
-        key: gives the key from the function's arguments, and what has run is then the task with that key: another
-            task with the same key has a mark of its own. Where it gives None, the function just runs. By default
-            the task's id counts, and a call outside a task just runs the function. What a bridge's handler calls needs
-            one: several changes may come with one message.
+            over; so it does beside a process that was frozen for longer, which only `session` makes harmless.
+        key: gives the key from the function's arguments. The id is then the task (or the step) with that key: another
+            task with the same key has a record of its own. If it gives None, the function just runs. A step needs a
+            key. For a task's own function the default is the task's id, and a direct call just runs.
         outbox: an `OutboxCollection`, with a parameter `session`: what the function sends is then part of the same
-            transaction, too. What was done, what came of it and what is to follow are there together or not at all.
-
-    Returns:
-        A decorator. Where the decorated function did nothing it returns what it returned before. A result that
-        Celery could not encode, or of more than 1 MB, is not remembered: a duplicate then ends by `Ignore`, and
-        nothing follows it.
+            transaction, too.
 
     Raises:
-        ConfigurationError: when the decorator runs, if it cannot work; when the function is called, if its key
-            cannot be stored.
+        ConfigurationError: when the decorator runs, if it cannot work; when the function is called, if its key cannot
+            be stored, a step has none, or the transaction around it is one of another client.
     """
     kept, claimed = positive(keep, "keep"), positive(claim_ttl, "claim_ttl")
     if not isinstance(collection, Collection) and not callable(collection):
@@ -107,19 +117,16 @@ def once(
         raise ConfigurationError(
             f"key={key!r} must be a function of the task's arguments, such as lambda order: order."
         )
-    marks = Marks(collection, kept, claimed)
+    store = IdempotencyStore(collection, kept, claimed)
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         _refuse(function)
-        signature = inspect.signature(function)
-        if "session" in signature.parameters:
-            return _in_transaction(function, signature, marks, key, outbox)
-        if outbox is not None:
+        if outbox is not None and "session" not in inspect.signature(function).parameters:
             raise ConfigurationError(
                 f"once(outbox=...) stores what is sent with a transaction; {function.__name__} must take session=, and "
                 "pass it to every operation.",
             )
-        return _claimed(function, marks, key)
+        return _guarded(function, store, key, outbox)
 
     return decorate
 
@@ -137,76 +144,126 @@ def _refuse(function: Callable[..., Any]) -> None:
         raise ConfigurationError("once runs plain functions; neither coroutines nor generators.")
 
 
-def _in_transaction(
-    function: Callable[..., Any],
-    signature: inspect.Signature,
-    marks: Marks,
-    key: Callable[..., Any] | None,
-    outbox: Collects | None,
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """
+    One call of a function under `once`.
+
+    Attributes:
+        name: of the task whose own function it is, or of the step.
+        identity: `_id` of its record; None if it just runs.
+        is_own: whether a worker runs it as a task's own function.
+    """
+
+    name: str
+    identity: Any
+    is_own: bool
+
+
+def _guarded(
+    function: Callable[..., Any], store: IdempotencyStore, key: Callable[..., Any] | None, outbox: Collects | None
 ) -> Callable[..., Any]:
-    transaction = transactional(lambda: marks.collection.database.client, outbox=outbox)
+    signature = inspect.signature(function)
+    takes_session = "session" in signature.parameters
+    transaction = transactional(lambda: store.client, outbox=outbox)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        identity, owner = _identity(call, key, marks, args, kwargs), ObjectId()
+        given = kwargs.pop("session", None) if takes_session else _session_among(args, kwargs)
+        this = _identified(call, key, store, args, kwargs)
+        run = functools.partial(function, *args, **kwargs)
+        if takes_session:
+            joined = None if given is None else _session_to_join(this, store, given)
+            return _run_in_transaction(this, store, transaction, joined, lambda session: run(session=session))
+        if this.identity is None:
+            return run()
+        if given is not None or is_in_transaction():
+            joined = _session_to_join(this, store, given)
+            return _run_in_transaction(this, store, transaction, joined, lambda _session: run())
+        return _run_claimed(this, store, run)
 
-        def body(session: ClientSession) -> tuple[MarkClaim, Any]:
-            claim = MarkClaim(owner) if identity is None else marks.mark(identity, owner, session)
-            if claim.owner is None:
-                return claim, None
-            result = function(*args, session=session, **kwargs)
-            if identity is not None:
-                marks.note(identity, _encoded(result), session)
-            return claim, result
-
-        claim, result = transaction.run(body)
-        return result if claim.owner is not None else _duplicate(identity, claim)
-
-    hide_session(call, signature)
+    if takes_session:
+        hide_session(call, signature)
     return call
 
 
-def _claimed(function: Callable[..., Any], marks: Marks, key: Callable[..., Any] | None) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        identity = _identity(call, key, marks, args, kwargs)
-        if identity is None:
-            return function(*args, **kwargs)
-        started, owner = time.monotonic(), ObjectId()
-        claim = _answered(lambda: marks.claim(identity, owner))
+def _session_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClientSession | None:
+    """Return the session of a transaction in progress that a function without a parameter `session` is given."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, ClientSession) and each.in_transaction:
+            return each
+    return None
+
+
+def _session_to_join(this: _Call, store: IdempotencyStore, given: ClientSession | None) -> ClientSession:
+    """Return the session of the transaction that a call is in; by default that of the thread."""
+    found = current(lambda: store.client) if given is None else given
+    if found is None or found.client is not store.client:
+        raise ConfigurationError(
+            f"{this.name} is called inside a transaction of another client: its idempotency record would stay if that "
+            "is aborted, and its effect would be lost. Call it after the commit, with after_commit, or give once a "
+            "collection of the transaction's own client."
+        )
+    return found
+
+
+def _run_in_transaction(
+    this: _Call,
+    store: IdempotencyStore,
+    transaction: transactional,
+    given: ClientSession | None,
+    run: Callable[[ClientSession], Any],
+) -> Any:
+    """Run a call with its record in one transaction, which is that around it if there is one."""
+    identity, owner = this.identity, ObjectId()
+
+    def body(session: ClientSession) -> tuple[IdempotencyClaim, Any]:
+        claim = IdempotencyClaim(owner) if identity is None else store.claim_done(identity, owner, session)
         if claim.owner is None:
-            return _duplicate(identity, claim)
-        running = HEARTBEATS.get().begin(marks, identity, owner, started)
-        try:
-            result = _run_or_free(running, functools.partial(function, *args, **kwargs))
-            _remember(running, _encoded(result))
-        finally:
-            HEARTBEATS.get().end(running)
-        return result
+            return claim, None
+        result = run(session)
+        if identity is not None:
+            store.add_result(identity, _encoded(this, result), session)
+        return claim, result
 
-    return call
+    claim, result = transaction.run(body, session=given)
+    return result if claim.owner is not None else _duplicate(this, claim)
 
 
-def _run_or_free(running: RunningMark, run: Callable[[], Result]) -> Result:
+def _run_claimed(this: _Call, store: IdempotencyStore, run: Callable[[], Any]) -> Any:
+    started, owner = time.monotonic(), ObjectId()
+    claim = _answered(lambda: store.claim(this.identity, owner))
+    if claim.owner is None:
+        return _duplicate(this, claim)
+    running = HEARTBEATS.get().begin(store, this.identity, owner, started)
+    try:
+        result = _run_or_free(running, run)
+        _record_done(running, _encoded(this, result))
+    finally:
+        HEARTBEATS.get().end(running)
+    return result
+
+
+def _run_or_free(running: RunningClaim, run: Callable[[], Result]) -> Result:
     try:
         return run()
     except BaseException:
-        HEARTBEATS.get().end(running)  # before somebody else may have it
+        HEARTBEATS.get().end(running)  # before another run may have it
         with suppress(PyMongoError), pymongo.timeout(_FREE_SECONDS):  # else it lapses
-            running.marks.free(running.identity, running.owner)
+            running.store.free(running.identity, running.owner)
         raise
 
 
-def _remember(running: RunningMark, result: Mapping[str, Any]) -> None:
-    """The function has succeeded, and so does its task, whatever becomes of the mark."""
+def _record_done(running: RunningClaim, result: str | None) -> None:
+    """Write the record. The function has succeeded, and so does its task, whether the write does or not."""
     try:
-        if not _answered(lambda: running.marks.done(running.identity, running.owner, result)):
+        if not _answered(lambda: running.store.finish(running.identity, running.owner, result)):
             running.lose()
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # noqa: BLE001 - a failure would be repeated, and with it the effects
         logger.warning(
-            "%s has run, and its mark cannot be written, so a duplicate would run again: %s",
+            "%s has run, and its idempotency record cannot be written, so a duplicate would run again: %s",
             described(running.identity),
             short(error),
             extra={"event": "mark_unwritten"},
@@ -218,17 +275,25 @@ def _answered(ask: Callable[[], Result]) -> Result:
         return until_answered(ask, deadline=time.monotonic() + _ANSWER_SECONDS, pauses=_PAUSES)
 
 
-def _duplicate(identity: Any, claim: MarkClaim) -> Any:
-    """How a call ends that does not run."""
+def _duplicate(this: _Call, claim: IdempotencyClaim) -> Any:
+    """End a call that does not run. Only a task's own function ends its task: a step's caller has more to do."""
     if claim.wait is not None:
-        _send_again(identity, claim.wait)
-    return _decoded(identity, claim.result)
+        _send_again(this, claim.wait)
+    if claim.result is not None:
+        with suppress(ValueError):  # a type that nobody has registered here
+            return loads(claim.result)
+    if this.is_own:
+        said = f"{described(this.identity)} has run, and its result was not kept"
+        logger.info("%s", said, extra={"event": "result_not_remembered"})
+        raise Ignore(said)
+    return None
 
 
-def _send_again(identity: Any, wait: float) -> NoReturn:
+def _send_again(this: _Call, wait: float) -> NoReturn:
     """Come back later. Not by `Task.retry`: its limit is for failures; waiting must neither meet it nor use it up."""
+    said = f"{described(this.identity)} is running elsewhere"
     if not _is_run_by_a_worker():
-        raise ConfigurationError(f"{described(identity)} is running elsewhere, and a direct call cannot be sent again.")
+        raise ConfigurationError(f"{said}, and a direct call cannot be sent again.")
     request = current_task.request
     if request.is_eager:
         raise current_task.retry(countdown=wait)
@@ -239,91 +304,72 @@ def _send_again(identity: Any, wait: float) -> NoReturn:
         raise
     except Exception as error:
         raise Reject(error, requeue=True) from error
-    raise Retry(f"{described(identity)} is running elsewhere", when=wait, sig=again)  # type: ignore[arg-type] # a number
+    raise RunningElsewhereError(said, when=wait, sig=again)  # type: ignore[arg-type] # a number
 
 
-def _encoded(result: object) -> dict[str, Any]:
-    """A result as Celery encodes it; empty if it cannot, or if it is too large to keep."""
-    app = current_task.app if current_task else current_app
-    if isinstance(result, ResultBase):
-        result = result.as_tuple()  # type: ignore[attr-defined] # as Celery's backends store it
-    accepted = _accepted(app)
-    for serializer in (app.conf.result_serializer, app.conf.task_serializer):
-        try:
-            content_type, encoding, payload = dumps(result, serializer=serializer)
-            if content_type in accepted and len(payload) <= _RESULT_SIZE_MAX:
-                found = {"contentType": content_type, "contentEncoding": encoding, "payload": payload}
-                bson.encode(found)
-                return found
-        except Exception as error:  # noqa: BLE001 - whatever a serializer raises: Celery will meet it too, and say so
-            _pass_time_limit(error)
-    return {}
+_unkept: set[str] = set()
+"""Functions of which this process has logged that a result was not kept."""
 
 
-def _decoded(identity: Any, result: Mapping[str, Any]) -> Any:
-    app = current_task.app if current_task else current_app
-    if result:
-        try:
-            return loads(result["payload"], result["contentType"], result["contentEncoding"], accept=_accepted(app))
-        except Exception as error:  # noqa: BLE001 - a serializer that was given up since: no reason to fail a duplicate
-            _pass_time_limit(error)
-            logger.warning(
-                "%s has run, and its result cannot be read: %s",
-                described(identity),
-                short(error),
-                extra={"event": "result_unreadable"},
-            )
-    logger.info(
-        "%s has run, and its result is not remembered",
-        described(identity),
-        extra={"event": "result_not_remembered"},
-    )
-    if _is_run_by_a_worker():
-        raise Ignore(f"{described(identity)} has run, and its result is not remembered")
+def _encoded(this: _Call, result: object) -> str | None:
+    """Return a result as Celery's JSON; None if that cannot have it, or if it is too large to keep."""
+    try:
+        text: str = dumps(result)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever an object's `__json__` raises
+        reason = short(error)
+    else:
+        if len(text) <= _RESULT_SIZE_MAX:
+            return text
+        reason = f"it has more than {_RESULT_SIZE_MAX} characters"
+    if this.name not in _unkept:
+        _unkept.add(this.name)
+        logger.warning(
+            "once does not keep the results of %s, so duplicates return None or end their task: %s. Return what JSON "
+            "can have, or nothing",
+            this.name,
+            reason,
+            extra={"event": "result_not_kept"},
+        )
     return None
-
-
-def _pass_time_limit(error: BaseException) -> None:
-    """Raise Celery's soft time limit where it is what a serializer met; Kombu has it wrapped as one of its errors."""
-    for met in (error, error.__cause__, error.__context__):
-        if isinstance(met, SoftTimeLimitExceeded):
-            raise met
-
-
-def _accepted(app: Any) -> Any:
-    return prepare_accept_content(app.conf.result_accept_content or app.conf.accept_content) or ()
 
 
 def _is_run_by_a_worker() -> bool:
     return bool(current_task) and not current_task.request.called_directly
 
 
-def _identity(
+def _identified(
     call: Callable[..., Any],
     key: Callable[..., Any] | None,
-    marks: Marks,
+    store: IdempotencyStore,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Any:
-    """The `_id` of a call's mark; None for a call that just runs."""
-    task = current_task or None
-    is_its_own = task is not None and _leads_to(task.run, call)
-    name = task.name if task is not None and is_its_own else f"{call.__module__}.{call.__qualname__}"
+) -> _Call:
+    task, is_run = current_task or None, _is_run_by_a_worker()
+    is_own = task is not None and _leads_to(task.run, call)
+    name = task.name if task is not None and is_own else f"{call.__module__}.{call.__qualname__}"
     if key is not None:
         found = key(*args, **kwargs)
-        return None if found is None else _storable({"t": name, "k": found}, marks)
-    if task is None or task.request.called_directly:
-        return None
+        identity = None if found is None else _storable({"t": name, "k": found}, store)
+        return _Call(name, identity, is_own and is_run)
+    if task is None or not is_run:
+        return _Call(name, None, is_own=False)
     if getattr(task, "shares_messages", False):
         raise ConfigurationError(
             f"Several changes may come with one message of {task.name}, so its id is none of theirs; give once a key, "
             "such as key=lambda change: change.resume_token.",
         )
-    return task.request.id if is_its_own else {"t": name, "k": task.request.id}
+    if not is_own:
+        raise ConfigurationError(
+            f"{name} is a step of {task.name}, whose id is the same at each call: only the first call would run. Give "
+            "once a key of the step's arguments, such as key=lambda order: order.",
+        )
+    return _Call(name, task.request.id, is_own=True)
 
 
 def _leads_to(run: Any, call: Callable[..., Any]) -> bool:
-    """Whether a task's `run` is this function, or wraps it; a task may call others that have marks of their own."""
+    """Return True if a task's `run` is this function, or wraps it; a task may call steps that have records, too."""
     while run is not None:
         run = getattr(run, "__func__", run)
         if run is call:
@@ -332,8 +378,8 @@ def _leads_to(run: Any, call: Callable[..., Any]) -> bool:
     return False
 
 
-def _storable(identity: dict[str, Any], marks: Marks) -> dict[str, Any]:
-    types = marks.collection.codec_options
+def _storable(identity: dict[str, Any], store: IdempotencyStore) -> dict[str, Any]:
+    types = store.collection.codec_options
     try:
         bson.encode(identity, codec_options=types)
     except Exception as error:

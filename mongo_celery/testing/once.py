@@ -1,4 +1,4 @@
-"""What `once` has let run: by its marks, which are everybody's, and by the bodies that ran in this process."""
+"""What `once` has let run: by its idempotency records, of all processes, and by the bodies that ran in this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bson import ObjectId
 from pymongo.client_session import ClientSession
 
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
-from mongo_celery.outbox.marks import MarkClaim, Marks
+from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
 
 __tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _SHOWN = 10
@@ -21,8 +21,8 @@ class OnceRuns:
     """
     The bodies of functions under `once` that were begun in this process, of `once_runs`.
 
-    A body that failed counts, and so does each time that a transaction repeats it; what ran without a mark does not (a
-    direct call, or where `key=` gave None).
+    A body that failed counts, and so does each time that a transaction repeats it. A call without a record does not: a
+    direct call, or one of which `key=` gave None.
     """
 
     def __init__(self) -> None:
@@ -70,15 +70,17 @@ class OnceRuns:
 def once_runs() -> Iterator[OnceRuns]:
     """Inside, the bodies of all functions under `once` are counted that this process begins, in whatever thread."""
     runs = OnceRuns()
-    claim, mark = Marks.claim, Marks.mark
+    claim, claim_done = IdempotencyStore.claim, IdempotencyStore.claim_done
 
-    def claimed(marks: Marks, identity: Any, owner: ObjectId) -> MarkClaim:
-        return _noted(runs, identity, claim(marks, identity, owner))
+    def claimed(store: IdempotencyStore, identity: Any, owner: ObjectId) -> IdempotencyClaim:
+        return _noted(runs, identity, claim(store, identity, owner))
 
-    def marked(marks: Marks, identity: Any, owner: ObjectId, session: ClientSession) -> MarkClaim:
-        return _noted(runs, identity, mark(marks, identity, owner, session))
+    def claimed_done(
+        store: IdempotencyStore, identity: Any, owner: ObjectId, session: ClientSession
+    ) -> IdempotencyClaim:
+        return _noted(runs, identity, claim_done(store, identity, owner, session))
 
-    with _instead("claim", claimed), _instead("mark", marked):
+    with _instead("claim", claimed), _instead("claim_done", claimed_done):
         yield runs
 
 
@@ -90,10 +92,10 @@ def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool =
         marks: what `once` was given: the collection, or a callable that returns it.
         key: what `key=` of `once` gives, with `task`; else the task's id.
         task: name of the task, or `module.function` where the function is called by another one.
-        ran: False demands that it has no mark: it was not run, or has failed, or its mark has expired.
+        ran: False demands that it has no record: it was not run, or has failed, or its record has expired.
 
     Raises:
-        AssertionError: its mark says otherwise.
+        AssertionError: its record says otherwise.
     """
     identity = identity_of(key, task)
     collection = collection_of(marks)
@@ -101,16 +103,17 @@ def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool =
     state = None if found is None else found["state"]
     if state == ("done" if ran else None):
         return
-    said = {None: "has no mark: it was not run, or has failed", "done": "has run"}.get(state, "is running")
+    without = "has no idempotency record: it has not run, or has failed"
+    said = {None: without, "done": "has run"}.get(state, "is running")
     raise AssertionError(f"{_shown(identity)} {said}, by {collection.full_name}.")
 
 
 def identity_of(key: Any, task: str | None) -> Any:
-    """The `_id` of a mark."""
+    """Return the `_id` of an idempotency record."""
     return _plain(key) if task is None else {"t": task, "k": _plain(key)}
 
 
-def _noted(runs: OnceRuns, identity: Any, found: MarkClaim) -> MarkClaim:
+def _noted(runs: OnceRuns, identity: Any, found: IdempotencyClaim) -> IdempotencyClaim:
     if found.owner is not None:
         runs.note(identity)
     return found
@@ -130,11 +133,11 @@ def _shown(identity: Any) -> str:
 
 
 @contextlib.contextmanager
-def _instead(name: str, function: Callable[..., MarkClaim]) -> Iterator[None]:
-    """Inside, marks are asked for by another function."""
-    kept = getattr(Marks, name)
-    setattr(Marks, name, function)
+def _instead(name: str, function: Callable[..., IdempotencyClaim]) -> Iterator[None]:
+    """Inside, records are claimed by another function."""
+    kept = getattr(IdempotencyStore, name)
+    setattr(IdempotencyStore, name, function)
     try:
         yield
     finally:
-        setattr(Marks, name, kept)
+        setattr(IdempotencyStore, name, kept)

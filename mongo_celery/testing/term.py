@@ -227,8 +227,8 @@ def _demand_servers(tracker: Tracker) -> None:
     if waiting.get("timeOuts") or waiting.get("count", 0) < _OUTAGES_MAX:
         return
     raise AssertionError(
-        f"a change of {tracker.partition_id} has waited {_OUTAGES_MAX} times in a row for a server: "
-        f"{waiting['cause']}. Has the handler a client of its own? Make it of mongo_celery_mongodb_url.",
+        f"a change of {tracker.partition_id} has waited {_OUTAGES_MAX} times in a row: {waiting['cause']}. If a server "
+        "is away: has the handler a client of its own? Make it of mongo_celery_mongodb_url.",
     )
 
 

@@ -27,6 +27,7 @@ from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
 from mongo_celery.twophase.participants import Part, is_same, part_of
 from mongo_celery.twophase.purge import Purge, Purger
+from mongo_celery.twophase.recoveries import COLLECTION as RECOVERIES
 from mongo_celery.twophase.recoveries import Recovery, RecoveryRecords, patience, recovery_watch
 from mongo_celery.twophase.recovery import Recoverer
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
@@ -156,6 +157,11 @@ class TwoPhaseCommit:
     def recoveries(self) -> RecoveryRecords:
         """The notes of who has recovered."""
         return RecoveryRecords(self.transactions, self.application)
+
+    @property
+    def full_names(self) -> Sequence[str]:
+        """The namespaces of transactions and of the notes of recoveries; receipts and participants lie elsewhere."""
+        return [self.transactions.full_name, f"{self.transactions.database.name}.{RECOVERIES}"]
 
     @per_process
     def _completion(self) -> Completion:

@@ -137,7 +137,7 @@ def test_what_infrastructure_holds_is_named_with_what_is_away(scene: Scene, capl
     stands(scene, due_in=9.0, waiting={"cause": "AutoReconnect: away"})
     scene.judge(oplog())
     (record,) = caplog.records
-    assert "which is waiting for infrastructure (AutoReconnect: away)" in record.getMessage()
+    assert "which is waiting (AutoReconnect: away)" in record.getMessage()
     assert "changes retry" not in record.getMessage()
     assert scene.horizon.risks[0].report()["cause"] == "AutoReconnect: away"
 

@@ -175,26 +175,26 @@ def test_two_tasks_with_one_key_each_run_once(app: Celery, database: Database[Do
     assert stored == [{"t": "pay", "k": 1}, {"t": "pay", "k": 2}, {"t": "ship", "k": 1}]
 
 
-def test_functions_that_a_task_calls_have_marks_of_their_own(app: Celery, database: Database[Document]) -> None:
-    """Otherwise the second one would end with the first one's result, under the id of the task that calls both."""
+def test_steps_that_a_task_calls_have_records_of_their_own(app: Celery, database: Database[Document]) -> None:
+    """Otherwise the second step would end with the result of the first one, under the same key."""
     runs: list[str] = []
 
-    @once(database["done"])
-    def reserve() -> str:
+    @once(database["done"], key=lambda order: order)
+    def reserve(_order: int) -> str:
         runs.append("reserve")
         return "reserved"
 
-    @once(database["done"])
-    def charge(*, session: Any) -> str:
+    @once(database["done"], key=lambda order: order)
+    def charge(_order: int, *, session: Any) -> str:
         runs.append("charge")
         return f"charged {session.in_transaction}"
 
     @app.task(shared=False)
-    def order() -> list[str]:
-        return [reserve(), charge()]
+    def order(number: int) -> list[str]:
+        return [reserve(number), charge(number)]
 
-    assert [run(order, "t1"), run(order, "t1")] == [["reserved", "charged True"]] * 2
-    run(order, "t2")
+    assert [run(order, "t1", 1), run(order, "t2", 1)] == [["reserved", "charged True"]] * 2
+    run(order, "t1", 2)
     assert runs == ["reserve", "charge"] * 2
 
 

@@ -154,7 +154,7 @@ def test_bodies_under_once_are_counted(app: Celery, database: Database[Document]
     with pytest.raises(AssertionError, match=r"shop.pay with key \[2, 1\] was begun 2 times, not 1; begun were: shop"):
         runs.assert_ran((2, 1), task="shop.pay")
     assert_once(database["done"], (3, 1), task="shop.pay")
-    with pytest.raises(AssertionError, match=r"shop.pay with key \[4, 1\] has no mark: it was not run"):
+    with pytest.raises(AssertionError, match=r"shop.pay with key \[4, 1\] has no idempotency record: it has not run"):
         assert_once(marks, (4, 1), task="shop.pay")
 
 

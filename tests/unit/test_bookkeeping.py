@@ -14,7 +14,7 @@ from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, ConfigurationError, Outbox, OutboxCollection
+from mongo_celery import Bridge, ConfigurationError, Outbox, OutboxCollection, TwoPhaseCommit, once
 from mongo_celery.bridge.change import FLAGS, event_of
 from mongo_celery.bridge.definitions import definitions_of
 from mongo_celery.bridge.listener.admission import Admission
@@ -247,6 +247,27 @@ def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture
     [record] = [each for each in caplog.records if getattr(each, "event", None) == "outbox_unknown"]
     assert "gone" in record.getMessage()
     assert "no connection" in record.getMessage()
+
+
+def test_a_bridge_that_watches_a_database_knows_records_and_transactions(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of `once` are the process's, of two-phase commit the app's; one that cannot be opened is named."""
+    with (
+        Celery("shop", broker="memory://", set_as_current=False) as app,
+        MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
+    ):
+        bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
+        bridge.on_change("shop.*")(summarise)
+        TwoPhaseCommit(app, client.shop.transfers)
+        TwoPhaseCommit(app, not_there, name="gone")
+        guards = [once(lambda: client.shop.done), once(not_there)]
+
+        [one], _ = bridge.wiring.stream()
+
+        assert one.bookkeeping is not None
+        assert one.bookkeeping.collections >= {"shop.done", "shop.transfers", "shop.transactionRecoveries"}
+    del guards
+    unknown = [each.getMessage() for each in caplog.records if getattr(each, "event", None) == "bookkeeping_unknown"]
+    assert len([each for each in unknown if "no connection" in each]) == 2
 
 
 def not_there() -> Any:

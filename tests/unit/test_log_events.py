@@ -1,25 +1,17 @@
-"""
-The lists of `docs/logs.md` are the code's: every event with its level and its logger, and every line with its event.
-
-A list that lacks lines, or has too many, fails with the rows as they should be.
-"""
+"""The lists of `docs/logs.md` are the code's: every event with its level and its logger."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/logs.md"
 LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error", "critical": "critical"}
 Row = tuple[str, str, str]
-
-INDEX = "## From a line to its name"
-_OTHERS = {"bench", "demo"}
-_SHOWN = 90
 
 
 def test_every_event_of_the_code_is_in_the_list() -> None:
@@ -44,45 +36,6 @@ def test_every_record_at_info_and_above_has_an_event() -> None:
     assert without == []
 
 
-def test_every_line_leads_to_its_name() -> None:
-    """Whoever has a line of a log and no name finds it by its text; debug lines, which have none, too."""
-    rows = re.findall(r"^\| .+ \| \w+ \| (?:`\w+` )?\|$", PAGE.read_text().partition(INDEX)[2], re.MULTILINE)
-    wanted = _index_of_the_code()
-    assert rows == wanted, "the rows should be:\n" + "\n".join(wanted)
-
-
-def _index_of_the_code() -> list[str]:
-    found = set()
-    for path in (ROOT / "mongo_celery").rglob("*.py"):
-        if path.relative_to(ROOT / "mongo_celery").parts[0] in _OTHERS:
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for call in _log_calls(tree, {**LEVELS, "debug": "debug"}):
-            event, level = _event_of(call), {**LEVELS, "debug": "debug"}[_method_of(call)]
-            text = _text_of(call, tree)
-            if text is not None:
-                found.add(f"| {text} | {level} | {f'`{event}` ' if event else ''}|")
-    return sorted(found, key=lambda row: (row.casefold(), row))
-
-
-def _text_of(call: ast.Call, tree: ast.Module) -> str | None:
-    """How the line reads, with `…` for what differs; None where all of it does."""
-    first = call.args[0]
-    if isinstance(first, ast.Name):
-        first = _constant_of(first.id, tree) or first
-    if not isinstance(first, ast.Constant) or first.value == "%s":
-        return None
-    text = re.sub(r"(%[.\d]*[sdrf])+", "…", str(first.value)).replace("`", "'").replace("|", "/")
-    return text if len(text) <= _SHOWN else text[:_SHOWN].rpartition(" ")[0] + " …"
-
-
-def _constant_of(name: str, tree: ast.Module) -> ast.expr | None:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return node.value
-    return None
-
-
 def _in_the_list() -> set[Row]:
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| `([\w.]+)` \| .+ \|$", PAGE.read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows)), "an event stands in the list twice"
@@ -101,15 +54,15 @@ def _in_the_code() -> set[Row]:
     return found
 
 
-def _log_calls(tree: ast.Module, methods: Collection[str] = LEVELS) -> Iterator[ast.Call]:
-    """Calls of the module's `logger`, by default at info and above."""
+def _log_calls(tree: ast.Module) -> Iterator[ast.Call]:
+    """Calls of the module's `logger` at info and above."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and isinstance(node.func.value, ast.Name)
             and node.func.value.id == "logger"
-            and node.func.attr in methods
+            and node.func.attr in LEVELS
         ):
             yield node
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,30 +31,6 @@ def test_every_file_and_test_that_a_page_names_exists(page: Path) -> None:
         target = (page.parent / link) if link else page
         assert target.exists(), link
         assert not anchor or anchor in _anchors(target), f"{link}#{anchor}"
-
-
-def test_every_guarantee_names_its_test() -> None:
-    """No row of the guarantees table goes without proof."""
-    rows = [line for line in (DOCS / "guarantees.md").read_text().splitlines() if line.startswith("| **")]
-
-    assert len(rows) >= 20
-    for row in rows:
-        assert "`tests/" in row.split("|")[3], row
-
-
-def test_a_guarantee_says_which_of_its_tests_are_not_part_of_every_run() -> None:
-    """Those that wait for `pytest -m slow` are marked so, and no others."""
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`( \(slow\))?", (DOCS / "guarantees.md").read_text())
-
-    assert any(mark for *_, mark in named)
-    for path, function, mark in named:
-        assert bool(mark) == _is_slow(ROOT / path, function), f"{path}::{function}"
-
-
-def test_every_page_of_the_documentation_names_what_proves_it() -> None:
-    """A page that promises nothing is the glossary or a list; every other one names tests."""
-    for page in (*DOCS.glob("*.md"), *DOCS.glob("operations/*.md")):
-        assert "`tests/" in page.read_text(), name_of(page)
 
 
 def test_the_readme_leads_to_every_page() -> None:
@@ -95,20 +69,6 @@ def test_the_first_example_is_the_readmes_code() -> None:
     assert body
     for line in body:
         assert line in example, line
-
-
-@cache
-def _is_slow(file: Path, function: str) -> bool:
-    """Whether a test is marked so, or without its name all that the file has."""
-    source = ast.parse(file.read_text())
-    if any(
-        isinstance(each, ast.Assign) and ast.unparse(each).startswith("pytestmark = pytest.mark.slow")
-        for each in source.body
-    ):
-        return True
-    tests = [each for each in source.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
-    asked = [each for each in tests if function in {"", each.name}]
-    return all("pytest.mark.slow" in map(ast.unparse, each.decorator_list) for each in asked)
 
 
 def _anchors(page: Path) -> set[str]:

@@ -203,7 +203,7 @@ def remedy(subscription: str, partition: int | None, state: str | None) -> str:
 def _sentence(risk: Risk) -> str:
     held = "the stream is not read so far"
     if risk.partition is not None:
-        cause = f" for infrastructure ({risk.cause})" if risk.cause else ""
+        cause = f" ({risk.cause})" if risk.cause else ""
         held = f"held by partition {risk.partition}, which is {risk.state}{cause}"
     if risk.share < 1:
         return (

@@ -158,12 +158,13 @@ def _waiting(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
             first = min(standing, key=lambda one: one["waiting"]["since"] or "")["waiting"]
             waits = "waits" if len(standing) == 1 else "wait"
             text = (
-                f"{where(each, _indexes(standing))} {waits} for infrastructure, since {moment(first['since'])}, with "
-                f"{number(first['count'], 'attempt', 'attempts')}: {cut(first['cause'])}. Restore it, or the handler's "
-                "way to it; then it runs by itself within half a minute, or at once when it is retried."
+                f"{where(each, _indexes(standing))} {waits} since {moment(first['since'])}, with "
+                f"{number(first['count'], 'attempt', 'attempts')}: {cut(first['cause'])}. If a server is away, "
+                "restore it, or the handler's way to it. Then the change runs automatically within half a minute, or "
+                "immediately when it is retried."
             )
             found.append(degraded("waiting", text, line.on("retry", each["name"], _indexes(standing))))
-    yield from summed(found, f"wait for infrastructure; {_ALL}.", line.changes("retry"))
+    yield from summed(found, f"wait; {_ALL}.", line.changes("retry"))
 
 
 def _parked(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:

@@ -14,8 +14,8 @@ a lock or a transaction would not have made these changes. In users' documents i
 What an outbox keeps is known from the outbox, since a field named so may be a user's elsewhere. The others work on
 whatever collection; so the value counts too, and who has a field of such a name for something else misses nothing.
 
-Who watches a whole database or cluster has asked for no collection of ours: those of the app's `OutboxCollection`s are
-left out, and receipts of two-phase commit, by the collection's name and the form of their `_id`.
+A handler of a whole database or cluster gets no collection of ours. Left out are those of `OutboxCollection`s,
+idempotency records of `once`, transactions of two-phase commit, and its receipts, by the form of their `_id`.
 
 All this is fixed by the oplog, so that the server may leave it out and every token remains one to go on from. It is
 asked to where that is cheap and leaves out much: in collections with an outbox, unless a handler wants to know. The
@@ -66,7 +66,7 @@ class Bookkeeping:
 
     Args:
         outboxes: the fields of outboxes, by the full names of their collections.
-        collections: full names of those that hold nothing but what outboxes keep.
+        collections: full names of those that hold nothing but bookkeeping.
     """
 
     outboxes: Mapping[str, frozenset[str]] = field(default_factory=dict)

@@ -55,6 +55,7 @@ from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.verdicts import brief, explained, is_transient
+from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:
     from bson.binary import Binary
@@ -426,7 +427,7 @@ class Execution:
 
     def _first_failed(self, claim: Claim, outcomes: Outcomes, raw: bytes, error: Exception) -> NoReturn:
         """Write the outcome of a failed head; always raises."""
-        if isinstance(error, Retry):
+        if isinstance(error, Retry) and not isinstance(error, RunningElsewhereError):
             try:
                 due = retry_time(error.when)
             except HandlerUsageError as unusable:
@@ -468,6 +469,8 @@ class Execution:
         return waiting
 
     def _judge(self, error: BaseException) -> Waiting | None:
+        if isinstance(error, RunningElsewhereError):
+            return Waiting(str(error.message))
         outage, conflict = infrastructure_cause(error), conflict_cause(error)
         if has_reached_limit(error, self._timed_out):
             outage, conflict = self._met_outage, self._met_conflict or conflict

@@ -31,6 +31,7 @@ from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.worker.execution import Execution, SupersededError, current
 from mongo_celery.bridge.worker.parts import Parts, document_of
 from mongo_celery.errors import StaleFencingTokenError
+from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -221,8 +222,9 @@ class ListExecution(Execution):
         return failed is not None and not self._parts.owed(failed)
 
     def _wait_for_outage(self, error: Exception) -> None:
-        """An outage is the doing of no change: all of them wait. What is in doubt shows when it is alone."""
-        if isinstance(error, Retry) or error is self._decided:
+        """Wait with all changes for an outage or another run of `once`. What is in doubt shows when it is alone."""
+        is_retry = isinstance(error, Retry) and not isinstance(error, RunningElsewhereError)
+        if is_retry or error is self._decided:
             return
         waiting = self._waiting_for(error)
         if waiting is not None and waiting.doubts_max is None:

@@ -60,7 +60,7 @@ ANSWER_SECONDS = 30.0
 _STORING_SECONDS = 2.0
 _PAUSES = Pauses(first=0.05, longest=1.0)
 WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
-"""Between two attempts of a change that waits for infrastructure."""
+"""Between two attempts of a change that waits, and of which nothing is counted."""
 
 _KEEPING = {"dead_letter": FAILED, "skip": SKIPPED, "park_key": PARKED}
 _BEHIND = "Its key is parked: it waits behind an earlier change, and its handler was not started."
@@ -144,7 +144,7 @@ class Outcomes:
 
     def wait(self, waiting: Waiting, what: str, error: BaseException) -> NoReturn:
         """
-        Park the head until infrastructure may be there again, and count nothing; always raises.
+        Park the head until what it waits for may be there, and count nothing; always raises.
 
         Args:
             waiting: for what.
@@ -158,7 +158,7 @@ class Outcomes:
             return self._claims.wait(claim, delay=delay, cause=said, doubtful=doubtful)
 
         logger.warning(
-            "%s waits for infrastructure, next try in %.1f s: %s",
+            "%s waits, next try in %.1f s: %s",
             what,
             delay,
             cause,

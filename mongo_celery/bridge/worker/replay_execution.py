@@ -66,7 +66,7 @@ class ReplayOutcomes(RunOutcomes):
         claim, replays = self._claim, self._wiring.store.replays
         delay, doubtful = WAITS.nth(claim.waits), waiting.doubts_max is not None
         logger.warning(
-            "the replay of %s waits for infrastructure, next try in %.1f s: %s",
+            "the replay of %s waits, next try in %.1f s: %s",
             what,
             delay,
             waiting.cause,

@@ -475,6 +475,11 @@ def _in_transaction() -> Iterator[Frame]:
             yield frame
 
 
+def is_in_transaction() -> bool:
+    """Return True if this thread and asyncio task is in a transaction of `transactional`, of whatever client."""
+    return next(_in_transaction(), None) is not None
+
+
 def waits_of(session: Session) -> Waits:
     """
     The waits of a session's transaction.

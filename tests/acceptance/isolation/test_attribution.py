@@ -204,7 +204,7 @@ def test_an_exception_that_says_where_it_comes_from_waits_too(make_chain: MakeCh
         failCommands=["update"], appName=chain.app_name("worker"), namespace=f"{chain.data.name}.sink", errorCode=189
     ):
         item = chain.write("translating", "key", 1)
-        wait_for(lambda: _log(chain, "waits for infrastructure"))
+        wait_for(lambda: _log(chain, "waits, next try"))
     _nothing_is_charged(chain, [item])
 
 
@@ -227,7 +227,7 @@ def test_a_transaction_that_waits_for_itself_counts_in_the_end(make_chain: MakeC
     item = chain.give_up(chain.write("waiting_for_itself", "key", 1))
     chain.wait_done()
     assert len(chain.letters("waiting_for_itself")) == 1
-    assert _log(chain, "waits for infrastructure").count("took longer than its limit") == 3
+    assert _log(chain, "waits, next try").count("took longer than its limit") == 3
     assert len(chain.starts(item)) == 4
 
 
@@ -239,7 +239,7 @@ def test_a_transaction_that_conflicts_with_itself_counts_in_the_end(make_chain: 
     chain.give_up(chain.write("conflicting_with_itself", "key", 1))
     chain.wait_done()
     assert len(chain.letters("conflicting_with_itself")) == 1
-    assert _log(chain, "waits for infrastructure").count("WriteConflict") == 10
+    assert _log(chain, "waits, next try").count("WriteConflict") == 10
 
 
 @pytest.mark.slow

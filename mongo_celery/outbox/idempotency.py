@@ -1,24 +1,25 @@
 """
-What has run under an id, and what runs: one document an id.
+Idempotency records: which ids have run, and which run now. One document per id.
 
 ::
 
-    {_id, state: "running" | "done", owner, until, expiresAt, result: {contentType, contentEncoding, payload}}
+    {_id, state: "running" | "done", owner, until, expiresAt, result: JSON text}
 
-`_id` is a task's id, or `{t: task, k: key}` where `once` was given a key: two tasks about one order have a mark each.
-A running mark is claimed by its owner until a time of the server's clock, and renewed while its function runs; a done
-one is final, until `expiresAt` takes it away.
+`_id` is a task's id, or `{t: task, k: key}` where `once` has a key: two tasks about one order have a record each. A
+run claims its record until a time of the server's clock, and renews the claim while its function runs. A record that
+is done is final, until `expiresAt` removes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from bson import ObjectId
-from pymongo import ReturnDocument
+from pymongo import MongoClient, ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
@@ -29,7 +30,7 @@ from mongo_celery.mongo.opening import Source, collection_of, plain_types, stric
 from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
 
 _INDEX = "expires-at"
-_OTHERWISE = "what `once` has marked stays for ever"
+_OTHERWISE = "the idempotency records of `once` stay for ever"
 _WAIT_SECONDS = 10.0
 
 _IS_NEW = {"$eq": [{"$type": "$state"}, "missing"]}
@@ -37,24 +38,24 @@ _HAS_LAPSED = {"$and": [{"$eq": ["$state", "running"]}, {"$lte": ["$until", "$$N
 
 
 @dataclass(frozen=True, slots=True)
-class MarkClaim:
+class IdempotencyClaim:
     """
-    What came of asking for an id.
+    The answer to a claim on an id.
 
     Attributes:
-        owner: of the claim; None if it was not given.
-        wait: seconds after which to ask again, where another run has it.
-        result: as it was stored, where it has run.
+        owner: of the claim; None if it was refused.
+        wait: seconds after which to ask again, if another run has the id.
+        result: JSON of the result, if the id has run and its result was kept.
     """
 
     owner: ObjectId | None = None
     wait: float | None = None
-    result: Mapping[str, Any] = field(default_factory=dict)
+    result: str | None = None
 
 
-class Marks:
+class IdempotencyStore:
     """
-    The marks of one collection.
+    The idempotency records of one collection.
 
     Args:
         source: the collection, or a callable that returns it.
@@ -66,6 +67,20 @@ class Marks:
         self._source = source
         self._keep = keep
         self.claim_ttl = claim_ttl
+        IDEMPOTENCY_STORES.add(self)
+
+    def __repr__(self) -> str:
+        return f"<once {self._source!r}>"
+
+    @property
+    def client(self) -> MongoClient[Any]:
+        """Whose sessions can write the records."""
+        return collection_of(self._source).database.client
+
+    @property
+    def full_names(self) -> Sequence[str]:
+        """The namespace of the records; without a call to a server."""
+        return [collection_of(self._source).full_name]
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
@@ -83,20 +98,26 @@ class Marks:
         given = collection_of(self._source)
         return strict(given, plain_types(given))
 
-    def claim(self, identity: Any, owner: ObjectId) -> MarkClaim:
+    def claim(self, identity: Any, owner: ObjectId) -> IdempotencyClaim:
         """Claim an id to run; the same owner may ask again, if it got no answer."""
         times = {"until": after(self.claim_ttl), "expiresAt": after(self.claim_ttl + self._keep)}
-        return self._taken(identity, owner, {"state": "running", **times}, None)
+        return self._take(identity, owner, {"state": "running", **times}, None)
 
-    def mark(self, identity: Any, owner: ObjectId, session: ClientSession) -> MarkClaim:
-        """Mark an id as done inside a transaction, unless it runs or has run. Two at once conflict, and one repeats."""
-        return self._taken(identity, owner, {"state": "done", "expiresAt": after(self._keep)}, session)
+    def claim_done(self, identity: Any, owner: ObjectId, session: ClientSession) -> IdempotencyClaim:
+        """
+        Record an id as done inside a transaction, unless it runs or has run.
 
-    def _taken(self, identity: Any, owner: ObjectId, state: dict[str, Any], session: ClientSession | None) -> MarkClaim:
-        """By `_id` alone: what is there and still counts stays as it is, and is what comes back."""
+        Of two transactions one conflicts, and is repeated.
+        """
+        return self._take(identity, owner, {"state": "done", "expiresAt": after(self._keep)}, session)
+
+    def _take(
+        self, identity: Any, owner: ObjectId, state: dict[str, Any], session: ClientSession | None
+    ) -> IdempotencyClaim:
+        """Write by `_id` alone: a record that still counts stays as it is, and is what comes back."""
         taken = {"_id": "$_id", "owner": literal(owner), **state}
         is_free = {"$or": [_IS_NEW, _HAS_LAPSED, {"$eq": ["$owner", literal(owner)]}]}
-        with suppress(DuplicateKeyError):  # another one has just made it
+        with suppress(DuplicateKeyError):  # another run has just made it
             found: Any = self.collection.find_one_and_update(
                 {"_id": identity},
                 [{"$replaceWith": {"$cond": [is_free, taken, "$$ROOT"]}}],
@@ -105,10 +126,10 @@ class Marks:
                 session=session,
             )
             if found["owner"] == owner:
-                return MarkClaim(owner)
+                return IdempotencyClaim(owner)
             if found["state"] == "done":
-                return MarkClaim(result=found.get("result", {}))
-        return MarkClaim(wait=min(self.claim_ttl, _WAIT_SECONDS))
+                return IdempotencyClaim(result=found.get("result"))
+        return IdempotencyClaim(wait=min(self.claim_ttl, _WAIT_SECONDS))
 
     def renew(self, running: Iterable[tuple[Any, ObjectId]]) -> set[ObjectId]:
         """
@@ -118,7 +139,7 @@ class Marks:
             running: ids with the owners of their claims.
 
         Returns:
-            The owners whose claims are lost: somebody else has them. One that has ended meanwhile is not lost.
+            The owners whose claims are lost: another run has them. A claim that has ended meanwhile is not lost.
         """
         identities, owners = zip(*running, strict=True)
         mine = {"_id": {"$in": identities}, "owner": {"$in": owners}, "state": "running"}
@@ -134,15 +155,19 @@ class Marks:
             if collection.find_one({"_id": identity, "owner": {"$ne": owner}}, {"_id": 1}) is not None
         }
 
-    def done(self, identity: Any, owner: ObjectId, result: Mapping[str, Any]) -> bool:
-        """Remember that an id has run, and with which result; False if its claim was lost."""
+    def finish(self, identity: Any, owner: ObjectId, result: str | None) -> bool:
+        """Record that an id has run, and with which result; False if its claim was lost."""
         change = [{"$set": {"state": "done", "result": literal(result), "expiresAt": after(self._keep)}}]
         return self.collection.update_one({"_id": identity, "owner": owner}, change).matched_count == 1
 
     def free(self, identity: Any, owner: ObjectId) -> None:
-        """Forget a claim whose run has failed."""
+        """Remove a claim whose run has failed."""
         self.collection.delete_one({"_id": identity, "owner": owner, "state": "running"})
 
-    def note(self, identity: Any, result: Mapping[str, Any], session: ClientSession) -> None:
-        """Add the result to a mark of the same transaction."""
+    def add_result(self, identity: Any, result: str | None, session: ClientSession) -> None:
+        """Add the result to a record of the same transaction."""
         self.collection.update_one({"_id": identity}, {"$set": {"result": result}}, session=session)
+
+
+IDEMPOTENCY_STORES: WeakSet[IdempotencyStore] = WeakSet()
+"""Those of this process."""

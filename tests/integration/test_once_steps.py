@@ -1,0 +1,290 @@
+"""`once` around a step, which a handler, a task or a transaction calls: its caller continues, and loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import OperationFailure
+
+from mongo_celery import Bridge, Change, Changes, ConfigurationError, TwoPhaseCommit, once, transactional
+from mongo_celery.locking import current
+from mongo_celery.testing import BridgeRunner
+
+Document = dict[str, Any]
+
+
+class Shop:
+    """An app with a bridge; `run` notes names in the collection `notes`, with or without a session."""
+
+    def __init__(self, database: Database[Document], url: str) -> None:
+        self.database = database
+        self.url = url
+        self.app = Celery("shop", broker="memory://", set_as_current=False)
+        self.bridge = Bridge(self.app, url, name=f"b{uuid4().hex[:8]}", autodiscover=False, partitions=1)
+
+    def collection(self, name: str) -> Collection[Document]:
+        """By the bridge's own client."""
+        return self.bridge.client[self.database.name][name]
+
+    def note(self, what: str, session: Any = None) -> None:
+        self.collection("notes").insert_one({"what": what}, session=session)
+
+    @property
+    def notes(self) -> list[str]:
+        return sorted(each["what"] for each in self.database["notes"].find())
+
+    def runner(self) -> BridgeRunner:
+        return BridgeRunner(self.bridge, url=self.url)
+
+
+@pytest.fixture
+def shop(database: Database[Document], mongo_url: str) -> Iterator[Shop]:
+    database.create_collection("notes")
+    made = Shop(database, mongo_url)
+    yield made
+    made.app.close()
+
+
+def events(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.__dict__.get("event") == name]
+
+
+def test_a_duplicate_of_a_step_lets_its_caller_continue(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    """P1: a result that no JSON can have ends no handler, no list, no transaction and no task; it is named once."""
+    source = shop.database["orders"].full_name
+
+    @once(lambda: shop.collection("done"), key=lambda number: number)
+    def greet(number: int) -> object:
+        shop.note(f"greeted {number}")
+        return shop
+
+    @once(lambda: shop.collection("done"), key=lambda number, caller: [number, caller])
+    def book(number: int, caller: str, *, session: Any) -> object:
+        shop.note(f"booked {number} for {caller}", session)
+        return session
+
+    @shop.bridge.on_change(source, name="plain")
+    def plain(change: Change) -> None:
+        greet(change.document_key["_id"])
+        shop.note(f"plain {change.operation_type}")
+
+    @shop.bridge.on_changes(source, name="listed")
+    def listed(changes: Changes) -> None:
+        for change in changes:
+            greet(change.document_key["_id"])
+        shop.note(f"list of {len(changes)}")
+
+    @shop.bridge.on_change(source, name="whole", transactional=True)
+    def whole(change: Change) -> None:
+        book(change.document_key["_id"], "handler")
+        shop.note(f"whole {change.operation_type}", change.session)
+
+    @shop.app.task(name="ship", shared=False)
+    def ship(number: int) -> None:
+        greet(number)
+        shop.note("shipped")
+
+    @shop.app.task(name="bill", shared=False)
+    @transactional(lambda: shop.bridge.client)
+    def bill(number: int, *, session: Any) -> None:
+        book(number, "task")
+        shop.note("billed", session)
+
+    with shop.runner() as runner:
+        shop.database["orders"].insert_one({"_id": 1})
+        shop.database["orders"].replace_one({"_id": 1}, {"n": 2})
+        runner.deliver()
+        for _ in range(2):
+            ship.delay(1)
+            bill.delay(1)
+        runner.run_tasks()
+    assert shop.notes == [
+        *("billed", "billed", "booked 1 for handler", "booked 1 for task", "greeted 1", "list of 2"),
+        *("plain insert", "plain replace", "shipped", "shipped", "whole insert", "whole replace"),
+    ]
+    named = events(caplog, "result_not_kept")
+    assert sorted(("greet" in each, "book" in each) for each in named) == [(False, True), (True, False)]
+
+
+def test_a_step_needs_a_key(shop: Shop) -> None:
+    """By its task's id all calls but the first one would be duplicates; a direct call and a task's own need none."""
+
+    @once(lambda: shop.collection("done"))
+    def mail(to: str) -> None:
+        shop.note(to)
+
+    @shop.app.task(name="notify", shared=False)
+    def notify() -> None:
+        for to in ("ann", "bob"):
+            mail(to)
+
+    with pytest.raises(ConfigurationError, match="key="):
+        notify.apply(throw=True)
+    mail("eve")
+    assert shop.notes == ["eve"]
+
+
+def test_a_result_is_kept_as_json_alone(shop: Shop) -> None:
+    """Whatever an app's serializers are; times, ids and numbers that Celery's JSON knows come back as they were."""
+    shop.app.conf.update(result_serializer="pickle", task_serializer="pickle", accept_content=["pickle"])
+    now = datetime.now(UTC)
+
+    @once(lambda: shop.collection("done"), key=repr)
+    def give(result: Any) -> Any:
+        return result
+
+    values = [None, "a\ud800\0", [1, {"at": now}], now, uuid4()]
+    assert [give(each) for each in values] == [give(each) for each in values] == values
+    assert [give({1, 2}), give({1, 2})] == [{1, 2}, None]
+    kept = {type(record.get("result")) for record in shop.database["done"].find()}
+    assert kept == {str, type(None)}
+
+
+def test_waiting_for_another_run_uses_up_no_retries_of_a_handler(shop: Shop) -> None:
+    """Nor of a list; what fails afterwards has all of them."""
+    source, starts, failing = shop.database["orders"].full_name, list[tuple[str, int]](), ["plain"]
+
+    @once(lambda: shop.collection("done"), key=lambda name: name)
+    def effect(name: str) -> None:
+        if name in failing:
+            failing.remove(name)
+            raise OSError("the service is away")
+        shop.note(name)
+
+    def begin(name: str, task: Any) -> None:
+        starts.append((name, task.request.retries))
+        if starts.count((name, 0)) == 3:
+            shop.database["done"].update_one({"_id.k": name}, [{"$set": {"until": "$$NOW"}}])
+        effect(name)
+
+    options: dict[str, Any] = {"autoretry_for": (Exception,), "max_retries": 1, "failure_policy": "dead_letter"}
+
+    @shop.bridge.on_change(source, name="plain", bind=True, **options)
+    def plain(self: Any, _change: Change) -> None:
+        begin("plain", self)
+
+    @shop.bridge.on_changes(source, name="listed", bind=True, **options)
+    def listed(self: Any, _changes: Changes) -> None:
+        begin("listed", self)
+
+    step = f"{effect.__module__}.{effect.__qualname__}"
+    held = {"state": "running", "owner": 1}
+    shop.database["done"].insert_many([{"_id": {"t": step, "k": name}, **held} for name in ("plain", "listed")])
+    shop.database["done"].update_many({}, [{"$set": {"until": {"$add": ["$$NOW", 3_600_000]}}}])
+    with shop.runner() as runner:
+        shop.database["orders"].insert_many([{"_id": 1}, {"_id": 2}])
+        delivered = runner.deliver()
+    assert (delivered.failures, delivered.standing, shop.notes) == ((), (), ["listed", "plain"])
+    assert [retries for name, retries in starts if name == "plain"] == [0, 0, 0, 1, 0]
+    assert [retries for name, retries in starts if name == "listed"] == [0, 0, 0, 0]
+
+
+Step = Callable[[Any], None]
+
+
+def with_current(shop: Shop) -> Step:
+    """The transaction around it, which `current` knows."""
+
+    @once(lambda: shop.collection("done"), key=lambda: 1)
+    def step() -> None:
+        shop.note("step", current(shop.bridge.client))
+
+    return lambda _session: step()
+
+
+def with_argument(shop: Shop) -> Step:
+    """A session among its arguments."""
+
+    @once(lambda: shop.collection("done"), key=lambda _session: 1)
+    def step(session_of_caller: Any) -> None:
+        shop.note("step", session_of_caller)
+
+    return step
+
+
+def with_session(shop: Shop) -> Step:
+    """A parameter `session`, which the caller may give as well."""
+
+    @once(lambda: shop.collection("done"), key=lambda: 1)
+    def step(*, session: Any) -> None:
+        shop.note("step", session)
+
+    return lambda session: step(session=session)
+
+
+def of_transactional(shop: Shop, body: Callable[[Any], None]) -> None:
+    transactional(shop.bridge.client).run(body)
+
+
+def of_the_driver(shop: Shop, body: Callable[[Any], None]) -> None:
+    with shop.bridge.client.start_session() as session:
+        session.with_transaction(body)
+
+
+@pytest.mark.parametrize(
+    ("made", "run"),
+    [
+        (with_current, of_transactional),
+        (with_argument, of_transactional),
+        (with_argument, of_the_driver),
+        (with_session, of_transactional),
+        (with_session, of_the_driver),
+    ],
+)
+def test_a_record_is_committed_and_aborted_with_the_transaction_around_it(
+    shop: Shop, made: Callable[[Shop], Step], run: Callable[[Shop, Callable[[Any], None]], None]
+) -> None:
+    """P18: no record stays of an effect that is gone, whether the transaction is aborted or repeated."""
+    step = made(shop)
+    shop.database.create_collection("done")
+    failing: list[Exception] = [ValueError("aborted"), OperationFailure("repeated", 112, CONFLICT)]
+
+    def body(session: Any) -> None:
+        step(session)
+        if failing:
+            raise failing.pop(0)
+
+    with pytest.raises(ValueError, match="aborted"):
+        run(shop, body)
+    assert (shop.notes, shop.database["done"].count_documents({})) == ([], 0)
+    run(shop, body)
+    run(shop, body)
+    assert (shop.notes, shop.database["done"].count_documents({})) == (["step"], 1)
+
+
+CONFLICT = {"errorLabels": ["TransientTransactionError"]}
+
+
+def test_a_handler_of_a_whole_database_is_not_fed_by_its_own_steps(shop: Shop) -> None:
+    """Neither by idempotency records nor by transfers and their recoveries; a handler that names them gets them."""
+    name, seen, named = shop.database.name, list[str](), list[str]()
+    bank = TwoPhaseCommit(shop.app, lambda: shop.collection("transfers"), accounts=lambda: shop.collection("accounts"))
+
+    @once(lambda: shop.collection("done"), key=lambda change: change.resume_token["_data"])
+    def step(_change: Change) -> None:
+        bank.transfer("A", "B", 1)
+        bank.recover()
+
+    @shop.bridge.on_change(f"{name}.*", name="all")
+    def wide(change: Change) -> None:
+        seen.append(change.ns["coll"])
+        if change.ns["coll"] == "orders":
+            step(change)
+
+    @shop.bridge.on_change(f"{name}.done", f"{name}.transfers", f"{name}.transactionRecoveries", name="named")
+    def narrow(change: Change) -> None:
+        named.append(change.ns["coll"])
+
+    shop.database["accounts"].insert_many([{"_id": "A", "balance": 10}, {"_id": "B", "balance": 0}])
+    with shop.runner() as runner:
+        shop.database["orders"].insert_one({"_id": 1})
+        runner.deliver(limit=50)
+    assert seen == ["orders", "accounts", "accounts"]
+    assert set(named) == {"done", "transfers", "transactionRecoveries"}
