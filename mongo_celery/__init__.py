@@ -137,3 +137,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+importlib.import_module("mongo_celery.visible").guard_logs()

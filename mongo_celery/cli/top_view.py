@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mongo_celery.bridge.operations.overview import CELLS
-from mongo_celery.cli.verdict_view import COLORS, visible
+from mongo_celery.cli.verdict_view import COLORS
 from mongo_celery.quantities import duration, moment, number, size
+from mongo_celery.visible import visible
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.rates import Rates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,19 +10,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from mongo_celery.quantities import number
+from mongo_celery.visible import visible
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.verdict import BridgeVerdict
 
 COLORS = {"healthy": "green", "degraded": "yellow", "failing": "red"}
 _INDENT = (0, 0, 0, 2)
-_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
-"""What moves a terminal's cursor, turns the direction of text, or is not seen at all."""
-
-
-def visible(text: str) -> str:
-    """What anybody may have written; what a terminal would obey or hide stands there as its number."""
-    return _HIDDEN.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def verdict_view(verdict: BridgeVerdict, *, folded: bool = False) -> RenderableType:

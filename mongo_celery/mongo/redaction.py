@@ -6,6 +6,8 @@ import logging
 import re
 import traceback
 
+from mongo_celery.visible import Lines
+
 _USER_INFO = re.compile(r"(?:(\w+://)[^\s\"'(]*|[^\s\"'(]+)@")
 """
 Also the pieces into which drivers cut a URL whose password is not escaped. An `@` with nothing before it hides nothing:
@@ -44,9 +46,9 @@ def terse(text: str) -> str:
     return _URL_USER_INFO.sub(r"\1***@", _LINE_COMMAND.sub(r"\1, ... }", _LINE_TAIL.sub("", text)))
 
 
-def traceback_of(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> Lines:
     """Its traceback as Python prints it, made `terse`: for logs, in the place of `exc_info`."""
-    return terse("".join(traceback.format_exception(error)).rstrip("\n"))
+    return Lines(terse("".join(traceback.format_exception(error)).rstrip("\n")))
 
 
 def keep_commands_out_of_logs() -> None:

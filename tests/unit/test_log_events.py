@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -54,15 +54,15 @@ def _in_the_code() -> set[Row]:
     return found
 
 
-def _log_calls(tree: ast.Module) -> Iterator[ast.Call]:
-    """Calls of the module's `logger` at info and above."""
+def _log_calls(tree: ast.Module, methods: Collection[str] = LEVELS) -> Iterator[ast.Call]:
+    """Calls of the module's `logger`, by default at info and above."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and isinstance(node.func.value, ast.Name)
             and node.func.value.id == "logger"
-            and node.func.attr in LEVELS
+            and node.func.attr in methods
         ):
             yield node
 

@@ -20,6 +20,7 @@ from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -199,6 +200,6 @@ def _log_failure(name: str, error: BaseException, pause: float | None) -> None:
         name,
         without_credentials(str(error)) if known else f"{type(error).__name__}: {short(error)}",
         "" if pause is None else f" (starting it again in {pause:.0f} s)",
-        "" if known else f"\n{traceback_text(error)}",  # `exc_info` would show all that the driver says
+        "" if known else Lines(f"\n{traceback_text(error)}"),  # `exc_info` would show all that the driver says
         extra={"event": "listener_failed", "bridge": name},
     )

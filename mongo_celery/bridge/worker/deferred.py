@@ -20,6 +20,7 @@ from mongo_celery.bridge.error_text import traceback_text
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -103,7 +104,7 @@ class DeferredWrites:
             logger.error(
                 "%s cannot be written; its claim will lapse: %s",
                 owed.what,
-                traceback_text(error),
+                Lines(traceback_text(error)),
                 extra={"event": "deferred_write_lost"},
             )
             return True

@@ -38,6 +38,7 @@ from mongo_celery.bridge.error_text import traceback_text
 from mongo_celery.bridge.state.claims import Claim, Claims
 from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.mongo.verdicts import brief
+from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -141,7 +142,9 @@ class Heartbeats:
                 self._renew(now)
                 self._withdraw_all()
             except Exception as error:  # noqa: BLE001 - an end of this thread would let every claim of the process lapse
-                logger.error("heartbeats failed: %s", traceback_text(error), extra={"event": "heartbeat_crashed"})
+                logger.error(
+                    "heartbeats failed: %s", Lines(traceback_text(error)), extra={"event": "heartbeat_crashed"}
+                )
                 with self._changed:
                     self._put_off([beat for beat in self._beats.values() if beat.due <= now])
 

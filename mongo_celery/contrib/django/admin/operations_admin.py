@@ -30,11 +30,11 @@ from django.views.decorators.clickjacking import xframe_options_deny
 
 from mongo_celery.app import Registry
 from mongo_celery.cli.apps import sentence_for
-from mongo_celery.cli.verdict_view import visible
 from mongo_celery.contrib.django.admin.words import line, shown
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.visible import visible
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from typing import Any
 from bson import Code, json_util
 from bson.binary import UuidRepresentation
 
-from mongo_celery.cli.verdict_view import visible
 from mongo_celery.quantities import number
+from mongo_celery.visible import visible
 
 _SHOWN_MAX = 1000
 _CONTENTS_MAX = 100_000
