@@ -12,7 +12,7 @@ from celery import Celery
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
-from mongo_celery.app import Registry, schedule
+from mongo_celery.app import Registry, app_name, check_app, schedule
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
@@ -59,7 +59,8 @@ class TwoPhaseCommit:
         app: the Celery app; None if Celery advances nothing.
         transactions: the collection of transaction documents, or a callable that returns it; it is asked once in
             each process, since prefork workers make their clients after the fork.
-        application: this application's marker: recovery takes over only what carries it, or no marker.
+        application: marks the transactions of this application; by default the name of the Celery app. Recovery takes
+            over only what carries it, or no marker.
         name: for the command line and for tasks, if an app has several.
         accounts: the documents that `transfer` names, or a callable, in the transactions' cluster; by default the
             collection `accounts` beside the transactions. Its name is stored with a transfer, in the field `accounts`:
@@ -87,7 +88,7 @@ class TwoPhaseCommit:
         app: Celery | None,
         transactions: Source,
         *,
-        application: str = "App1",
+        application: str | None = None,
         name: str = "default",
         accounts: Source | None = None,
         clients: Mapping[str, Client] | None = None,
@@ -99,7 +100,7 @@ class TwoPhaseCommit:
         retention: Duration | None = None,
     ) -> None:
         options = TwoPhaseOptions(
-            application=application,
+            application=_application_of(app) if application is None else application,
             name=name,
             older_than=positive(older_than, "older_than"),
             timeout=positive(timeout, "timeout"),
@@ -610,6 +611,19 @@ class TwoPhaseCommit:
                 id=seen.id,
                 application=seen.application,
             )
+
+
+def _application_of(app: Celery | None) -> str:
+    """Return the app's name; services that share a log must not share a default."""
+    if app is not None:
+        check_app(app)
+    name = None if app is None else app_name(app)
+    if name is None:
+        raise ConfigurationError(
+            "No Celery app with a name of its own says whose transactions these are. Recovery would not know which to "
+            "take over. Name this application: TwoPhaseCommit(..., application='shop')."
+        )
+    return name
 
 
 def _ended(transaction: Transaction) -> Transaction:

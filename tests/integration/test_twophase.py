@@ -24,7 +24,7 @@ LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 def bank(database: Database[Document], request: pytest.FixtureRequest) -> TwoPhaseCommit:
     """Give a coordinator over two accounts with 1000 each, with MongoDB transactions and with markers."""
     make_accounts(database, A=1000, B=1000)
-    return TwoPhaseCommit(None, database["transactions"], protocol=request.param)
+    return TwoPhaseCommit(None, database["transactions"], application="bank", protocol=request.param)
 
 
 def state_of(bank: TwoPhaseCommit, identity: Any) -> str:
@@ -60,7 +60,7 @@ def test_a_transfer_takes_few_round_trips(
     """Once indexes and versions are there: the entry, both changes and the commit."""
     make_accounts(database, A=1000, B=1000)
     with MongoClient[Document](mongo_url, event_listeners=[counting := Counting()]) as client:
-        counted = TwoPhaseCommit(None, client[database.name]["transactions"], protocol=protocol)
+        counted = TwoPhaseCommit(None, client[database.name]["transactions"], application="bank", protocol=protocol)
         counted.transfer("A", "B", 1)
         counting.names.clear()
         counted.transfer("A", "B", 1)
@@ -216,7 +216,7 @@ def test_participants_in_another_cluster_are_found_by_alias(
 ) -> None:
     """Another client stands for another cluster; what no process could find again is refused."""
     other, unknown = make_client(), make_client()
-    billing = TwoPhaseCommit(None, database["transactions"], clients={"billing": lambda: other})
+    billing = TwoPhaseCommit(None, database["transactions"], application="bank", clients={"billing": lambda: other})
     remote = other[database.name]["invoices"]
     remote.insert_one({"_id": 1, "total": 1})
 
@@ -229,7 +229,7 @@ def test_participants_in_another_cluster_are_found_by_alias(
     with pytest.raises(ConfigurationError, match="clients"):
         billing.begin([Participant(unknown[database.name]["invoices"], 1, {"$inc": {"total": 4}})])
     with pytest.raises(ConfigurationError, match="billing"):
-        TwoPhaseCommit(None, database["transactions"]).run(
+        TwoPhaseCommit(None, database["transactions"], application="bank").run(
             billing.begin([Participant(remote, 1, {"$inc": {"total": 4}})])
         )
 
@@ -454,8 +454,8 @@ def test_options_that_cannot_work_are_refused(database: Database[Document]) -> N
     transactions = database["transactions"]
     for options in ({"application": ""}, {"older_than": 0}, {"timeout": -1}, {"accounts": 3}):
         with pytest.raises(ConfigurationError):
-            TwoPhaseCommit(None, transactions, **options)
+            TwoPhaseCommit(None, transactions, **{"application": "bank", **options})
     with pytest.raises(ConfigurationError, match="transactions"):
-        TwoPhaseCommit(None, "db.transactions")  # type: ignore[arg-type]
+        TwoPhaseCommit(None, "db.transactions", application="bank")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Celery app"):
-        TwoPhaseCommit(None, transactions).delay(1)
+        TwoPhaseCommit(None, transactions, application="bank").delay(1)

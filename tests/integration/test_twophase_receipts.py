@@ -547,13 +547,13 @@ def test_accounts_in_another_cluster_are_no_accounts_of_the_same_name_beside_the
         accounts.insert_many([{"_id": each, "balance": START} for each in ("P", "Q")])
     for clients in ({}, {"east": clusters.clients["east"]}):
         with pytest.raises(ConfigurationError, match=r"accounts .* in another cluster"):
-            TwoPhaseCommit(None, log, accounts=east, clients=clients).transfer("P", "Q", 100)
+            TwoPhaseCommit(None, log, application="bank", accounts=east, clients=clients).transfer("P", "Q", 100)
     assert [each["balance"] for each in [*beside.find({"_id": "P"}), *east.find({"_id": "P"})]] == [START, START]
 
     with MongoClient[Document](mongo_url.replace("127.0.0.1", "localhost")) as written_otherwise:
         assert written_otherwise != clusters.clients["own"]
         seen = written_otherwise[east.database.name]["accounts"]
-        TwoPhaseCommit(None, log, accounts=seen).transfer("P", "Q", 100)
+        TwoPhaseCommit(None, log, application="bank", accounts=seen).transfer("P", "Q", 100)
     assert {each["_id"]: each["balance"] for each in beside.find()} == {"P": START - 100, "Q": START + 100}
 
 
