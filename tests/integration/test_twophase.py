@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, localcontext
 from typing import Any
@@ -135,18 +136,77 @@ def test_a_transfer_to_itself_is_refused(bank: TwoPhaseCommit) -> None:
         bank.transfer("A", "A", 1)
 
 
-def test_an_id_is_used_once(bank: TwoPhaseCommit, database: Database[Document]) -> None:
-    """Whatever document has it, also one of other code."""
-    bank.transfer("A", "B", 1, id="order-1")
-    database["transactions"].insert_one({"_id": "foreign"})
-    database["transactions"].insert_one({"_id": "other", "what": 1})
-
-    with pytest.raises(TransactionStateError, match="already"):
-        bank.transfer("A", "B", 1, id="order-1")
-    with pytest.raises(TransactionStateError, match="already"):
-        bank.transfer("A", "B", 1, id="other")
+def test_the_same_id_with_the_same_fields_has_the_same_outcome(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """Done once, canceled once, and what was only stored or left in the middle is finished by who asks again."""
+    for _ in range(3):
+        assert bank.transfer("A", "B", 1, id="order-1") == "order-1"
+    assert bank.transfer("A", "B", 1, id="order-1", run=False) == "order-1"
     assert balances(database) == {"A": 999, "B": 1001}
-    assert database["transactions"].find_one({"_id": "other"}) == {"_id": "other", "what": 1}
+
+    for _ in range(2):
+        with pytest.raises(TransactionCanceledError, match="does not meet"):
+            bank.transfer("A", "B", 1000, id="order-2")
+        bank.transfer("B", "A", 1)  # by now it could be paid
+    assert balances(database) == {"A": 1001, "B": 999}
+
+    stock = database["stock"]
+    stock.insert_one({"_id": "lamp", "left": 3})
+    parts = [Participant(stock, "lamp", {"$inc": {"left": -1}}, require={"left": {"$gte": 1}})]
+    assert [bank.begin(parts, id=3, run=run) for run in (False, False, True, True)] == [3] * 4
+    assert (stock.find_one({}, {"left": 1}) or {})["left"] == 2
+
+    bank.transfer("A", "B", 100, id=4, run=False)
+    database["transactions"].update_one({"_id": 4}, {"$set": {"state": "pending"}})
+    assert bank.transfer("A", "B", 100, id=4) == 4
+    assert state_of(bank, 4) == "done"
+    assert balances(database) == {"A": 901, "B": 1099}
+
+
+def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """Also where the difference is a rule, a type or the kind, and where other code's document has the id."""
+    bank.transfer("A", "B", 1, id=1)
+    database["transactions"].insert_one({"_id": 2, "what": 1})
+    before = list(database["transactions"].find())
+
+    one = Participant(database["accounts"], "A", {"$inc": {"balance": -1}})
+    for again in (
+        lambda: bank.transfer("A", "B", 2, id=1),
+        lambda: bank.transfer("A", "B", 1.0, id=1),
+        lambda: bank.transfer("B", "A", 1, id=1),
+        lambda: bank.transfer("A", "B", 1, id=1, require={"balance": {"$gte": 1}}),
+        lambda: bank.transfer("A", "B", 1, id=1, run=False, require={}),
+        lambda: bank.begin([one], id=1),
+        lambda: bank.transfer("A", "B", 1, id=2),
+    ):
+        with pytest.raises(TransactionStateError, match="already"):
+            again()
+    other = TwoPhaseCommit(None, database["transactions"], application="other")
+    bank.transfer("A", "B", 1, id=3, run=False)
+    bank.log.note_queued(3)
+    assert other.transfer("A", "B", 1, id=1) == 1  # done: whoever asks is told so
+    with pytest.raises(TransactionStateError, match="bank"):
+        other.transfer("A", "B", 1, id=3)
+    assert list(database["transactions"].find({"_id": {"$ne": 3}})) == before
+    assert balances(database) == {"A": 999, "B": 1001}
+
+
+def test_many_that_ask_for_the_same_id_at_once_do_it_once(
+    bank: TwoPhaseCommit, database: Database[Document], make_client: Callable[..., MongoClient[Document]]
+) -> None:
+    """As two processes that were handed the same message; each with a client of its own."""
+    protocol = bank._options.protocol
+    banks = [
+        TwoPhaseCommit(None, make_client()[database.name]["transactions"], application="bank", protocol=protocol)
+        for _ in range(4)
+    ]
+    with ThreadPoolExecutor(len(banks)) as threads:
+        for number in range(5):
+            asked = [threads.submit(each.transfer, "A", "B", 10, id=number) for each in banks]
+            assert [each.result() for each in asked] == [number] * len(banks)
+    assert balances(database) == {"A": 950, "B": 1050}
+    assert markers(database) == []
 
 
 @pytest.mark.parametrize(
