@@ -27,7 +27,7 @@ def main() -> int:
     """Measure both, then recover one."""
     with MongoReplicaSet() as mongo, MongoClient[dict[str, Any]](mongo.url) as client:
         database = client["bank"]
-        bank = TwoPhaseCommit(None, database["transactions"])
+        bank = TwoPhaseCommit(None, database["transactions"], application="bank")
 
         @transactional(client)
         def move(source: int, destination: int, value: int, *, session: Any) -> None:

@@ -132,7 +132,7 @@ class AcrossClusters:
             until: as for `step`.
 
         Raises:
-            TransactionStateError: there is one of this id.
+            KnownError: there is one of this id.
             RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
             UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
         """

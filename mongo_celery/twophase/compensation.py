@@ -10,7 +10,7 @@ from pymongo.client_session import ClientSession
 from mongo_celery.errors import TransactionStateError
 from mongo_celery.twophase.completion import Completion
 from mongo_celery.twophase.coordinator import BusyError
-from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.log import KnownError, TransactionLog
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import State, Transaction
 
@@ -88,7 +88,7 @@ class Compensations:
         def both(session: ClientSession | None) -> None:
             try:
                 self._log.insert(fields, identity, session=session)
-            except TransactionStateError as error:  # there is one of this id, since just now
+            except KnownError as error:  # there is one of this id, since just now
                 raise BusyError("it changed meanwhile") from error
             if not self._log.note_compensated(seen, attempt, before, session):
                 raise BusyError("it changed meanwhile")

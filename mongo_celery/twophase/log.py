@@ -10,7 +10,6 @@ from datetime import datetime
 from itertools import chain, islice
 from typing import Any
 
-import bson
 from bson import ObjectId
 from bson.int64 import Int64
 from pymongo import ASCENDING, IndexModel, ReturnDocument
@@ -65,6 +64,10 @@ LOG_INDEXES = (
     ),
     IndexModel([("expiresAt", ASCENDING)], name="expired_transactions", expireAfterSeconds=0, sparse=True),
 )
+
+
+class KnownError(Exception):
+    """There is a transaction of this id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,6 @@ class TransactionLog:
         transaction_id: Any,
         *,
         state: State = State.INITIAL,
-        again: bool = False,
         session: ClientSession | None = None,
         mark: ObjectId | None = None,
     ) -> bool:
@@ -145,8 +147,6 @@ class TransactionLog:
             fields: what it has beside id, state and time.
             transaction_id: its id.
             state: where it begins; this application's marker comes with every state but initial.
-            again: whether an answer to the same was lost; then one with the same fields is taken for what was stored.
-                It may be a twin's who asked for the same under the same id: it is carried out once in either case.
             session: of a MongoDB transaction, if it is stored in one.
             mark: who stores it, by which it is known again: an earlier MongoDB transaction may have been committed
                 though it was told otherwise.
@@ -155,7 +155,7 @@ class TransactionLog:
             Whether it is new; False for one that bears the mark.
 
         Raises:
-            TransactionStateError: there is one of this id.
+            KnownError: there is one of this id.
             TransactionTimeoutError: this process stood still meanwhile; it may have been stored, and purged.
         """
         self.prepare()
@@ -180,9 +180,9 @@ class TransactionLog:
             found = {}
         if found is None:
             return True
-        if (mark is not None and found.get("driver") == mark) or (again and self._has(transaction_id, whole)):
+        if mark is not None and found.get("driver") == mark:
             return False
-        raise _is_used(transaction_id)
+        raise KnownError
 
     def insert_begun(
         self, fields: Mapping[str, Any], parts: tuple[Part, ...], transaction_id: Any, session: ClientSession | None
@@ -194,7 +194,7 @@ class TransactionLog:
             The transaction, and whether it is new: else it was stored before, and the answer was lost.
 
         Raises:
-            TransactionStateError: there is one of this id.
+            KnownError: there is one of this id.
             TransactionTimeoutError: this process stood still meanwhile; it may have been stored, and purged.
         """
         self.prepare()
@@ -211,7 +211,7 @@ class TransactionLog:
             session=session,
         )
         if found is None or found.get("key") != fields["key"]:
-            raise _is_used(transaction_id)
+            raise KnownError
         return read_transaction(found, self._accounts, parts), found.get("driver") == marks["driver"]
 
     def _refuse_late(self, mark: ObjectId | None, transaction_id: Any) -> None:
@@ -229,13 +229,6 @@ class TransactionLog:
                 id=transaction_id,
                 outcome="unknown",
             )
-
-    def _has(self, transaction_id: Any, fields: Mapping[str, Any]) -> bool:
-        """Whether the stored one has these fields, byte for byte."""
-        options = self.collection.codec_options
-        stored = self.collection.find_one({"_id": {"$eq": transaction_id}}, dict.fromkeys(fields, 1)) or {}
-        same = {name: stored[name] for name in fields if name in stored}
-        return bson.encode(same, codec_options=options) == bson.encode(dict(fields), codec_options=options)
 
     def _times(self, state: State) -> Document:
         """What the server's time decides of a state: until when it may be applied, and how long it is kept."""
@@ -556,13 +549,6 @@ class TransactionLog:
             guard, stages, return_document=ReturnDocument.AFTER, session=session
         )
         return None if found is None else self.read(found)
-
-
-def _is_used(transaction_id: Any) -> TransactionStateError:
-    return TransactionStateError(
-        f"there is a transaction {transaction_id!r} already; ids are used once. Nothing was changed.",
-        id=transaction_id,
-    )
 
 
 def age_key(document: Mapping[str, Any]) -> float:

@@ -29,7 +29,7 @@ class TwoPhaseOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.application, str) or not self.application:
-            raise ConfigurationError(f"application={self.application!r} must be a name, such as 'App1'.")
+            raise ConfigurationError(f"application={self.application!r} must be a name, such as 'shop'.")
         if self.protocol not in PROTOCOLS:
             raise ConfigurationError(f"protocol={self.protocol!r} must be one of {', '.join(map(repr, PROTOCOLS))}.")
         if self.retention is not None and self.retention < self.deadline:

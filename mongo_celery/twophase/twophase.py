@@ -10,9 +10,8 @@ from typing import Any
 from bson import ObjectId
 from celery import Celery
 from pymongo.collection import Collection
-from pymongo.errors import PyMongoError
 
-from mongo_celery.app import Registry, schedule
+from mongo_celery.app import Registry, app_name, check_app, schedule
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
@@ -23,13 +22,14 @@ from mongo_celery.twophase.compensation import Compensations
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
 from mongo_celery.twophase.local import RefusedError
-from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.log import KnownError, TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
 from mongo_celery.twophase.participants import Part, is_same, part_of
 from mongo_celery.twophase.purge import Purge, Purger
 from mongo_celery.twophase.recoveries import COLLECTION as RECOVERIES
 from mongo_celery.twophase.recoveries import Recovery, RecoveryRecords, patience, recovery_watch
 from mongo_celery.twophase.recovery import Recoverer
+from mongo_celery.twophase.request import refuse_other_request
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
 from mongo_celery.twophase.steps import RECOVER_TASK, publish_step, register_tasks
 from mongo_celery.twophase.values import plain, plain_id
@@ -60,7 +60,8 @@ class TwoPhaseCommit:
         app: the Celery app; None if Celery advances nothing.
         transactions: the collection of transaction documents, or a callable that returns it; it is asked once in
             each process, since prefork workers make their clients after the fork.
-        application: this application's marker: recovery takes over only what carries it, or no marker.
+        application: marks the transactions of this application; by default the name of the Celery app. Recovery takes
+            over only what carries it, or no marker.
         name: for the command line and for tasks, if an app has several.
         accounts: the documents that `transfer` names, or a callable, in the transactions' cluster; by default the
             collection `accounts` beside the transactions. Its name is stored with a transfer, in the field `accounts`:
@@ -88,7 +89,7 @@ class TwoPhaseCommit:
         app: Celery | None,
         transactions: Source,
         *,
-        application: str = "App1",
+        application: str | None = None,
         name: str = "default",
         accounts: Source | None = None,
         clients: Mapping[str, Client] | None = None,
@@ -100,7 +101,7 @@ class TwoPhaseCommit:
         retention: Duration | None = None,
     ) -> None:
         options = TwoPhaseOptions(
-            application=application,
+            application=_application_of(app) if application is None else application,
             name=name,
             older_than=positive(older_than, "older_than"),
             timeout=positive(timeout, "timeout"),
@@ -180,7 +181,8 @@ class TwoPhaseCommit:
         Args:
             participants: `Participant`s; they are changed in this order.
             id: of the transaction; by default a new ObjectId. It has to be unique over all collections of
-                transactions that share participants.
+                transactions that share participants. With an id that is stored already, the same participants get the
+                same outcome: see `transfer`.
             run: whether to run it here too, which takes fewer round trips than `run` afterwards.
 
         Returns:
@@ -189,7 +191,7 @@ class TwoPhaseCommit:
         Raises:
             ConfigurationError: a participant cannot work, or a document takes part twice.
             TransactionCanceledError: it was rolled back; only where it is run.
-            TransactionStateError: there is a transaction of this id.
+            TransactionStateError: a transaction of this id has other participants, or is another application's.
         """
         codec = self.transactions.codec_options
         parts = [part_of(each, self._clusters.alias, codec) for each in participants]
@@ -218,6 +220,11 @@ class TwoPhaseCommit:
         The stored transaction has the tutorial's fields: source, destination, value, state, lastModified; beside them
         `accounts`, the collection's name; and once somebody has begun it, who has.
 
+        An `id` makes the call repeatable, as for a message that comes twice: `transfer("A", "B", 100, id="pay-7")`.
+        The same id with the same fields moves the amount once and gives the same outcome. If it is done, the id is
+        returned. If it was canceled, the same error is raised, also if it could be paid by now. If it was only stored
+        or is in progress, this call finishes it. The transaction is known for as long as `retention` keeps it.
+
         Args:
             source: `_id` of the document that pays.
             destination: `_id` of the document that is paid.
@@ -231,7 +238,7 @@ class TwoPhaseCommit:
             ConfigurationError: the value is no amount, an `_id` can be none, both are the same, or the accounts are in
                 another cluster than the transactions.
             TransactionCanceledError: it was rolled back: a document is missing, or the source's rule fails.
-            TransactionStateError: there is a transaction of this id.
+            TransactionStateError: a transaction of this id has other fields, or is another application's.
         """
         codec = self.accounts.codec_options
         source, destination = plain_id("source", source, codec), plain_id("destination", destination, codec)
@@ -269,10 +276,7 @@ class TwoPhaseCommit:
                 message says when that is not known, and `run` may be called again in any case.
         """
         with self._completion.bounded() as deadline:
-            taken = self._taken_over(id, deadline)
-            if not taken.state.is_final and self._completion.way_asked(taken, deadline) is not Way.WITHIN:
-                self._watch.needed()
-            return _ended(self._completion.to_the_end(taken, deadline))
+            return _ended(self._run(id, deadline))
 
     def delay(self, id: Any) -> Any:  # noqa: A002
         """
@@ -546,17 +550,39 @@ class TwoPhaseCommit:
         way = self._way_for(parts, deadline) if run else None
         if way in {Way.ACROSS, Way.DOCUMENTS}:
             self._watch.needed()
-        if way is Way.WITHIN:
-            self._store_done(fields, parts, identity, deadline)
-        elif way is Way.ACROSS:
-            begun = self._stored_and_begun(fields, parts, identity, deadline)
-            _ended(self._completion.to_its_decision(begun, deadline))
-        else:
-            self._store(fields, identity, deadline)
+        try:
+            if way is Way.WITHIN:
+                self._store_done(fields, parts, identity, deadline)
+            elif way is Way.ACROSS:
+                begun = self._stored_and_begun(fields, parts, identity, deadline)
+                _ended(self._completion.to_its_decision(begun, deadline))
+            else:
+                self._store(fields, identity, deadline)
+        except KnownError:  # stored by somebody who asked for the same, or by an attempt whose answer was lost
+            self._refuse_other(fields, identity, deadline)
+            if run:
+                _ended(self._run(identity, deadline))
+            return identity
         if way is Way.DOCUMENTS:
             stored = self.log.read({**fields, "_id": identity, "state": str(State.INITIAL)})
             _ended(self._completion.to_the_end(stored, deadline))
         return identity
+
+    def _refuse_other(self, fields: Mapping[str, Any], identity: Any, deadline: float) -> None:
+        def attempt() -> None:
+            stored = self.transactions.find_one({"_id": {"$eq": identity}})
+            if stored is None:
+                raise BusyError("it is stored, but not by a majority yet")
+            refuse_other_request(stored, fields, self.transactions.codec_options)
+
+        self._completion.until_answered(attempt, deadline, hint="ask for it again", id=identity)
+
+    def _run(self, id: Any, deadline: float) -> Transaction:  # noqa: A002
+        """Advance a transaction to its end, be it done or canceled."""
+        taken = self._taken_over(id, deadline)
+        if not taken.state.is_final and self._completion.way_asked(taken, deadline) is not Way.WITHIN:
+            self._watch.needed()
+        return self._completion.to_the_end(taken, deadline)
 
     def _stored_and_begun(
         self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
@@ -580,21 +606,13 @@ class TwoPhaseCommit:
             raise _canceled(identity, reason)
 
     def _store(self, fields: Mapping[str, Any], identity: Any, deadline: float, state: State = State.INITIAL) -> None:
-        """Store a new transaction. If an answer was lost, what is there is known to be ours by what it says."""
-        repeated = False
-
-        def attempt() -> None:
-            nonlocal repeated
-            try:
-                self.log.insert(fields, identity, state=state, again=repeated)
-            except PyMongoError:
-                repeated = True
-                raise
-
+        """Store a new transaction; KnownError where there is one, be it of an attempt whose answer was lost."""
         hint = (
             f"whether transaction {identity!r} was stored is not known, but nothing was changed: run it, or begin anew"
         )
-        self._completion.until_answered(attempt, deadline, hint=hint, id=identity)
+        self._completion.until_answered(
+            lambda: self.log.insert(fields, identity, state=state), deadline, hint=hint, id=identity
+        )
 
     def _taken_over(self, id: Any, deadline: float) -> Transaction:  # noqa: A002
         """An initial transaction as it is, an unfinished one under a new version."""
@@ -616,6 +634,19 @@ class TwoPhaseCommit:
                 id=seen.id,
                 application=seen.application,
             )
+
+
+def _application_of(app: Celery | None) -> str:
+    """Return the app's name; services that share a log must not share a default."""
+    if app is not None:
+        check_app(app)
+    name = None if app is None else app_name(app)
+    if name is None:
+        raise ConfigurationError(
+            "No Celery app with a name of its own says whose transactions these are. Recovery would not know which to "
+            "take over. Name this application: TwoPhaseCommit(..., application='shop')."
+        )
+    return name
 
 
 def _ended(transaction: Transaction) -> Transaction:

@@ -86,7 +86,7 @@ class WithinCluster:
             Why it is to be canceled, and nothing is stored; None if it is done.
 
         Raises:
-            TransactionStateError: there is one of this id.
+            KnownError: there is one of this id.
             UnmetError, PyMongoError, TransactionTimeoutError: as for `run`.
         """
 

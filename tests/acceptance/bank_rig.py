@@ -24,7 +24,7 @@ class Bank:
     def __init__(self, processes: Processes, client: MongoClient[Document], url: str, broker: str) -> None:
         self.name = f"bank_{uuid4().hex[:8]}"
         self.database: Database[Document] = client[self.name]
-        self.coordinator = TwoPhaseCommit(None, self.database["transactions"], protocol="documents")
+        self.coordinator = TwoPhaseCommit(None, self.database["transactions"], application="bank", protocol="documents")
         self._processes = processes
         self.environment = {"BANK_NAME": self.name, "BANK_MONGO": url, "BANK_BROKER": broker}
         self.database["accounts"].insert_many(

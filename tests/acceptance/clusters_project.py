@@ -23,7 +23,9 @@ ACCOUNTS = 6
 
 def bank_of(own: MongoClient[dict[str, Any]], east: MongoClient[dict[str, Any]], name: str) -> TwoPhaseCommit:
     """The coordinator of a process, patient for a few seconds."""
-    return TwoPhaseCommit(None, own[name]["transactions"], clients={"east": east}, timeout=10, deadline=8)
+    return TwoPhaseCommit(
+        None, own[name]["transactions"], application="bank", clients={"east": east}, timeout=10, deadline=8
+    )
 
 
 def moved(source: Any, destination: Any, accounts: tuple[int, int], value: int) -> list[Participant]:

@@ -93,7 +93,7 @@ def test_workers_drive_step_by_step_and_beat_recovers(bank: Bank) -> None:
     worker = bank.celery("worker", *QUIET, "-c", "2", "-l", "INFO", **environment)
     bank.celery("beat", "-s", "/dev/null", "--scheduler", "celery.beat:Scheduler", "-l", "INFO", **environment)
     worker.wait_for_output("ready")
-    asking = TwoPhaseCommit(Celery("asking", broker=bank.environment["BANK_BROKER"]), bank.database["transactions"])
+    asking = TwoPhaseCommit(Celery("bank", broker=bank.environment["BANK_BROKER"]), bank.database["transactions"])
     for number in range(20):
         asking.transfer(number % ACCOUNTS, (number + 1) % ACCOUNTS, 5, id=number, run=False)
         asking.delay(number)

@@ -92,7 +92,8 @@ class Clusters:
 
     def coordinator(self, clients: Mapping[str, MongoClient[Document]], **options: Any) -> TwoPhaseCommit:
         others = {cluster: client for cluster, client in clients.items() if cluster != "own"}
-        return TwoPhaseCommit(None, clients["own"][f"{self.name}_own"]["transactions"], clients=others, **options)
+        given = {"application": "bank", "clients": others, **options}
+        return TwoPhaseCommit(None, clients["own"][f"{self.name}_own"]["transactions"], **given)
 
     def begin(self, *clusters: str, value: int = 100, run: bool = False, **options: Any) -> Any:
         """The first pays, the others are paid."""

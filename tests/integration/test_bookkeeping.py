@@ -123,7 +123,7 @@ def with_locks(_rig: Rig, database: Database[Document]) -> None:
 def with_markers(_rig: Rig, database: Database[Document]) -> None:
     """Two that are done, and one that is refused and taken back."""
     database["orders"].insert_many([{"_id": name, "paid": 10} for name in "AB"])
-    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents")
 
     def parts(value: int) -> list[Participant]:
         sides = (("A", -value), ("B", value))

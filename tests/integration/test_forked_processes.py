@@ -57,7 +57,7 @@ def test_parent_and_child_write_and_deliver_through_one_outbox(rig: Rig, mongo_u
 def test_parent_and_child_drive_transactions_of_one_coordinator(database: Database[Document], mongo_url: str) -> None:
     """As above, for two-phase commit."""
     make_accounts(database, A=100, B=0)
-    bank = TwoPhaseCommit(None, lambda: MongoClient(mongo_url)[database.name]["transactions"])
+    bank = TwoPhaseCommit(None, lambda: MongoClient(mongo_url)[database.name]["transactions"], application="bank")
     bank.transfer("A", "B", 10)
 
     def transfers() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, localcontext
 from typing import Any
@@ -24,7 +25,7 @@ LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 def bank(database: Database[Document], request: pytest.FixtureRequest) -> TwoPhaseCommit:
     """Give a coordinator over two accounts with 1000 each, with MongoDB transactions and with markers."""
     make_accounts(database, A=1000, B=1000)
-    return TwoPhaseCommit(None, database["transactions"], protocol=request.param)
+    return TwoPhaseCommit(None, database["transactions"], application="bank", protocol=request.param)
 
 
 def state_of(bank: TwoPhaseCommit, identity: Any) -> str:
@@ -60,7 +61,7 @@ def test_a_transfer_takes_few_round_trips(
     """Once indexes and versions are there: the entry, both changes and the commit."""
     make_accounts(database, A=1000, B=1000)
     with MongoClient[Document](mongo_url, event_listeners=[counting := Counting()]) as client:
-        counted = TwoPhaseCommit(None, client[database.name]["transactions"], protocol=protocol)
+        counted = TwoPhaseCommit(None, client[database.name]["transactions"], application="bank", protocol=protocol)
         counted.transfer("A", "B", 1)
         counting.names.clear()
         counted.transfer("A", "B", 1)
@@ -135,18 +136,77 @@ def test_a_transfer_to_itself_is_refused(bank: TwoPhaseCommit) -> None:
         bank.transfer("A", "A", 1)
 
 
-def test_an_id_is_used_once(bank: TwoPhaseCommit, database: Database[Document]) -> None:
-    """Whatever document has it, also one of other code."""
-    bank.transfer("A", "B", 1, id="order-1")
-    database["transactions"].insert_one({"_id": "foreign"})
-    database["transactions"].insert_one({"_id": "other", "what": 1})
-
-    with pytest.raises(TransactionStateError, match="already"):
-        bank.transfer("A", "B", 1, id="order-1")
-    with pytest.raises(TransactionStateError, match="already"):
-        bank.transfer("A", "B", 1, id="other")
+def test_the_same_id_with_the_same_fields_has_the_same_outcome(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """Done once, canceled once, and what was only stored or left in the middle is finished by who asks again."""
+    for _ in range(3):
+        assert bank.transfer("A", "B", 1, id="order-1") == "order-1"
+    assert bank.transfer("A", "B", 1, id="order-1", run=False) == "order-1"
     assert balances(database) == {"A": 999, "B": 1001}
-    assert database["transactions"].find_one({"_id": "other"}) == {"_id": "other", "what": 1}
+
+    for _ in range(2):
+        with pytest.raises(TransactionCanceledError, match="does not meet"):
+            bank.transfer("A", "B", 1000, id="order-2")
+        bank.transfer("B", "A", 1)  # by now it could be paid
+    assert balances(database) == {"A": 1001, "B": 999}
+
+    stock = database["stock"]
+    stock.insert_one({"_id": "lamp", "left": 3})
+    parts = [Participant(stock, "lamp", {"$inc": {"left": -1}}, require={"left": {"$gte": 1}})]
+    assert [bank.begin(parts, id=3, run=run) for run in (False, False, True, True)] == [3] * 4
+    assert (stock.find_one({}, {"left": 1}) or {})["left"] == 2
+
+    bank.transfer("A", "B", 100, id=4, run=False)
+    database["transactions"].update_one({"_id": 4}, {"$set": {"state": "pending"}})
+    assert bank.transfer("A", "B", 100, id=4) == 4
+    assert state_of(bank, 4) == "done"
+    assert balances(database) == {"A": 901, "B": 1099}
+
+
+def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """Also where the difference is a rule, a type or the kind, and where other code's document has the id."""
+    bank.transfer("A", "B", 1, id=1)
+    database["transactions"].insert_one({"_id": 2, "what": 1})
+    before = list(database["transactions"].find())
+
+    one = Participant(database["accounts"], "A", {"$inc": {"balance": -1}})
+    for again in (
+        lambda: bank.transfer("A", "B", 2, id=1),
+        lambda: bank.transfer("A", "B", 1.0, id=1),
+        lambda: bank.transfer("B", "A", 1, id=1),
+        lambda: bank.transfer("A", "B", 1, id=1, require={"balance": {"$gte": 1}}),
+        lambda: bank.transfer("A", "B", 1, id=1, run=False, require={}),
+        lambda: bank.begin([one], id=1),
+        lambda: bank.transfer("A", "B", 1, id=2),
+    ):
+        with pytest.raises(TransactionStateError, match="already"):
+            again()
+    other = TwoPhaseCommit(None, database["transactions"], application="other")
+    bank.transfer("A", "B", 1, id=3, run=False)
+    bank.log.note_queued(3)
+    assert other.transfer("A", "B", 1, id=1) == 1  # done: whoever asks is told so
+    with pytest.raises(TransactionStateError, match="bank"):
+        other.transfer("A", "B", 1, id=3)
+    assert list(database["transactions"].find({"_id": {"$ne": 3}})) == before
+    assert balances(database) == {"A": 999, "B": 1001}
+
+
+def test_many_that_ask_for_the_same_id_at_once_do_it_once(
+    bank: TwoPhaseCommit, database: Database[Document], make_client: Callable[..., MongoClient[Document]]
+) -> None:
+    """As two processes that were handed the same message; each with a client of its own."""
+    protocol = bank._options.protocol
+    banks = [
+        TwoPhaseCommit(None, make_client()[database.name]["transactions"], application="bank", protocol=protocol)
+        for _ in range(4)
+    ]
+    with ThreadPoolExecutor(len(banks)) as threads:
+        for number in range(5):
+            asked = [threads.submit(each.transfer, "A", "B", 10, id=number) for each in banks]
+            assert [each.result() for each in asked] == [number] * len(banks)
+    assert balances(database) == {"A": 950, "B": 1050}
+    assert markers(database) == []
 
 
 @pytest.mark.parametrize(
@@ -216,7 +276,7 @@ def test_participants_in_another_cluster_are_found_by_alias(
 ) -> None:
     """Another client stands for another cluster; what no process could find again is refused."""
     other, unknown = make_client(), make_client()
-    billing = TwoPhaseCommit(None, database["transactions"], clients={"billing": lambda: other})
+    billing = TwoPhaseCommit(None, database["transactions"], application="bank", clients={"billing": lambda: other})
     remote = other[database.name]["invoices"]
     remote.insert_one({"_id": 1, "total": 1})
 
@@ -229,7 +289,7 @@ def test_participants_in_another_cluster_are_found_by_alias(
     with pytest.raises(ConfigurationError, match="clients"):
         billing.begin([Participant(unknown[database.name]["invoices"], 1, {"$inc": {"total": 4}})])
     with pytest.raises(ConfigurationError, match="billing"):
-        TwoPhaseCommit(None, database["transactions"]).run(
+        TwoPhaseCommit(None, database["transactions"], application="bank").run(
             billing.begin([Participant(remote, 1, {"$inc": {"total": 4}})])
         )
 
@@ -454,8 +514,8 @@ def test_options_that_cannot_work_are_refused(database: Database[Document]) -> N
     transactions = database["transactions"]
     for options in ({"application": ""}, {"older_than": 0}, {"timeout": -1}, {"accounts": 3}):
         with pytest.raises(ConfigurationError):
-            TwoPhaseCommit(None, transactions, **options)
+            TwoPhaseCommit(None, transactions, **{"application": "bank", **options})
     with pytest.raises(ConfigurationError, match="transactions"):
-        TwoPhaseCommit(None, "db.transactions")  # type: ignore[arg-type]
+        TwoPhaseCommit(None, "db.transactions", application="bank")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Celery app"):
-        TwoPhaseCommit(None, transactions).delay(1)
+        TwoPhaseCommit(None, transactions, application="bank").delay(1)

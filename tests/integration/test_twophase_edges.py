@@ -40,7 +40,7 @@ TUTORIAL_FIELDS: Document = {"_id": {}, "balance": {}, "pendingTransactions": {}
 def bank(database: Database[Document]) -> TwoPhaseCommit:
     """Give a coordinator over two accounts with 1000 each."""
     make_accounts(database, A=1000, B=1000)
-    return TwoPhaseCommit(None, database["transactions"])
+    return TwoPhaseCommit(None, database["transactions"], application="bank")
 
 
 def strict_accounts(database: Database[Document]) -> None:
@@ -53,7 +53,7 @@ def test_a_validator_that_knows_no_fence_cancels_and_leaves_nothing_applied(data
     """The reason names the field, and the documents are as they were."""
     strict_accounts(database)
     before = list(database["accounts"].find())
-    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents")
 
     for destination in ("B", "missing"):
         with pytest.raises(TransactionCanceledError, match=r"transactionFence.*validator"):
@@ -66,7 +66,7 @@ def test_a_validator_of_one_participant_undoes_the_other(database: Database[Docu
     """Without a document to look at first, too: recovery of what other code has begun."""
     strict_accounts(database)
     database["stock"].insert_one({"_id": 1, "left": 1})
-    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents")
     parts = [
         Participant(database["stock"], 1, {"$inc": {"left": -1}}),
         Participant(database["accounts"], "A", {"$inc": {"balance": 5}}),
@@ -153,13 +153,33 @@ def test_what_is_queued_is_begun_by_no_other_application(database: Database[Docu
     assert balances(database) == {"A": 900, "B": 1100}
 
 
+def test_services_that_share_a_log_take_over_nothing_of_each_other(database: Database[Document]) -> None:
+    """Each carries the name of its Celery app; where none is known, it has to be given one."""
+    transactions = database["transactions"]
+    shop, billing = (TwoPhaseCommit(Celery(name, broker="memory://"), transactions) for name in ("shop", "billing"))
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending", "lastModified": LONG_AGO}
+    make_accounts(database, A=1000, B=1000)
+    transactions.insert_one({"_id": 1, **shape, "application": shop.application})
+
+    assert (shop.application, billing.application) == ("shop", "billing")
+    assert billing.recover() == []
+    with pytest.raises(TransactionStateError, match="shop"):
+        billing.run(1)
+    assert [each.after for each in shop.recover()] == ["done"]
+    for app in (None, Celery(broker="memory://"), Celery("__main__", broker="memory://")):
+        with pytest.raises(ConfigurationError, match="application="):
+            TwoPhaseCommit(app, transactions)
+
+
 @pytest.mark.parametrize("protocol", ["auto", "documents"])
 def test_a_transfer_moves_money_in_no_accounts_but_its_own(database: Database[Document], protocol: str) -> None:
     """Whoever has others refuses it, in every state but the last, and says what to do."""
     for name in ("one", "two"):
         database[name].insert_many([{"_id": each, "balance": 1000} for each in "AB"])
     app = Celery("one", broker="memory://")
-    one = TwoPhaseCommit(None, database["transactions"], accounts=database["one"], protocol=protocol)
+    one = TwoPhaseCommit(
+        None, database["transactions"], application="bank", accounts=database["one"], protocol=protocol
+    )
     two = TwoPhaseCommit(app, database["transactions"], accounts=database["two"], protocol=protocol)
     refused = pytest.raises(
         ConfigurationError, match=rf"in {one.accounts.full_name}, .* {two.accounts.full_name}: .*accounts="
@@ -204,7 +224,7 @@ def test_what_is_queued_by_another_application_is_begun_when_asked_for_all(datab
 def test_a_timeout_says_whether_recovery_will_do_anything(database: Database[Document], failpoint: Any) -> None:
     """Before the claim it will not: `run` has to be called again, with the id that the error has."""
     make_accounts(database, A=1000, B=1000)
-    impatient = TwoPhaseCommit(None, database["transactions"], timeout=2)
+    impatient = TwoPhaseCommit(None, database["transactions"], application="bank", timeout=2)
     stored = impatient.transfer("A", "B", 100, run=False)
     with failpoint(failCommands=["findAndModify"], errorCode=112):
         with pytest.raises(TransactionTimeoutError, match="stored") as not_stored:
@@ -300,12 +320,11 @@ def test_a_server_that_refuses_for_a_while_is_waited_for(
 def test_an_answer_that_is_lost_while_it_is_stored_makes_no_stranger_of_it(
     bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
 ) -> None:
-    """Stored, and told otherwise, under an id of the caller's; a second one of that id is refused as ever."""
+    """Stored, and told otherwise, under an id of the caller's; who asks again is told that it is done."""
     lost = {"code": 262, "errmsg": "it took too long"}
     with failpoint(mode={"times": 2}, failCommands=["findAndModify"], writeConcernError=lost):
         bank.transfer("A", "B", 10, id="order-1")
-    with pytest.raises(TransactionStateError, match="there is a transaction 'order-1' already"):
-        bank.transfer("A", "B", 10, id="order-1")
+    bank.transfer("A", "B", 10, id="order-1")
     assert balances(database) == {"A": 990, "B": 1010}
 
 
@@ -313,7 +332,7 @@ def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
     database: Database[Document], failpoint: Any
 ) -> None:
     make_accounts(database, A=1000, B=1001)
-    impatient = TwoPhaseCommit(None, database["transactions"], timeout=2, protocol="documents")
+    impatient = TwoPhaseCommit(None, database["transactions"], application="bank", timeout=2, protocol="documents")
     impatient.transfer("B", "A", 1)  # gives both their versions, so that the first update is a change
     database["accounts"].update_one({"_id": "A"}, {"$set": {"balance": 1000}})
     with (
@@ -331,7 +350,7 @@ def test_a_standalone_server_is_served_by_markers(standalone_url: str, make_clie
     """It has no MongoDB transactions; all calls do what they do elsewhere."""
     database = make_client(standalone_url)["bank"]
     make_accounts(database, A=1000, B=1000)
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank")
 
     done = bank.transfer("A", "B", 100)
     assert all(set(each) == {"_id", "balance", MARKERS, PARTICIPANT_VERSION} for each in database["accounts"].find())
@@ -357,7 +376,7 @@ def test_one_that_is_partly_on_a_standalone_server_goes_by_markers(
     far = other[database.name]["stock"]
     far.insert_one({"_id": 1, "left": 3})
     make_accounts(database, A=1000)
-    bank = TwoPhaseCommit(None, database["transactions"], clients={"far": other})
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", clients={"far": other})
 
     bank.begin(
         [
@@ -377,7 +396,7 @@ def test_with_markers_what_cannot_be_written_gives_the_others_back_after_the_dea
     """A right that was taken away in the middle; it says so until it is given back, and then it is canceled."""
     database["stock"].insert_one({"_id": 1, "left": 3})
     make_accounts(database, A=1000)
-    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents")
     identity = bank.begin(
         [
             Participant(database["accounts"], "A", {"$inc": {"balance": -5}}),
@@ -405,22 +424,21 @@ def test_a_transfer_whose_commit_was_done_and_told_otherwise_is_known_again(
 ) -> None:
     """Who ends a session while its commit waits for its majority does not keep it from being done, once."""
     make_accounts(database, A=1000, B=1000)
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank")
     bank.transfer("A", "B", 1)
     told = {"writeConcernError": {"code": 11601, "errmsg": "operation was interrupted"}}
     with failpoint(mode={"times": 1}, failCommands=["commitTransaction"], **told):
         identity = bank.transfer("A", "B", 100)
 
     assert bank.read(identity).state == "done"
+    assert bank.transfer("A", "B", 100, id=identity) == identity
     assert balances(database) == {"A": 899, "B": 1101}
-    with pytest.raises(TransactionStateError, match="already"):
-        bank.transfer("A", "B", 100, id=identity)
 
 
 def test_what_stood_still_for_so_long_that_it_may_be_purged_is_not_stored_again(database: Database[Document]) -> None:
     """An attempt before may have been committed, and its transaction removed: it would be done twice."""
     make_accounts(database, A=1000, B=1000)
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank")
     mark = ObjectId.from_datetime(datetime.now(UTC) - timedelta(minutes=10))
     with pytest.raises(TransactionTimeoutError, match="stood still for too long") as caught:
         bank.log.insert({"source": "A"}, "order", state=State.DONE, mark=mark)
@@ -450,7 +468,7 @@ def test_indexes_that_take_too_long_keep_nobody_waiting(
 ) -> None:
     """As on a log of millions, after an upgrade: nothing rests on them."""
     make_accounts(database, A=1000, B=1000)
-    bank = TwoPhaseCommit(None, database["transactions"], timeout=5)
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", timeout=5)
     with failpoint(failCommands=["createIndexes"], errorCode=50):
         bank.transfer("A", "B", 100)
         wait_for(lambda: "the indexes of" in caplog.text)
@@ -479,7 +497,7 @@ def test_with_markers_a_cluster_that_is_away_keeps_nobodys_money(
     far = make_client(server.url)[database.name]
     far["accounts"].insert_one({"_id": "B", "balance": 1000, "pendingTransactions": []})
     options: Document = {"protocol": "documents", "clients": {"far": far.client}, "timeout": 12}
-    bank = TwoPhaseCommit(None, database["transactions"], **options)
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", **options)
     paying = Participant(database["accounts"], "A", {"$inc": {"balance": -100}})
     identity = bank.begin([paying, Participant(far["accounts"], "B", {"$inc": {"balance": 100}})])
     server.pause()
@@ -502,7 +520,9 @@ def test_who_holds_a_participant_is_named_when_the_time_is_used_up(
 ) -> None:
     """By appName and address, as of a lock."""
     make_accounts(database, A=1000, B=1000)
-    bank = TwoPhaseCommit(None, database["transactions"], timeout=6)  # a busy machine has to look for the holder in it
+    bank = TwoPhaseCommit(
+        None, database["transactions"], application="bank", timeout=6
+    )  # a busy machine has to look for the holder in it
     bank.transfer("A", "B", 1)
     holder = make_client(appName=f"holder of {database.name}")
     with holder.start_session() as session, session.start_transaction():

@@ -27,7 +27,7 @@ UUID_ID = UUID("12345678123456781234567812345678")
 def bank(database: Database[Document]) -> TwoPhaseCommit:
     """Give a coordinator over two accounts with 1000 each."""
     make_accounts(database, A=1000, B=1000)
-    return TwoPhaseCommit(None, database["transactions"], protocol="documents")
+    return TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents")
 
 
 def adding(database: Database[Document], identity: Any, value: int = 1, **options: Any) -> Participant:
@@ -127,7 +127,7 @@ def test_one_document_under_two_spellings_of_a_collation_is_found_in_time(databa
     make_accounts(database, A=1000)
 
     with pytest.raises(TransactionCanceledError, match="one document"):
-        TwoPhaseCommit(None, database["transactions"], protocol="documents").transfer("A", "a", 100)
+        TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents").transfer("A", "a", 100)
     assert balances(database) == {"A": 1000}
 
 
@@ -135,7 +135,9 @@ def test_one_document_through_two_clients_of_one_server_is_found_in_time(
     database: Database[Document], make_client: Callable[..., MongoClient[Document]]
 ) -> None:
     other = make_client()
-    aliased = TwoPhaseCommit(None, database["transactions"], clients={"warehouse": other}, protocol="documents")
+    aliased = TwoPhaseCommit(
+        None, database["transactions"], application="bank", clients={"warehouse": other}, protocol="documents"
+    )
     database["stock"].insert_one({"_id": "x", "n": 0})
 
     with pytest.raises(TransactionCanceledError, match="one document"):
@@ -148,7 +150,7 @@ def test_without_markers_one_document_may_take_part_twice(
 ) -> None:
     """In MongoDB transactions both changes are made once, also where only the server knows that they meet."""
     other = make_client()
-    bank = TwoPhaseCommit(None, database["transactions"], clients={"warehouse": other})
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", clients={"warehouse": other})
     database["stock"].insert_many([{"_id": "x", "n": 0}, {"_id": 1, "n": 0}])
 
     bank.run(bank.begin([adding(database, 1), adding(database, 1.0, 10)]))
@@ -262,7 +264,7 @@ def test_what_bson_cannot_hold_is_refused_at_the_beginning(
 @pytest.mark.parametrize("kind", [UuidRepresentation.STANDARD, UuidRepresentation.JAVA_LEGACY])
 def test_uuids_are_sent_as_the_given_collection_encodes_them(database: Database[Document], kind: int) -> None:
     """Whatever the transactions' own collection does with them."""
-    own = TwoPhaseCommit(None, database["transactions"])
+    own = TwoPhaseCommit(None, database["transactions"], application="bank")
     options = database.codec_options.with_options(uuid_representation=kind)
     stock = database["stock"].with_options(codec_options=options)
     stock.insert_one({"_id": UUID_ID, "u": None, "v": UUID_ID})
@@ -278,7 +280,9 @@ def test_a_transaction_whose_id_is_a_uuid_is_recovered_like_the_others(database:
     """Its client reads it as Python's own; it must not keep recovery from all that is left behind."""
     make_accounts(database, A=1000, B=1000)
     options = database.codec_options.with_options(uuid_representation=kind)
-    own = TwoPhaseCommit(None, database["transactions"].with_options(codec_options=options), protocol="documents")
+    own = TwoPhaseCommit(
+        None, database["transactions"].with_options(codec_options=options), application="bank", protocol="documents"
+    )
     left = [own.transfer("A", "B", 1, id=identity) for identity in (UUID_ID, "plain")]
     database["transactions"].update_many({}, {"$set": {"state": "pending"}})
 

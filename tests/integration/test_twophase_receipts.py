@@ -149,6 +149,28 @@ def test_what_is_decided_is_done_for_everybody_before_the_log_says_so(
     assert all("expiresAt" in each for each in clusters.receipts("east"))
 
 
+@pytest.mark.parametrize("held", range(1, 6))
+def test_the_same_id_gives_the_same_outcome_wherever_the_first_one_stands(clusters: Clusters, held: int) -> None:
+    """Its coordinator is held before each of its steps; whoever asks again finishes it, and other parts are refused."""
+    gate = StepGate(hold_before=held)
+    with listened(clusters, gate) as (bank, parts):
+        first = threading.Thread(target=lambda: bank.begin(parts, id="order", run=True), daemon=True)
+        first.start()
+        assert gate.held.wait(60)
+        with listened(clusters, Counting()) as (again, the_same):
+            assert again.begin(the_same, id="order", run=True) == "order"
+            assert clusters.balances() == expected(("own", "east"), 1)
+            with pytest.raises(TransactionStateError, match="already"):
+                again.begin(the_same[:1], id="order", run=True)
+            again.flush()
+        gate.released.set()
+        first.join(60)
+        assert not first.is_alive()
+        bank.flush()
+    assert clusters.balances() == expected(("own", "east"), 1)
+    assert clusters.log.count_documents({}) == 1
+
+
 def test_one_whose_log_has_not_followed_can_be_compensated_at_once(clusters: Clusters) -> None:
     """Nobody has to wait for it, in whatever process."""
     gate = StepGate(hold_before=3)
@@ -198,8 +220,7 @@ def test_an_answer_that_is_lost_twice_makes_no_stranger_of_it(clusters: Clusters
     """It was stored, and told otherwise so often that the driver gives up: it is known again by its key."""
     with armed(clusters.clients["own"], "findAndModify", {"writeConcernError": {"code": 262, "errmsg": "too long"}}, 2):
         clusters.begin("east", "west", value=1, run=True, id="order-1")
-    with pytest.raises(TransactionStateError, match="there is a transaction 'order-1' already"):
-        clusters.begin("east", "west", value=1, run=True, id="order-1")
+    clusters.begin("east", "west", value=1, run=True, id="order-1")
     assert clusters.balances() == expected(("east", "west"), 1)
 
 
@@ -547,13 +568,13 @@ def test_accounts_in_another_cluster_are_no_accounts_of_the_same_name_beside_the
         accounts.insert_many([{"_id": each, "balance": START} for each in ("P", "Q")])
     for clients in ({}, {"east": clusters.clients["east"]}):
         with pytest.raises(ConfigurationError, match=r"accounts .* in another cluster"):
-            TwoPhaseCommit(None, log, accounts=east, clients=clients).transfer("P", "Q", 100)
+            TwoPhaseCommit(None, log, application="bank", accounts=east, clients=clients).transfer("P", "Q", 100)
     assert [each["balance"] for each in [*beside.find({"_id": "P"}), *east.find({"_id": "P"})]] == [START, START]
 
     with MongoClient[Document](mongo_url.replace("127.0.0.1", "localhost")) as written_otherwise:
         assert written_otherwise != clusters.clients["own"]
         seen = written_otherwise[east.database.name]["accounts"]
-        TwoPhaseCommit(None, log, accounts=seen).transfer("P", "Q", 100)
+        TwoPhaseCommit(None, log, application="bank", accounts=seen).transfer("P", "Q", 100)
     assert {each["_id"]: each["balance"] for each in beside.find()} == {"P": START - 100, "Q": START + 100}
 
 

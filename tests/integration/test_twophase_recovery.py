@@ -137,7 +137,7 @@ def test_looking_at_what_is_final_reads_no_more_than_is_shown(database: Database
     moments = [LONG_AGO + timedelta(days=1000 - each) for each in range(1000)]
     done = [{"_id": each, "state": "done", "lastModified": moment} for each, moment in enumerate(moments)]
     database["transactions"].insert_many(done)
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank")
     two = [bank.begin([Participant(database["x"], 1, {"$inc": {"n": 1}})], id=each) for each in ("a", "b")]
     database.command("profile", 2)
     found = [each["_id"] for each in bank.found(states, limit=5)]
@@ -152,7 +152,7 @@ def test_looking_at_what_is_final_reads_no_more_than_is_shown(database: Database
 def test_looking_ends_with_the_time_too(other_cluster: MongoReplicaSet) -> None:
     """What commands and pages show: nobody waits for a log that does not answer."""
     with MongoClient[Document](other_cluster.url) as client:
-        bank = TwoPhaseCommit(None, client["looks"]["transactions"], timeout=0.5)
+        bank = TwoPhaseCommit(None, client["looks"]["transactions"], application="bank", timeout=0.5)
         assert bank.found(["pending"], 60, limit=1) == []
         other_cluster.pause()
         try:
@@ -538,7 +538,7 @@ def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatc
 def test_no_compensation_expires_before_what_it_takes_back(database: Database[Document]) -> None:
     """One of an older version has left no note there; it must not be done again when it is gone."""
     make_accounts(database, A=1000, B=1000)
-    keeping = TwoPhaseCommit(None, database["transactions"], retention=3600)
+    keeping = TwoPhaseCommit(None, database["transactions"], application="bank", retention=3600)
     done = keeping.transfer("A", "B", 100)
     keeping.run(keeping.compensate(done))
 
@@ -548,7 +548,7 @@ def test_no_compensation_expires_before_what_it_takes_back(database: Database[Do
 
 def test_a_retention_below_the_deadline_is_refused(database: Database[Document]) -> None:
     with pytest.raises(ConfigurationError, match="retention=60 is less than the deadline"):
-        TwoPhaseCommit(None, database["transactions"], retention=60)
+        TwoPhaseCommit(None, database["transactions"], application="bank", retention=60)
 
 
 def test_a_participant_of_clusters_is_left_by_a_process_that_cannot_reach_it(clusters: Clusters) -> None:
@@ -583,6 +583,6 @@ def test_whoever_cannot_reach_a_participant_takes_nothing_from_those_who_can(
         assert said.startswith("2 transactions could not be recovered by this process")
         assert all(repr(identity) in said for identity in two)
 
-    assert {each["application"] for each in clusters.log.find()} == {"App1"}
+    assert {each["application"] for each in clusters.log.find()} == {"bank"}
     assert {each.after for each in clusters.bank.recover()} == {"done"}
     assert clusters.balances() == {"own": START - 2, "east": START + 2, "west": START}

@@ -107,7 +107,7 @@ def test_the_look_of_another_transaction_does_not_reopen_the_hole(
 def test_transactions_of_the_first_edition_are_finished_as_they_were_begun(accounts: Database[Document]) -> None:
     """They have recorded nothing, and versions of theirs are ObjectIds."""
     accounts["accounts"].update_many({}, {"$set": {PARTICIPANT_VERSION: ObjectId()}})
-    shape = {"source": "A", "destination": "B", "value": 100, "version": 1, "driver": ObjectId(), "application": "App1"}
+    shape = {"source": "A", "destination": "B", "value": 100, "version": 1, "driver": ObjectId(), "application": "bank"}
     accounts["transactions"].insert_many(
         [{"_id": state, "state": state, **shape} for state in ("pending", "applied", "canceling")]
     )
@@ -116,7 +116,9 @@ def test_transactions_of_the_first_edition_are_finished_as_they_were_begun(accou
     )
     accounts["accounts"].update_one({"_id": "B"}, {"$inc": {"balance": 100}, "$set": {MARKERS: ["applied"]}})
 
-    became = {each.id: each.after for each in TwoPhaseCommit(None, accounts["transactions"]).recover(0)}
+    became = {
+        each.id: each.after for each in TwoPhaseCommit(None, accounts["transactions"], application="bank").recover(0)
+    }
 
     assert became == {"pending": "done", "applied": "done", "canceling": "canceled"}
     assert balances(accounts) == {"A": 800, "B": 1200}

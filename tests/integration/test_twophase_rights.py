@@ -105,7 +105,9 @@ class Guarded:
         own, east = MongoClient[Document](self._url), MongoClient[Document](self._url)
         self._mine += [own, east]
         self._east = east
-        return TwoPhaseCommit(None, self._database(own, "own")[LOG], clients={"east": east}, timeout=20)
+        return TwoPhaseCommit(
+            None, self._database(own, "own")[LOG], application="bank", clients={"east": east}, timeout=20
+        )
 
     def across(self, bank: TwoPhaseCommit, value: int, *, receives: Document | None = None, **options: Any) -> Any:
         paying, paid = {"$inc": {"balance": -value}}, {"$inc": {"balance": value}}

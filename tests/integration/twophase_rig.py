@@ -84,7 +84,9 @@ def markers(database: Database[Document]) -> list[Any]:
 
 def coordinator(client: MongoClient[Document], name: str, **options: Any) -> TwoPhaseCommit:
     """A coordinator that uses markers, whatever the server can do."""
-    return TwoPhaseCommit(None, client[name]["transactions"], **{"protocol": "documents", **options})
+    return TwoPhaseCommit(
+        None, client[name]["transactions"], **{"application": "bank", "protocol": "documents", **options}
+    )
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Banking(RuleBasedStateMachine):
     def open_bank(self) -> Any:
         self.name = f"model_{uuid4().hex[:10]}"
         self.database = self.clients[0][self.name]
-        self.bank = TwoPhaseCommit(None, self.database["transactions"], protocol="documents")
+        self.bank = TwoPhaseCommit(None, self.database["transactions"], application="bank", protocol="documents")
         self.database["accounts"].insert_many([{"_id": each, "balance": START} for each in ACCOUNTS])
         self.model = dict.fromkeys(ACCOUNTS, START)
         return multiple(*(self.begin_between(*sides) for sides in (("A", "B", 7), ("B", "C", 15), ("C", "A", 20))))

@@ -34,7 +34,9 @@ def of_a_bridge() -> Outbox:
 
 
 def coordinator(source: Any = fresh) -> TwoPhaseCommit:
-    return TwoPhaseCommit(None, source, accounts=lambda: fresh("accounts"), clients={"other": other_cluster})
+    return TwoPhaseCommit(
+        None, source, application="bank", accounts=lambda: fresh("accounts"), clients={"other": other_cluster}
+    )
 
 
 def other_cluster() -> MongoClient[Any]:
@@ -106,7 +108,7 @@ def test_another_cluster_is_asked_for_once_a_process() -> None:
         made.append(other_cluster())
         return made[-1]
 
-    bank = TwoPhaseCommit(None, fresh, clients={"other": other})
+    bank = TwoPhaseCommit(None, fresh, application="bank", clients={"other": other})
     with pytest.raises(Exception, match="could not find again"):
         bank._clusters.alias(other_cluster())
     assert bank._clusters.alias(made[0]) == "other"

@@ -11,6 +11,9 @@ from celery import Celery
 from django.conf import settings
 from pymongo import MongoClient
 
+from mongo_celery import Bridge
+from mongo_celery.testing import BridgeRunner
+
 
 @contextmanager
 def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
@@ -24,6 +27,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         shop.orders.insert_one({"_id": 7, "state": "new"})
         namespace: dict[str, Any] = {
             "app": app,
+            "bridge": Bridge(app, mongo_url, name="shop", autodiscover=False),
             "client": client,
             "seats": shop.seats,
             "stock": shop.stock,
@@ -45,7 +49,18 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         assert balances == {"A": 900, "B": 1100}, balances
         assert shop.stock.find_one({}, {"left": 1}) == {"_id": "lamp", "left": 2}
         assert shop.orders.find_one({}, {"state": 1}) == {"_id": 7, "state": "sold"}
+        _pay_once(namespace["bridge"], client, mongo_url)
         assert {entry["state"] for entry in client.bank.transactions.find()} == {"done"}
+
+
+def _pay_once(bridge: Bridge, client: MongoClient[dict[str, Any]], mongo_url: str) -> None:
+    """The handler is done, its worker dies before that is stored, and it is called again."""
+    client.bank.create_collection("payments")
+    with BridgeRunner(bridge, url=mongo_url) as runner:
+        client.bank.payments.insert_one({"from": "A", "to": "B", "amount": 10})
+        runner.crash("called")
+        assert len(runner.deliver().calls) == 2
+    assert {each["_id"]: each["balance"] for each in client.bank.accounts.find()} == {"A": 890, "B": 1110}
 
 
 def theater(mongo_url: str) -> dict[str, Any]:
