@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from bson import ObjectId
+from bson.codec_options import CodecOptions
 from pymongo import MongoClient, ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -76,6 +77,11 @@ class IdempotencyStore:
     def client(self) -> MongoClient[Any]:
         """Whose sessions can write the records."""
         return collection_of(self._source).database.client
+
+    @property
+    def types(self) -> CodecOptions[dict[str, Any]]:
+        """How the records are encoded."""
+        return plain_types(collection_of(self._source))
 
     @property
     def full_names(self) -> Sequence[str]:

@@ -41,12 +41,12 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.locking import current, transactional
+from mongo_celery.locking import transactional
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.transaction import Collects, hide_session
-from mongo_celery.mongo.transaction.frames import is_in_transaction
+from mongo_celery.mongo.transaction.frames import Session, frame_of, innermost_session
 from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
 from mongo_celery.outbox.idempotency_heartbeat import HEARTBEATS, RunningClaim, described
 
@@ -169,16 +169,16 @@ def _guarded(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.pop("session", None) if takes_session else _session_among(args, kwargs)
+        joined = kwargs.pop("session", None) if takes_session else _session_among(args, kwargs) or innermost_session()
         this = _identified(call, key, store, args, kwargs)
         run = functools.partial(function, *args, **kwargs)
-        if takes_session:
-            joined = None if given is None else _session_to_join(this, store, given)
-            return _run_in_transaction(this, store, transaction, joined, lambda session: run(session=session))
-        if this.identity is None:
+        if this.identity is None and not takes_session:
             return run()
-        if given is not None or is_in_transaction():
-            joined = _session_to_join(this, store, given)
+        if joined is not None:
+            _check_client(this, store, joined)
+        if takes_session:
+            return _run_in_transaction(this, store, transaction, joined, lambda session: run(session=session))
+        if joined is not None:
             return _run_in_transaction(this, store, transaction, joined, lambda _session: run())
         return _run_claimed(this, store, run)
 
@@ -195,23 +195,21 @@ def _session_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClientSessi
     return None
 
 
-def _session_to_join(this: _Call, store: IdempotencyStore, given: ClientSession | None) -> ClientSession:
-    """Return the session of the transaction that a call is in; by default that of the thread."""
-    found = current(lambda: store.client) if given is None else given
-    if found is None or found.client is not store.client:
+def _check_client(this: _Call, store: IdempotencyStore, joined: Session) -> None:
+    if joined.client is not store.client:
+        frame = frame_of(joined)
         raise ConfigurationError(
             f"{this.name} is called inside a transaction of another client: its idempotency record would stay if that "
             "is aborted, and its effect would be lost. Call it after the commit, with after_commit, or give once a "
-            "collection of the transaction's own client."
+            f"collection of the transaction's client, {frame.client_name if frame else 'session.client'}."
         )
-    return found
 
 
 def _run_in_transaction(
     this: _Call,
     store: IdempotencyStore,
     transaction: transactional,
-    given: ClientSession | None,
+    joined: Any,
     run: Callable[[ClientSession], Any],
 ) -> Any:
     """Run a call with its record in one transaction, which is that around it if there is one."""
@@ -226,7 +224,7 @@ def _run_in_transaction(
             store.add_result(identity, _encoded(this, result), session)
         return claim, result
 
-    claim, result = transaction.run(body, session=given)
+    claim, result = transaction.run(body, session=joined)
     return result if claim.owner is not None else _duplicate(this, claim)
 
 
@@ -379,9 +377,8 @@ def _leads_to(run: Any, call: Callable[..., Any]) -> bool:
 
 
 def _storable(identity: dict[str, Any], store: IdempotencyStore) -> dict[str, Any]:
-    types = store.collection.codec_options
     try:
-        bson.encode(identity, codec_options=types)
+        bson.encode(identity, codec_options=store.types)
     except Exception as error:
         raise ConfigurationError(
             f"The key of {identity['t']} cannot be stored ({short(error)}); let key= return a text, a number or an "

@@ -27,7 +27,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import InvalidOperation
 
-from mongo_celery import Bridge, Change, Changes, ConfigurationError, select_for_update, transactional
+from mongo_celery import Bridge, Change, Changes, ConfigurationError, once, select_for_update, transactional
 from mongo_celery.errors import TransactionRequiredError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner
@@ -230,7 +230,65 @@ TRANSACTION_ROWS = [
 
 TRANSFER_ROWS: list[Row] = []
 
-ONCE_ROWS: list[Row] = []
+
+def _step(rig: Rig, records: Any = None, writer: Any = None) -> None:
+    """Call a step without a parameter `session`, with the number of effects as its key."""
+
+    @once((records or rig.client)[rig.database.name]["done"], key=rig.count)
+    def step() -> None:
+        _insert(rig, current(writer or rig.client), writer)
+
+    step()
+
+
+def _step_with_session(rig: Rig, records: Any = None, **given: Any) -> None:
+    """Call a step with a parameter `session`."""
+    client = records or rig.client
+
+    @once(client[rig.database.name]["done"], key=rig.count)
+    def step(*, session: Any) -> None:
+        _insert(rig, session, client)
+
+    step(**given)
+
+
+def _step_with_argument(rig: Rig, session: Any) -> None:
+    """Call a step with a session among its arguments."""
+
+    @once(rig.client[rig.database.name]["done"], key=lambda _session: rig.count())
+    def step(session_of_caller: Any) -> None:
+        _insert(rig, session_of_caller)
+
+    step(session)
+
+
+def _step_with_a_foreign_session(rig: Rig) -> None:
+    with rig.other.start_session() as session:
+        _step_with_session(rig, session=session)
+
+
+def _step_in_a_nested_one(rig: Rig) -> None:
+    transactional(rig.other, own=True).run(lambda _: _step(rig))
+
+
+def _step_elsewhere(rig: Rig) -> None:
+    """Call a step whose records are in another cluster, which nobody has to ask."""
+    with MongoClient[Document]("mongodb://127.0.0.1:1", connect=False) as client:
+        _step(rig, client)
+
+
+ONCE_ROWS = [
+    Row("once", _step, JOINS),
+    Row("once(session)", _step_with_session, JOINS),
+    Row("once(session) with session=", lambda rig: _step_with_session(rig, session=rig.session), JOINS),
+    Row("once with a session among the arguments", lambda rig: _step_with_argument(rig, rig.session), JOINS),
+    Row("once in after_commit", lambda rig: after_commit(lambda: _step(rig)), JOINS),
+    Row("once of another client", lambda rig: _step(rig, rig.other), REFUSED),
+    Row("once of another cluster", _step_elsewhere, REFUSED),
+    Row("once(session) of another client", lambda rig: _step_with_session(rig, rig.other), REFUSED),
+    Row("once(session) with session= of another client", _step_with_a_foreign_session, REFUSED),
+    Row("once in a transaction of another client with own=True", _step_in_a_nested_one, REFUSED),
+]
 
 OUTBOX_ROWS: list[Row] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -9,12 +10,13 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
+from pymongo import AsyncMongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery import Bridge, Change, Changes, ConfigurationError, TwoPhaseCommit, once, transactional
-from mongo_celery.locking import current
+from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner
 
 Document = dict[str, Any]
@@ -260,6 +262,27 @@ def test_a_record_is_committed_and_aborted_with_the_transaction_around_it(
 
 
 CONFLICT = {"errorLabels": ["TransientTransactionError"]}
+
+
+def test_a_record_cannot_be_part_of_an_async_transaction(shop: Shop) -> None:
+    """It is refused there; after the commit, or in a thread of its own, it is in no transaction."""
+
+    @once(lambda: shop.collection("done"), key=lambda what: what)
+    def step(what: str) -> None:
+        shop.note(what)
+
+    async def body(_session: Any) -> None:
+        with pytest.raises(ConfigurationError, match="after_commit"):
+            step("inside")
+        await asyncio.to_thread(step, "in a thread")
+        after_commit(lambda: step("after it"))
+
+    async def run() -> None:
+        async with AsyncMongoClient[Document](shop.url) as client:
+            await transactional(client).arun(body)
+
+    asyncio.run(run())
+    assert shop.notes == ["after it", "in a thread"]
 
 
 def test_a_handler_of_a_whole_database_is_not_fed_by_its_own_steps(shop: Shop) -> None:

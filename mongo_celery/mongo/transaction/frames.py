@@ -475,9 +475,9 @@ def _in_transaction() -> Iterator[Frame]:
             yield frame
 
 
-def is_in_transaction() -> bool:
-    """Return True if this thread and asyncio task is in a transaction of `transactional`, of whatever client."""
-    return next(_in_transaction(), None) is not None
+def innermost_session() -> Session | None:
+    """Return the session of the innermost transaction that this thread and asyncio task is in, of whatever client."""
+    return next((frame.reference() for frame in _in_transaction()), None)
 
 
 def waits_of(session: Session) -> Waits:
