@@ -166,9 +166,9 @@ class IdempotencyStore:
         change = [{"$set": {"state": "done", "result": literal(result), "expiresAt": after(self._keep)}}]
         return self.collection.update_one({"_id": identity, "owner": owner}, change).matched_count == 1
 
-    def free(self, identity: Any, owner: ObjectId) -> None:
-        """Remove a claim whose run has failed."""
-        self.collection.delete_one({"_id": identity, "owner": owner, "state": "running"})
+    def free(self, identity: Any, owner: ObjectId, session: ClientSession | None = None) -> None:
+        """Remove the record of a run that has failed."""
+        self.collection.delete_one({"_id": identity, "owner": owner}, session=session)
 
     def add_result(self, identity: Any, result: str | None, session: ClientSession) -> None:
         """Add the result to a record of the same transaction."""

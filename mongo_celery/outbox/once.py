@@ -219,7 +219,13 @@ def _run_in_transaction(
         claim = IdempotencyClaim(owner) if identity is None else store.claim_done(identity, owner, session)
         if claim.owner is None:
             return claim, None
-        result = run(session)
+        try:
+            result = run(session)
+        except BaseException:
+            if identity is not None and frame_of(session) is None:  # the driver may commit what is there
+                with suppress(PyMongoError):  # else the server has ended the transaction
+                    store.free(identity, owner, session)
+            raise
         if identity is not None:
             store.add_result(identity, _encoded(this, result), session)
         return claim, result

@@ -264,6 +264,21 @@ def test_a_record_is_committed_and_aborted_with_the_transaction_around_it(
 CONFLICT = {"errorLabels": ["TransientTransactionError"]}
 
 
+def test_a_step_that_failed_leaves_no_record_in_a_transaction_of_the_driver(shop: Shop) -> None:
+    """The driver knows nothing of parts: it commits what is there, if the error is caught."""
+    shop.database.create_collection("done")
+
+    @once(lambda: shop.collection("done"), key=lambda _session: 1)
+    def step(_session: Any) -> None:
+        raise ValueError("no")
+
+    with shop.bridge.client.start_session() as session, session.start_transaction():
+        with pytest.raises(ValueError, match="no"):
+            step(session)
+        shop.note("caught", session)
+    assert (shop.notes, shop.database["done"].count_documents({})) == (["caught"], 0)
+
+
 def test_a_record_cannot_be_part_of_an_async_transaction(shop: Shop) -> None:
     """It is refused there; after the commit, or in a thread of its own, it is in no transaction."""
 
