@@ -188,13 +188,13 @@ def compensate(ctx: click.Context, id: str, yes: bool, name: str | None, as_json
     """
     Take a transaction back that is done.
 
-    By the opposite one, which is stored and run; what was taken back before stays so. Ends with status 1 if the
-    opposite is rolled back.
+    The opposite transaction is stored and run. If the command is interrupted, call it again. Ends with status 1 if the
+    opposite is rolled back, as where what was paid is spent.
     """
     chosen, document = _shown(ctx, name, id)
     _confirm(document, "Take this transaction back?", yes=yes)
     with one_sentence_errors(lambda: chosen.log.concern):
-        after = chosen.run(chosen.compensate(document["_id"]))
+        after = chosen.read(chosen.compensate(document["_id"]))
     _tell({"id": after.id, "state": str(after.state), "compensates": document["_id"]}, as_json=as_json)
 
 

@@ -139,6 +139,7 @@ class TransactionLog:
         state: State = State.INITIAL,
         session: ClientSession | None = None,
         mark: ObjectId | None = None,
+        is_queued: bool = False,
     ) -> bool:
         """
         Store a new transaction, with the server's time.
@@ -147,6 +148,7 @@ class TransactionLog:
             fields: what it has beside id, state and time.
             transaction_id: its id.
             state: where it begins; this application's marker comes with every state but initial.
+            is_queued: recovery begins it, as after `note_queued`; it has this application's marker.
             session: of a MongoDB transaction, if it is stored in one.
             mark: who stores it, by which it is known again: an earlier MongoDB transaction may have been committed
                 though it was told otherwise.
@@ -162,10 +164,12 @@ class TransactionLog:
         self._refuse_late(mark, transaction_id)
         whole = {
             **fields,
-            **({} if state is State.INITIAL else {"application": self._application}),
+            **({} if state is State.INITIAL and not is_queued else {"application": self._application}),
             **({} if mark is None else {"driver": mark}),
         }
         begun: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
+        if is_queued:
+            begun["queuedAt"] = "$$NOW"
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(

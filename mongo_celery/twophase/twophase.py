@@ -423,24 +423,37 @@ class TwoPhaseCommit:
             raise _too_late(ended)
         return ended
 
-    def compensate(self, id: Any) -> Any:  # noqa: A002
+    def compensate(self, id: Any, *, run: bool = True) -> Any:  # noqa: A002
         """
-        Begin the opposite of a transaction that is done; run it like any other.
+        Take back a transaction that is done, by the opposite transaction.
 
-        Afterwards there is one compensation that is not canceled, however many ask for it at once: nothing is
-        compensated twice. One that was canceled is followed by another attempt.
+        Afterwards it is taken back, once, however many ask for it at the same time. If the call is interrupted, the
+        same call finishes it, and so does recovery once the opposite transaction is stored. If the opposite transaction
+        was canceled, since what was paid is spent, the next call makes another attempt.
+
+        Args:
+            id: of the transaction.
+            run: whether to run the opposite transaction here. With False it is stored, and `run`, `delay` or recovery
+                carries it out.
 
         Returns:
-            Its id: `{"compensates": id}`, with `attempt` from the second on.
+            The id of the opposite transaction: `{"compensates": id}`, with `attempt` from the second on.
 
         Raises:
-            TransactionStateError: the transaction is not done.
+            TransactionCanceledError: the opposite transaction was rolled back, so nothing is taken back.
+            TransactionStateError: the transaction is not done, or its compensation is gone or another application's.
             ConfigurationError: it is a transfer between other accounts.
+            TransactionTimeoutError: MongoDB did not answer in time. Call it again, or leave it to recovery.
         """
         with self._completion.bounded() as deadline:
-            return self._completion.until_answered(
-                lambda: self._compensations.begun(id, deadline), deadline, hint="compensate it again", id=id
+            identity = self._completion.until_answered(
+                lambda: self._compensations.stored(id, deadline), deadline, hint="compensate it again", id=id
             )
+            if run:
+                _ended(self._run(identity, deadline))
+            else:
+                self._watch.needed()
+            return identity
 
     def flush(self, timeout: Duration | None = None) -> bool:
         """
@@ -666,7 +679,7 @@ def _too_late(transaction: Transaction) -> TransactionStateError:
     identity = transaction.id
     return TransactionStateError(
         f"transaction {identity!r} is {transaction.state}: it can no longer be canceled. compensate({identity!r}) "
-        "begins the opposite transaction.",
+        "takes it back.",
         id=identity,
         state=transaction.state,
     )

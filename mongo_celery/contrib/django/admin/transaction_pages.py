@@ -129,7 +129,7 @@ def _cancel(coordinator: TwoPhaseCommit, identity: Any, request: HttpRequest) ->
 
 
 def _compensate(coordinator: TwoPhaseCommit, identity: Any, request: HttpRequest) -> Transaction:  # noqa: ARG001
-    return coordinator.run(coordinator.compensate(identity))
+    return coordinator.read(coordinator.compensate(identity))
 
 
 def _named(request: HttpRequest) -> tuple[TwoPhaseCommit, Transaction]:
