@@ -34,7 +34,8 @@ class Compensations:
         """
         Return the id of the one compensation of a transaction that is not canceled; stored now, if there is none.
 
-        From then on recovery finishes it. What is done already is read from the transaction itself: of a compensation that is gone nobody can tell.
+        From then on recovery finishes it. What is done already is read from the transaction itself: of a compensation
+        that is gone nobody can tell.
 
         Args:
             id: of the transaction.

@@ -78,7 +78,8 @@ class TwoPhaseCommit:
             where they are in several, markers in the documents of standalone servers; or `"documents"`: markers always.
         deadline: seconds after which a transaction that was begun and is not applied cancels itself.
         retention: seconds for which a transaction is kept that is done or canceled, not less than `deadline`; None for
-            ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept.
+            ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept. One that
+            nobody begins for so long is canceled by recovery.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has another of this name.
@@ -519,12 +520,12 @@ class TwoPhaseCommit:
 
     def purge(self, older_than: Duration, *, all: bool = False, dry_run: bool = False) -> Purge:  # noqa: A002
         """
-        Remove transactions that are done or canceled; all others stay.
+        Remove transactions that are done or canceled, or that nobody has begun or queued; all others stay.
 
-        Afterwards nobody can show or compensate them, and their ids may be used again: what was removed and is begun
-        once more under the same id is done once more, and has compensations of its own. A compensation stays as long as
-        what it takes back. The option `retention` lets new ones expire by themselves. It lasts as long as there is
-        something to remove; the timeout is one of each call to the server.
+        Afterwards nobody can show, run or compensate them, and their ids may be used again: what was removed and is
+        begun once more under the same id is done once more, and has compensations of its own. A compensation stays as
+        long as what it takes back. The option `retention` lets new ones expire by themselves. It lasts as long as there
+        is something to remove; the timeout is one of each call to the server.
 
         Args:
             older_than: seconds since the last step, by the server's clock; not less than the deadline.
