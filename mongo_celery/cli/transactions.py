@@ -11,7 +11,7 @@ import click
 from celery.bin.base import handle_preload_options
 
 from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
-from mongo_celery.quantities import moment
+from mongo_celery.quantities import duration, moment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,11 +57,14 @@ def list_transactions(
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
         found = chosen.found(wanted, older_than, limit=limit)
-    _list(ctx, found, f"No transaction is {' or '.join(wanted)}.", as_json=as_json)
+        now = chosen.log.server_time() if not as_json else None
+    _list(ctx, found, f"No transaction is {' or '.join(wanted)}.", now=now, as_json=as_json)
 
 
-def _list(ctx: click.Context, found: Sequence[Mapping[str, Any]], nothing: str, *, as_json: bool) -> None:
-    """Transactions as lines, or what to say where there are none."""
+def _list(
+    ctx: click.Context, found: Sequence[Mapping[str, Any]], nothing: str, *, now: datetime | None, as_json: bool
+) -> None:
+    """Print transactions as lines, or what to say where there are none; ages are those at `now`."""
     if as_json:
         for document in found:
             click.echo(_json(document))
@@ -71,7 +74,7 @@ def _list(ctx: click.Context, found: Sequence[Mapping[str, Any]], nothing: str, 
 
     console = console_of(ctx)
     for document in found:  # no markup: what is stored is anybody's
-        id_, state, application, modified, what = _row(document)
+        id_, state, application, modified, what = _row(document, now)
         console.print(Text(f"{id_}  {state}  {modified}  {application}"), soft_wrap=True)  # an id is there to be copied
         console.print(Padding(Text(what), (0, 0, 0, 2), expand=False))
     if not found:
@@ -120,7 +123,8 @@ def recover(
     with one_sentence_errors(lambda: chosen.log.concern):
         if dry_run:
             found = chosen.abandoned(older_than, all=any_application, limit=limit)
-            _list(ctx, found, "Nothing to recover.", as_json=as_json)
+            now = chosen.log.server_time() if not as_json else None
+            _list(ctx, found, "Nothing to recover.", now=now, as_json=as_json)
             return
         report = chosen.recover(older_than, all=any_application, limit=limit)
     for each in report:
@@ -188,13 +192,13 @@ def compensate(ctx: click.Context, id: str, yes: bool, name: str | None, as_json
     """
     Take a transaction back that is done.
 
-    By the opposite one, which is stored and run; what was taken back before stays so. Ends with status 1 if the
-    opposite is rolled back.
+    The opposite transaction is stored and run. If the command is interrupted, call it again. Ends with status 1 if the
+    opposite is rolled back, as where what was paid is spent.
     """
     chosen, document = _shown(ctx, name, id)
     _confirm(document, "Take this transaction back?", yes=yes)
     with one_sentence_errors(lambda: chosen.log.concern):
-        after = chosen.run(chosen.compensate(document["_id"]))
+        after = chosen.read(chosen.compensate(document["_id"]))
     _tell({"id": after.id, "state": str(after.state), "compensates": document["_id"]}, as_json=as_json)
 
 
@@ -222,17 +226,17 @@ def purge(
     as_json: bool,
 ) -> None:
     """
-    Remove transactions that are done or canceled.
+    Remove transactions that are done or canceled, or that nobody has begun.
 
-    Nobody can show or take them back then, and their ids may be used again. A compensation stays as long as what it
-    takes back. All that is not final stays.
+    Nobody can show, run or take them back then, and their ids may be used again. A compensation stays as long as what
+    it takes back. All that is in progress or queued stays.
     """
     from mongo_celery.twophase.final import FinalTransactions
 
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: FinalTransactions.concern_of(chosen.log)):
         found = chosen.purge(older_than, all=any_application, dry_run=True) if dry_run or not yes else None
-        if found is not None and not dry_run and found.done + found.canceled:
+        if found is not None and not dry_run and found.done + found.canceled + found.initial:
             click.echo(_purged(found, "Would remove"), err=True)
             click.confirm("Remove them for good?", abort=True, err=True)
         if not dry_run:
@@ -248,6 +252,7 @@ def _purged(found: Purge, verb: str) -> str:
     from mongo_celery.quantities import number
 
     what = f"{number(found.done, 'transaction', 'transactions')} done, {found.canceled} canceled"
+    what += f", {found.initial} never begun" if found.initial else ""
     kept = number(found.kept, "compensation stays", "compensations stay")
     return f"{verb} {what}.{f' {kept}, since what is taken back is there.' if found.kept else ''}"
 
@@ -290,7 +295,7 @@ def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
     raise click.ClickException(f"there is no transaction {text}; `transactions list` shows ids as they can be typed.")
 
 
-def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+def _row(document: Mapping[str, Any], now: datetime | None) -> tuple[str, str, str, str, str]:
     given = document.get("changes", document.get("participants"))
     if given is not None or "participants" in document:
         what = ", ".join(map(_participant, given)) if isinstance(given, list) else _json(given)
@@ -302,6 +307,9 @@ def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     if document.get("stoppedBy"):
         what = f"{what}; stopped: {document['stoppedBy']}"
     modified = document.get("lastModified")
+    if document.get("state") == "initial" and "queuedAt" not in document:
+        age = (now - modified).total_seconds() if now is not None and isinstance(modified, datetime) else None
+        what = f"{what}; nobody has begun it for {duration(age)}"
     when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
     application = document.get("application")
     of = f"of {application}" if application else "of no application"

@@ -93,7 +93,7 @@ class AbandonedTransactions:
         # Each state is asked for apart: see LOG_INDEXES.
         found = []
         for state in (*UNFINISHED, State.INITIAL):
-            more: Document = {"queuedAt": {"$exists": True}} if state is State.INITIAL else {}
+            more = self._log.unattended() if state is State.INITIAL else {}
             if passed and state in passed:
                 more.update(passed[state].condition)
             found.append(self._log.of_state(state, {**condition, **more}, limit))

@@ -1,4 +1,4 @@
-"""The opposite of a transaction, begun once."""
+"""The opposite of a transaction, stored once."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Compensations:
         self._log = log
         self._completion = completion
 
-    def begun(self, id: Any, deadline: float) -> Any:  # noqa: A002 - what it is
+    def stored(self, id: Any, deadline: float) -> Any:  # noqa: A002 - what it is
         """
-        The id of the one compensation of a transaction that is not canceled; stored now, if there is none.
+        Return the id of the one compensation of a transaction that is not canceled; stored now, if there is none.
 
-        What is done already is read from the transaction itself: of a compensation that is gone nobody can tell.
+        From then on recovery finishes it. What is done already is read from the transaction itself: of a compensation
+        that is gone nobody can tell.
 
         Args:
             id: of the transaction.
@@ -87,7 +88,7 @@ class Compensations:
 
         def both(session: ClientSession | None) -> None:
             try:
-                self._log.insert(fields, identity, session=session)
+                self._log.insert(fields, identity, session=session, is_queued=True)
             except KnownError as error:  # there is one of this id, since just now
                 raise BusyError("it changed meanwhile") from error
             if not self._log.note_compensated(seen, attempt, before, session):

@@ -1,4 +1,4 @@
-"""The documents of transactions that are final: to be read in their order, and removed."""
+"""The documents of transactions that are final, or that nobody has begun: read in their order, and removed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.log import TransactionLog, is_older
-from mongo_celery.twophase.states import FINAL
+from mongo_celery.twophase.states import FINAL, State
 
 Document = dict[str, Any]
 
@@ -33,7 +33,7 @@ class Page:
 
 class FinalTransactions:
     """
-    Those of one log that have been final for some time.
+    Those of one log that nobody has advanced for some time, nor will: final, or never begun and not queued.
 
     Args:
         log: of the transactions.
@@ -42,12 +42,20 @@ class FinalTransactions:
     """
 
     def __init__(self, log: TransactionLog, older_than: float, *, any_application: bool) -> None:
+        self._log = log
         self._collection = log.collection
         self._older_than = older_than
         whose: Document = {} if any_application else log.ours()
         # Not a list of states, as damaged code may leave it: $in would find it by any of them.
-        is_final = {"$in": list(FINAL), "$not": {"$type": "array"}}
-        self._condition: Document = {"state": is_final, "$expr": is_older(older_than), **whose}
+        initial = str(State.INITIAL)
+        is_one = {"$in": [*FINAL, initial], "$not": {"$type": "array"}}
+        never_begun = {"queuedAt": None, "lastModified": {"$type": "date"}}
+        self._condition: Document = {
+            "state": is_one,
+            "$or": [{"state": {"$ne": initial}}, never_begun],
+            "$expr": is_older(older_than),
+            **whose,
+        }
 
     @staticmethod
     def concern_of(log: TransactionLog) -> Concern:
@@ -91,8 +99,7 @@ class FinalTransactions:
     def remove(self, ids: Sequence[Any]) -> None:
         """Remove some, for good, as far as they are such ones."""
         # Asked for: MongoDB 4.4 does not know $$NOW in deletes.
-        now = self._collection.database.client.admin.command("hello")["localTime"]
-        is_old = {"$expr": is_older(self._older_than, now=now)}
+        is_old = {"$expr": is_older(self._older_than, now=self._log.server_time())}
         self._collection.delete_many({**self._condition, **is_old, "_id": {"$in": list(ids)}})
 
     def _finds(self, condition: Document) -> bool:

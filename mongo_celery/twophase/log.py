@@ -20,6 +20,7 @@ from pymongo.errors import DuplicateKeyError
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.quantities import duration
 from mongo_celery.twophase.indexes import Indexes
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import named_sessions
@@ -96,7 +97,7 @@ class TransactionLog:
         accounts: namespace of the documents that transfers name.
         older_than: seconds after which an unfinished transaction counts as abandoned.
         deadline: seconds after which a transaction that is not applied cancels itself.
-        retention: seconds for which one that is final is kept; None for ever.
+        retention: seconds for which one that is final, or that nobody has begun, is kept; None for ever.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class TransactionLog:
         state: State = State.INITIAL,
         session: ClientSession | None = None,
         mark: ObjectId | None = None,
+        is_queued: bool = False,
     ) -> bool:
         """
         Store a new transaction, with the server's time.
@@ -147,6 +149,7 @@ class TransactionLog:
             fields: what it has beside id, state and time.
             transaction_id: its id.
             state: where it begins; this application's marker comes with every state but initial.
+            is_queued: recovery begins it, as after `note_queued`; it has this application's marker.
             session: of a MongoDB transaction, if it is stored in one.
             mark: who stores it, by which it is known again: an earlier MongoDB transaction may have been committed
                 though it was told otherwise.
@@ -162,10 +165,12 @@ class TransactionLog:
         self._refuse_late(mark, transaction_id)
         whole = {
             **fields,
-            **({} if state is State.INITIAL else {"application": self._application}),
+            **({} if state is State.INITIAL and not is_queued else {"application": self._application}),
             **({} if mark is None else {"driver": mark}),
         }
         begun: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
+        if is_queued:
+            begun["queuedAt"] = "$$NOW"
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
@@ -436,6 +441,21 @@ class TransactionLog:
         """From initial to canceled: nothing was done yet."""
         return self._update(seen.guard, State.CANCELED, {"reason": reason}, version=False)
 
+    def expire(self, seen: Transaction) -> Transaction | None:
+        """From initial to canceled, since nobody has begun it for so long; None if somebody has, or has queued it."""
+        assert self._retention is not None
+        reason = f"nobody has begun it for {duration(self._retention)}"
+        guard = {**seen.guard, "queuedAt": None}
+        return self._update(guard, State.CANCELED, {"reason": reason}, version=False)
+
+    def unattended(self) -> Document:
+        """Return the condition of initial ones that recovery takes: queued, or not begun within the retention."""
+        queued: Document = {"queuedAt": {"$exists": True}}
+        if self._retention is None:
+            return queued
+        expired = {"lastModified": {"$type": "date"}, "$expr": is_older(self._retention)}
+        return {"$or": [queued, expired]}
+
     def note_stopped(self, seen: Transaction, why: str) -> bool:
         """
         Note in a transaction what keeps it in its state until a person has put it right; its next step removes that.
@@ -519,6 +539,12 @@ class TransactionLog:
             for row in self.collection.aggregate(stages):
                 found[state] = Standing(row["count"], max(row["oldest"] or 0, 0) / 1000, row["abandoned"])
         return found
+
+    def server_time(self) -> datetime:
+        """Return the time by the server's clock."""
+        answer = self.collection.database.command("hello", codec_options=self.collection.codec_options)
+        now: datetime = answer["localTime"]
+        return now
 
     def ours(self) -> Document:
         """The condition of those of this application, and of nobody's."""

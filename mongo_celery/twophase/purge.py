@@ -1,10 +1,10 @@
 """
-Removing transactions that are final, for good.
+Removing transactions that are final, or that nobody has begun.
 
-What is not final is never removed, nor what is younger than the deadline: until then somebody whose answer was lost
-may ask for the same again, under the same id. What is being compensated stays until that is final: if that is canceled,
-another attempt can be made. A compensation stays for as long as what it takes back is there: of one
-that is gone nobody could tell whether it had been done.
+What is in progress or queued is never removed, nor what is younger than the deadline: until then somebody whose answer
+was lost may ask for the same again, under the same id. What is being compensated stays until that is final: if that is
+canceled, another attempt can be made. A compensation stays for as long as what it takes back is there: of one that is
+gone nobody could tell whether it had been done.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ class Purge:
     Attributes:
         done: transactions that were done.
         canceled: transactions that were canceled.
+        initial: transactions that were stored, and that nobody has begun or queued.
         kept: compensations that are old enough, and stay, since what they take back is there, or they are being taken
             back themselves.
     """
 
     done: int
     canceled: int
+    initial: int
     kept: int
 
 
 class Purger:
     """
-    Removes what is final from one log.
+    Removes what is final, or was never begun, from one log.
 
     Args:
         log: of the transactions.
@@ -76,7 +78,8 @@ class Purger:
         kept = self._pass(is_compensation=True)
         while kept and self._has_removed and not self._is_trial:
             kept = self._pass(is_compensation=True)
-        return Purge(self._removed[State.DONE], self._removed[State.CANCELED], kept)
+        done, canceled, initial = (self._removed[each] for each in (State.DONE, State.CANCELED, State.INITIAL))
+        return Purge(done, canceled, initial, kept)
 
     def _pass(self, *, is_compensation: bool) -> int:
         """Remove what may go; how many were kept."""
@@ -118,4 +121,4 @@ class Purger:
         if going and not self._is_trial:
             ids = [each["_id"] for each in going]
             self._bounded(lambda: self._final.remove(ids))
-        self._removed.update(FINAL[each["state"]] for each in going)
+        self._removed.update(FINAL.get(each["state"], State.INITIAL) for each in going)

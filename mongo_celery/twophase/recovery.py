@@ -381,6 +381,8 @@ class Recoverer:
             return self._log.take_over(
                 read, coordinator.identity, older_than=self._age, any_application=self._any_application
             )
+        if "queuedAt" not in read.document:
+            return self._log.expire(read)
         if self._completion.way_of(read) is not Way.DOCUMENTS:
             return read
         try:

@@ -78,7 +78,8 @@ class TwoPhaseCommit:
             where they are in several, markers in the documents of standalone servers; or `"documents"`: markers always.
         deadline: seconds after which a transaction that was begun and is not applied cancels itself.
         retention: seconds for which a transaction is kept that is done or canceled, not less than `deadline`; None for
-            ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept.
+            ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept. One that
+            nobody begins for so long is canceled by recovery.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has another of this name.
@@ -423,24 +424,37 @@ class TwoPhaseCommit:
             raise _too_late(ended)
         return ended
 
-    def compensate(self, id: Any) -> Any:  # noqa: A002
+    def compensate(self, id: Any, *, run: bool = True) -> Any:  # noqa: A002
         """
-        Begin the opposite of a transaction that is done; run it like any other.
+        Take back a transaction that is done, by the opposite transaction.
 
-        Afterwards there is one compensation that is not canceled, however many ask for it at once: nothing is
-        compensated twice. One that was canceled is followed by another attempt.
+        Afterwards it is taken back, once, however many ask for it at the same time. If the call is interrupted, the
+        same call finishes it, and so does recovery once the opposite transaction is stored. If the opposite transaction
+        was canceled, since what was paid is spent, the next call makes another attempt.
+
+        Args:
+            id: of the transaction.
+            run: whether to run the opposite transaction here. With False it is stored, and `run`, `delay` or recovery
+                carries it out.
 
         Returns:
-            Its id: `{"compensates": id}`, with `attempt` from the second on.
+            The id of the opposite transaction: `{"compensates": id}`, with `attempt` from the second on.
 
         Raises:
-            TransactionStateError: the transaction is not done.
+            TransactionCanceledError: the opposite transaction was rolled back, so nothing is taken back.
+            TransactionStateError: the transaction is not done, or its compensation is gone or another application's.
             ConfigurationError: it is a transfer between other accounts.
+            TransactionTimeoutError: MongoDB did not answer in time. Call it again, or leave it to recovery.
         """
         with self._completion.bounded() as deadline:
-            return self._completion.until_answered(
-                lambda: self._compensations.begun(id, deadline), deadline, hint="compensate it again", id=id
+            identity = self._completion.until_answered(
+                lambda: self._compensations.stored(id, deadline), deadline, hint="compensate it again", id=id
             )
+            if run:
+                _ended(self._run(identity, deadline))
+            else:
+                self._watch.needed()
+            return identity
 
     def flush(self, timeout: Duration | None = None) -> bool:
         """
@@ -506,12 +520,12 @@ class TwoPhaseCommit:
 
     def purge(self, older_than: Duration, *, all: bool = False, dry_run: bool = False) -> Purge:  # noqa: A002
         """
-        Remove transactions that are done or canceled; all others stay.
+        Remove transactions that are done or canceled, or that nobody has begun or queued; all others stay.
 
-        Afterwards nobody can show or compensate them, and their ids may be used again: what was removed and is begun
-        once more under the same id is done once more, and has compensations of its own. A compensation stays as long as
-        what it takes back. The option `retention` lets new ones expire by themselves. It lasts as long as there is
-        something to remove; the timeout is one of each call to the server.
+        Afterwards nobody can show, run or compensate them, and their ids may be used again: what was removed and is
+        begun once more under the same id is done once more, and has compensations of its own. A compensation stays as
+        long as what it takes back. The option `retention` lets new ones expire by themselves. It lasts as long as there
+        is something to remove; the timeout is one of each call to the server.
 
         Args:
             older_than: seconds since the last step, by the server's clock; not less than the deadline.
@@ -666,7 +680,7 @@ def _too_late(transaction: Transaction) -> TransactionStateError:
     identity = transaction.id
     return TransactionStateError(
         f"transaction {identity!r} is {transaction.state}: it can no longer be canceled. compensate({identity!r}) "
-        "begins the opposite transaction.",
+        "takes it back.",
         id=identity,
         state=transaction.state,
     )

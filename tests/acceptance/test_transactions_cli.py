@@ -46,21 +46,25 @@ def test_what_is_final_is_removed_once_somebody_says_yes(database: Database[dict
     """And not by a trial; what recovery would take is listed by one, too."""
     stored = {"source": "A", "destination": "B", "value": 1, "lastModified": datetime(2020, 1, 1, tzinfo=UTC)}
     collection = database["transfers"]
-    collection.insert_many([{"_id": state, "state": state, **stored} for state in ("done", "canceled", "pending")])
+    collection.insert_many(
+        [{"_id": state, "state": state, **stored} for state in ("done", "canceled", "pending", "initial")]
+    )
 
     def typed(*arguments: str, text: str = "") -> Done:
         return transactions(mongo_url, *arguments, names=database.name, text=text)
 
+    listed = typed("list", "--state", "initial")
+    assert "nobody has begun it" in listed.stdout
     tried = typed("purge", "--older-than", "3600", "--dry-run", "--json")
-    assert json.loads(tried.stdout) == {"done": 1, "canceled": 1, "kept": 0, "dry_run": True}
+    assert json.loads(tried.stdout) == {"done": 1, "canceled": 1, "initial": 1, "kept": 0, "dry_run": True}
     refused = typed("purge", "--older-than", "3600", text="n\n")
     assert refused.returncode == 1
-    assert "Would remove 1 transaction done, 1 canceled.\nRemove them for good? [y/N]" in refused.stderr
+    assert "Would remove 1 transaction done, 1 canceled, 1 never begun.\nRemove them for good? [y/N]" in refused.stderr
     one_sentence(typed("purge", "--older-than", "5", "--yes"), "less than the deadline of 600 s")
-    [listed] = typed("recover", "--dry-run", "--json").stdout.splitlines()
-    assert json.loads(listed)["_id"] == "pending"
-    assert collection.count_documents({}) == 3
+    [found] = typed("recover", "--dry-run", "--json").stdout.splitlines()
+    assert json.loads(found)["_id"] == "pending"
+    assert collection.count_documents({}) == 4
 
     removed = typed("purge", "--older-than", "3600", "--yes")
-    assert removed.stdout == "Removed 1 transaction done, 1 canceled.\n"
+    assert removed.stdout == "Removed 1 transaction done, 1 canceled, 1 never begun.\n"
     assert [each["_id"] for each in collection.find()] == ["pending"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from bson import Decimal128, ObjectId
-from pymongo import MongoClient, WriteConcern
+from pymongo import MongoClient, WriteConcern, monitoring
 from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
@@ -114,7 +114,7 @@ def test_what_is_paid_is_what_is_taken_to_the_last_digit(bank: TwoPhaseCommit, d
         bank.transfer("A", "B", Decimal("123.45"))
     for source, destination in ("CD", "EF"):
         bank.transfer(source, destination, digits, require={})
-    bank.run(bank.compensate(bank.transfer("E", "F", digits, require={})))
+    bank.compensate(bank.transfer("E", "F", digits, require={}))
 
     left: dict[str, Any] = balances(database)
     assert (left["A"], left["B"]) == (Decimal128("876.55"), Decimal128("1123.45"))
@@ -345,12 +345,93 @@ def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
     done = bank.transfer("A", "B", 100)
     with pytest.raises(TransactionStateError, match="compensate"):
         bank.cancel(done)
-    back = bank.compensate(done)
-    assert bank.compensate(done) == back
-    bank.run(back)
-    assert balances(database) == {"A": 1000, "B": 1000}
+    assert balances(database) == {"A": 900, "B": 1100}
     with pytest.raises(TransactionStateError, match="only one that is done"):
         bank.compensate(waiting)
+
+
+def test_what_is_compensated_has_come_back_when_the_call_returns(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """Once, however often it is asked for; what was spent meanwhile is an error, and another attempt later."""
+    make_accounts(database, C=0)
+    done = bank.transfer("A", "C", 100)
+    assert balances(database) == {"A": 900, "B": 1000, "C": 100}
+    assert [bank.compensate(done), bank.compensate(done)] == [{"compensates": done}] * 2
+    assert balances(database) == {"A": 1000, "B": 1000, "C": 0}
+
+    spent = bank.transfer("A", "C", 100)
+    bank.transfer("C", "B", 100)
+    for _ in range(2):
+        with pytest.raises(TransactionCanceledError, match="does not meet"):
+            bank.compensate(spent)
+    bank.transfer("B", "C", 100)
+    assert bank.compensate(spent) == {"compensates": spent, "attempt": 3}
+    assert balances(database) == {"A": 1000, "B": 1000, "C": 0}
+
+
+class Interrupting(monitoring.CommandListener):
+    """
+    Has Ctrl-C pressed before a command is sent, or after its answer has come.
+
+    Not before a commit is sent: PyMongo aborts no more then, and the server keeps documents locked for a minute.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.when = "started"
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        if event.command_name != "commitTransaction":
+            self._count("started", event.command_name)
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        self._count("succeeded", event.command_name)
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+    def _count(self, when: str, command: str) -> None:
+        if when == self.when and command not in {"abortTransaction", "endSessions"} and self.left > 0:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("finished_by", ["the same call", "recovery"])
+@pytest.mark.parametrize("when", ["started", "succeeded"])
+def test_a_compensation_that_is_interrupted_anywhere_happens_once(
+    bank: TwoPhaseCommit, database: Database[Document], mongo_url: str, when: str, finished_by: str
+) -> None:
+    """At each of its commands; recovery finishes what was stored, and whoever asks again finds the same."""
+    interrupting, number, stored = Interrupting(), 0, 0
+    with MongoClient[Document](mongo_url, event_listeners=[interrupting]) as client:
+        fragile = TwoPhaseCommit(
+            None, client[database.name]["transactions"], application="bank", protocol=bank._options.protocol
+        )
+        fragile.compensate(fragile.transfer("A", "B", 1))  # indexes
+        interrupted = True
+        while interrupted:
+            number += 1
+            done = bank.transfer("A", "B", 100)
+            interrupting.left, interrupting.when = number, when
+            try:
+                fragile.compensate(done)
+            except KeyboardInterrupt:
+                pass
+            else:
+                interrupted = False
+            interrupting.left = 0
+            if finished_by == "recovery":
+                stored += bank.stored({"compensates": done}) is not None
+                bank.recover(0)
+            if finished_by == "the same call" or bank.stored({"compensates": done}) is None:
+                assert bank.compensate(done) == {"compensates": done}
+            assert bank.read({"compensates": done}).state == "done"
+            assert balances(database) == {"A": 1000, "B": 1000}
+    assert number > 4
+    assert finished_by != "recovery" or stored > 2
+    assert markers(database) == []
 
 
 def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can(

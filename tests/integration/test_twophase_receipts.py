@@ -139,7 +139,7 @@ def test_what_is_decided_is_done_for_everybody_before_the_log_says_so(
         else:
             with pytest.raises(TransactionStateError, match="can no longer be canceled"):
                 clusters.bank.cancel(identity)
-            clusters.bank.run(clusters.bank.compensate(identity))
+            clusters.bank.compensate(identity)
         gate.released.set()
         assert bank.flush()
 
@@ -177,7 +177,7 @@ def test_one_whose_log_has_not_followed_can_be_compensated_at_once(clusters: Clu
     with listened(clusters, gate) as (bank, parts):
         identity = bank.begin(parts, run=True)
         assert gate.held.wait(60)
-        clusters.bank.run(clusters.bank.compensate(identity))
+        clusters.bank.compensate(identity)
         gate.released.set()
     assert clusters.balances() == UNTOUCHED
 
@@ -522,7 +522,6 @@ def test_the_log_reads_only_what_is_open_and_forgets_what_is_old(clusters: Clust
     assert done["expiresAt"] > done["lastModified"]
     compensation = keeping.compensate(done["_id"])
     assert keeping.compensate(done["_id"]) == compensation
-    keeping.run(compensation)
     clusters.log.delete_one({"_id": compensation})
     with pytest.raises(TransactionStateError, match="not compensated again"):
         keeping.compensate(done["_id"])
@@ -531,7 +530,7 @@ def test_the_log_reads_only_what_is_open_and_forgets_what_is_old(clusters: Clust
 @pytest.mark.parametrize("way", [("own", "east"), ("east", "west")], ids="-".join)
 def test_a_compensation_goes_the_way_back(clusters: Clusters, way: tuple[str, ...]) -> None:
     identity = clusters.begin(*way, run=True)
-    clusters.bank.run(clusters.bank.compensate(identity))
+    clusters.bank.compensate(identity)
     assert clusters.balances() == UNTOUCHED
 
 

@@ -25,6 +25,7 @@ from mongo_celery import (
     ConfigurationError,
     Outbox,
     Participant,
+    TransactionCanceledError,
     TransactionStateError,
     TransactionTimeoutError,
     TwoPhaseCommit,
@@ -436,16 +437,19 @@ def test_only_what_is_final_and_old_enough_is_removed(bank: TwoPhaseCommit) -> N
         ("p", "pending"),
         ("i", "initial"),
     ]
+    queued = bank.transfer("A", "B", 1, run=False)
+    bank.log.note_queued(queued)
+    collection.update_one({"_id": queued}, {"$set": {"lastModified": LONG_AGO}})
     collection.insert_many([{"_id": each, "state": state, "lastModified": LONG_AGO} for each, state in kinds])
     collection.insert_one({"_id": "other", "state": "done", "lastModified": LONG_AGO, "application": "App2"})
     young = bank.transfer("A", "B", 1)
     tried = bank.purge(3600, dry_run=True)
-    assert tried == Purge(done=1, canceled=2, kept=0)
-    assert collection.count_documents({}) == 7
+    assert tried == Purge(done=1, canceled=2, initial=1, kept=0)
+    assert collection.count_documents({}) == 8
 
     assert bank.purge(3600) == tried
-    assert {each["_id"] for each in collection.find()} == {"p", "i", "other", young}
-    assert bank.purge(timedelta(hours=1), all=True) == Purge(done=1, canceled=0, kept=0)
+    assert {each["_id"] for each in collection.find()} == {"p", "other", young, queued}
+    assert bank.purge(timedelta(hours=1), all=True) == Purge(done=1, canceled=0, initial=0, kept=0)
     with pytest.raises(ConfigurationError, match="less than the deadline of 600 s"):
         bank.purge(60)
 
@@ -454,16 +458,15 @@ def test_a_compensation_stays_with_what_it_takes_back(bank: TwoPhaseCommit) -> N
     """Else it could be done again, or never; and it goes with it."""
     first = bank.transfer("A", "B", 100)
     second = bank.compensate(first)
-    bank.run(second)
-    bank.run(bank.compensate(second))
+    bank.compensate(second)
     aged = {"$set": {"lastModified": LONG_AGO}}
     bank.transactions.update_many({"_id": {"$ne": first}}, aged)
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, kept=2)
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, initial=0, kept=2)
     assert bank.compensate(first) == second
 
     bank.transactions.update_many({}, aged)
-    assert bank.purge(3600, dry_run=True) == Purge(done=3, canceled=0, kept=0)
-    assert bank.purge(3600) == Purge(done=3, canceled=0, kept=0)
+    assert bank.purge(3600, dry_run=True) == Purge(done=3, canceled=0, initial=0, kept=0)
+    assert bank.purge(3600) == Purge(done=3, canceled=0, initial=0, kept=0)
     with pytest.raises(TransactionStateError, match="there is no transaction"):
         bank.compensate(first)
 
@@ -474,9 +477,7 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(
 ) -> None:
     """That of its predecessor takes back what the predecessor did, whether that has been done or not."""
     bank.transfer("A", "B", 100, id="order")
-    first = bank.compensate("order")
-    if is_run:
-        bank.run(first)
+    first = bank.compensate("order", run=is_run)
     if older:  # an older version stored no mark
         bank.transactions.update_one({"_id": first}, {"$unset": {"takesBack": ""}})
     bank.transactions.delete_one({"_id": "order"})  # as it expires
@@ -484,8 +485,6 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(
     bank.transfer("B", "A", 7, id="order")
     second = bank.compensate("order")
     assert second == bank.compensate("order") == {"compensates": "order", "attempt": 2}
-    bank.run(second)
-    assert bank.compensate("order") == second
     bank.run(first)
     assert {each["_id"]: each["balance"] for each in bank.accounts.find()} == {"A": 1000, "B": 1000}
 
@@ -493,15 +492,14 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(
 def test_what_is_being_compensated_is_not_purged(bank: TwoPhaseCommit) -> None:
     """Its compensation may yet be canceled: then there has to be another attempt."""
     done = bank.transfer("A", "B", 100)
-    compensation = bank.compensate(done)
+    compensation = bank.compensate(done, run=False)
     bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, kept=0)
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, initial=0, kept=0)
     bank.cancel(compensation)
     second = bank.compensate(done)
     assert second == {"compensates": done, "attempt": 2}
-    bank.run(second)
     bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=2, canceled=1, kept=0)
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=2, canceled=1, initial=0, kept=0)
 
 
 def test_a_purge_leaves_what_has_several_states(bank: TwoPhaseCommit) -> None:
@@ -510,7 +508,7 @@ def test_a_purge_leaves_what_has_several_states(bank: TwoPhaseCommit) -> None:
     bank.transactions.insert_many(
         [{"_id": number, "state": state, "lastModified": LONG_AGO} for number, state in enumerate(states)]
     )
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=1, canceled=0, kept=0)
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=1, canceled=0, initial=0, kept=0)
     assert [each["_id"] for each in bank.transactions.find().sort("_id", 1)] == [0, 1]
 
 
@@ -525,7 +523,7 @@ def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatc
     bank.transactions.insert_many([{"_id": each, **old} for each in ids[300:]])
     profiled = bank.transactions.database
     profiled.command({"profile": 2})
-    assert bank.purge(3600) == Purge(done=61, canceled=0, kept=0)
+    assert bank.purge(3600) == Purge(done=61, canceled=0, initial=0, kept=0)
     profiled.command({"profile": 0})
 
     assert bank.transactions.count_documents({}) == 300
@@ -540,10 +538,34 @@ def test_no_compensation_expires_before_what_it_takes_back(database: Database[Do
     make_accounts(database, A=1000, B=1000)
     keeping = TwoPhaseCommit(None, database["transactions"], application="bank", retention=3600)
     done = keeping.transfer("A", "B", 100)
-    keeping.run(keeping.compensate(done))
+    keeping.compensate(done)
 
     stored = {str(each["_id"]): "expiresAt" in each for each in database["transactions"].find()}
     assert list(stored.values()) == [True, False]
+
+
+def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """Recovery cancels it with a reason after the retention; what was queued, or is younger, is somebody's."""
+    keeping = TwoPhaseCommit(
+        Celery("bank", broker="memory://"), database["transactions"], retention=3600, older_than=0.001
+    )
+    for identity in ("old", "queued", "young"):
+        bank.transfer("A", "B", 1, id=identity, run=False)
+    keeping.delay("queued")
+    aged = datetime.now(UTC) - timedelta(hours=2)
+    database["transactions"].update_many({"_id": {"$ne": "young"}}, {"$set": {"lastModified": aged}})
+
+    assert {each["_id"] for each in keeping.abandoned()} == {"old", "queued"}
+    assert {each["_id"] for each in bank.abandoned(0)} == {"queued"}
+    assert {each.id: (each.before, each.after) for each in keeping.recover()} == {
+        "old": ("initial", "canceled"),
+        "queued": ("initial", "done"),
+    }
+    with pytest.raises(TransactionCanceledError, match="nobody has begun it"):
+        bank.transfer("A", "B", 1, id="old")
+    assert (bank.stored("old") or {})["expiresAt"] > datetime.now(UTC)
+    assert bank.run("young").state == "done"
+    assert {each["_id"]: each["balance"] for each in bank.accounts.find()} == {"A": 998, "B": 1002}
 
 
 def test_a_retention_below_the_deadline_is_refused(database: Database[Document]) -> None:

@@ -129,7 +129,7 @@ def _cancel(coordinator: TwoPhaseCommit, identity: Any, request: HttpRequest) ->
 
 
 def _compensate(coordinator: TwoPhaseCommit, identity: Any, request: HttpRequest) -> Transaction:  # noqa: ARG001
-    return coordinator.run(coordinator.compensate(identity))
+    return coordinator.read(coordinator.compensate(identity))
 
 
 def _named(request: HttpRequest) -> tuple[TwoPhaseCommit, Transaction]:
@@ -176,8 +176,12 @@ def _row(stored: Mapping[str, Any]) -> dict[str, Any]:
         "application": shown(f"of {application}" if application else "of no application"),
         "modified": moment(modified.isoformat()) if isinstance(modified, datetime) else "-",
         "what": shown(_what(stored)),
-        "reason": shown(stored.get("stoppedBy") or stored.get("reason") or ""),
+        "reason": shown(stored.get("stoppedBy") or stored.get("reason") or _never_begun(stored)),
     }
+
+
+def _never_begun(stored: Mapping[str, Any]) -> str:
+    return "nobody has begun it" if stored.get("state") == "initial" and "queuedAt" not in stored else ""
 
 
 def _what(stored: Mapping[str, Any]) -> str:
