@@ -47,8 +47,8 @@ def visible_in(value: Any) -> Any:
 
 
 def _number(found: re.Match[str]) -> str:
-    code = ord(found.group())
-    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"  # noqa: PLR2004 - as Python writes them
+    units = found.group().encode("utf-16-be", "surrogatepass")  # as JSON writes it, so that visible JSON is still JSON
+    return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True))
 
 
 # -- log records -----------------------------------------------------------------------------------

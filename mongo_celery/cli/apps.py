@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
+
+from mongo_celery.visible import visible, visible_lines
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -32,7 +33,12 @@ class _Unpadded:
 
     def write(self, text: str) -> int:
         """Write whole lines."""
-        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+        return self._file.write("\n".join(line.rstrip(" ") for line in text.split("\n")))
+
+
+def say(text: object, *, err: bool = False) -> None:
+    """Print one line, in which whatever is foreign is made visible; `err` prints it on standard error."""
+    click.echo(visible(text), err=err)
 
 
 def json_option(each: str) -> Callable[[Any], Any]:
@@ -102,7 +108,7 @@ class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phr
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         sentence = sentence_for(error, self._concern)
         if sentence is not None:
-            raise click.ClickException(sentence) from None
+            raise click.ClickException(visible_lines(sentence, "  ")) from None
 
 
 def sentence_for(error: BaseException | None, concern: Callable[[], Concern] | None = None) -> str | None:

@@ -10,7 +10,7 @@ import click
 from celery.bin.base import handle_preload_options
 
 from mongo_celery.cli import dead_letters, names, positions
-from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
+from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors, say
 from mongo_celery.cli.grants import grants
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
 from mongo_celery.cli.snapshot import snapshot
@@ -101,7 +101,7 @@ def queues(
         for name, found in names.items():
             click.echo(json.dumps({"bridge": name, "queues": [*found, *default]}))
     else:
-        click.echo(",".join([*(queue for found in names.values() for queue in found), *default]))
+        say(",".join([*(queue for found in names.values() for queue in found), *default]))
 
 
 def _check_groups(bridges: Sequence[Wiring], groups: Collection[str | None]) -> None:
@@ -148,7 +148,7 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
             cure = line.on("resume", paused[0].subscription, [paused[0].index])
         else:
             cure = line.changes("resume", *([subscription] if subscription is not None else []))
-        click.echo(f"To let it flow again: {cure}")
+        say(f"To let it flow again: {cure}")
 
 
 @_of_partitions
@@ -207,16 +207,16 @@ def _show_results(bridge: str, past: str, results: Sequence[CommandResult], as_j
         if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "parked"})
     ]
     for each in left[:_REASONS]:
-        click.echo(each.reason)
+        say(each.reason)
     if left[_REASONS:]:
         more = number(len(left) - _REASONS, "more partition was", "more partitions were")
-        click.echo(f"{more} left as they are; --json has the reason of each.")
+        say(f"{more} left as they are; --json has the reason of each.")
     if not done:
         looked = number(len(results), "partition was", "partitions were")
-        click.echo(f"Nothing to do: {looked} looked at, and none had to be {past}.")
+        say(f"Nothing to do: {looked} looked at, and none had to be {past}.")
     for subscription in sorted({each.subscription for each in done}):
         indexes = ", ".join(str(each.index) for each in done if each.subscription == subscription)
-        click.echo(f"{subscription}: {past} {indexes}")
+        say(f"{subscription}: {past} {indexes}")
 
 
 # -- head, skip ------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def head(ctx: click.Context, subscription: str, partition: int, most: int, bridg
     from mongo_celery.cli.head_view import head_lines
 
     for line in head_lines(found, most or None):
-        click.echo(line)
+        say(line)
 
 
 @changes.command()
@@ -290,7 +290,7 @@ def skip(
     with one_sentence_errors():
         head = heads.read_halted(chosen, subscription, partition)
     for line in head_lines(head, _SMALL_EVENT):  # to standard error: it may be the only trace of the change
-        click.echo(line, err=True)
+        say(line, err=True)
     if not yes:
         question = "Pass over this change, and keep nothing of it?" if discard else "Pass over this change?"
         click.confirm(question, abort=True, err=True)
@@ -329,7 +329,7 @@ def rotate_key(ctx: click.Context, overlap: float, bridge: str | None, as_json: 
     if as_json:
         click.echo(json.dumps({"bridge": chosen.name, "in_force_at": at.isoformat(), "overlap_seconds": overlap}))
         return
-    click.echo(
+    say(
         f"{chosen.name}: a new key is announced; the listener signs with it from {at:%H:%M:%S} UTC on. The old one is "
         f"accepted for {overlap:.0f} s after that."
     )
@@ -365,13 +365,13 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
     chosen = _one_bridge(ctx, bridge)
     with one_sentence_errors():
         lost = going_on.read_lost(chosen, subscription)
-    click.echo(f"{subscription} stands at {moment(lost.at.as_datetime().isoformat())}", err=True)
-    click.echo(f"  {lost.error}", err=True)
+    say(f"{subscription} stands at {moment(lost.at.as_datetime().isoformat())}", err=True)
+    say(f"  {lost.error}", err=True)
     if lost.decided:
-        click.echo(f"  it is decided already that it goes on ({lost.decided})", err=True)
+        say(f"  it is decided already that it goes on ({lost.decided})", err=True)
     if lost.stored:
         indexes = ", ".join(str(index) for index in lost.stored)
-        click.echo(f"  what is stored of its partitions {indexes} runs all the same", err=True)
+        say(f"  what is stored of its partitions {indexes} runs all the same", err=True)
     if not yes:
         click.confirm("Give up what it has not read?", abort=True, err=True)
     with one_sentence_errors():
@@ -379,7 +379,7 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
     if as_json:
         click.echo(json.dumps({"bridge": chosen.name, "subscription": subscription, "from": policy}))
     else:
-        click.echo(f"{subscription} goes on ({policy}) as soon as a listener leads")
+        say(f"{subscription} goes on ({policy}) as soon as a listener leads")
 
 
 # -- check -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from mongo_celery.findings import Finding
 from mongo_celery.quantities import number
+from mongo_celery.visible import visible
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -28,13 +29,14 @@ def check_view(name: str, findings: Sequence[Finding]) -> RenderableType:
     parts: list[RenderableType] = [Text(name, style="bold"), table]
     for finding in findings:
         if finding.level == "ok":
-            table.add_row(Text(finding.level, style=_COLORS[finding.level]), Text(finding.name), Text(finding.message))
+            level = Text(finding.level, style=_COLORS[finding.level])
+            table.add_row(level, Text(finding.name), Text(visible(finding.message)))
     for level in ("warning", "error"):
         for finding in reversed([each for each in findings if each.level == level]):
-            text = Text.assemble((finding.level, _COLORS[finding.level]), f" {finding.name}: {finding.message}")
-            parts.append(text)
+            sentence = f" {finding.name}: {visible(finding.message)}"
+            parts.append(Text.assemble((finding.level, _COLORS[finding.level]), sentence))
             if finding.command is not None:
-                parts.append(Text(f"    {finding.command}", style="bold", no_wrap=True, overflow="ignore"))
+                parts.append(Text(f"    {visible(finding.command)}", style="bold", no_wrap=True, overflow="ignore"))
     return Group(*parts, Text(_verdict(findings)))
 
 

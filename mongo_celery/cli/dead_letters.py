@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors
+from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.letter_commands import Found, LetterResult
@@ -86,7 +86,7 @@ def list_dead_letters(ctx: click.Context, /, *, as_json: bool, **given: Any) -> 
     from mongo_celery.cli.dead_letters_view import list_lines
 
     for line in list_lines(wiring.name, found, letters):
-        click.echo(line)
+        say(line)
 
 
 @dead_letters.command()
@@ -114,9 +114,9 @@ def show(ctx: click.Context, /, *, as_json: bool, **given: Any) -> None:
 
     for letter, change in letters:
         for line in show_lines(letter, change, leads=found.leads):
-            click.echo(line)
+            say(line)
     if found.count > len(letters):
-        click.echo(f"and {found.count - len(letters)} more: --limit")
+        say(f"and {found.count - len(letters)} more: --limit")
 
 
 @dead_letters.command()
@@ -164,7 +164,7 @@ def replay(
     words = "would be replayed" if dry_run else "are to be replayed"
     _show(wiring, found, results, "requested", words, dry_run=dry_run, as_json=as_json)
     if not as_json and not dry_run and not found.leads and any(each.result == "requested" for each in results):
-        click.echo("No listener leads: they are replayed as soon as one does.")
+        say("No listener leads: they are replayed as soon as one does.")
     ctx.exit(1 if any(each.result == "refused" for each in results) else 0)
 
 
@@ -239,7 +239,7 @@ def set_aside(
         found = heads.read_all_halted(wiring, handler, partition)
     for head in found:
         for line in head_lines(head, _SMALL_EVENT):
-            click.echo(line, err=True)
+            say(line, err=True)
     if found and not dry_run and not yes:
         click.confirm("Move to the dead letters, and go on?", abort=True, err=True)
     done, refused = [], []
@@ -250,7 +250,7 @@ def set_aside(
             except CommandRefusedError as error:
                 refused.append({"subscription": handler, "index": head.index, "reason": str(error)})
     if as_json:
-        click.echo(
+        say(
             json.dumps(
                 {
                     "bridge": wiring.name,
@@ -264,11 +264,11 @@ def set_aside(
         )
     else:
         for each in refused:
-            click.echo(each["reason"])
+            say(each["reason"])
         if dry_run or not found:
-            click.echo(f"{handler}: {number(len(found), 'halted partition', 'halted partitions')}, nothing was changed")
+            say(f"{handler}: {number(len(found), 'halted partition', 'halted partitions')}, nothing was changed")
         elif done:
-            click.echo(f"{handler}: set aside {', '.join(str(each.index) for each in done)}")
+            say(f"{handler}: set aside {', '.join(str(each.index) for each in done)}")
     ctx.exit(1 if refused else 0)
 
 
@@ -314,7 +314,7 @@ def _ask(letters: Sequence[Letter], question: str, *, yes: bool) -> None:
 
     ids = short_ids([each.id for each in letters])
     for id_, each in zip(ids, letters, strict=True):  # to standard error: it may be their only trace
-        click.echo(f"{id_}  {each.subscription}  {each.key}", err=True)
+        say(f"{id_}  {each.subscription}  {each.key}", err=True)
     if not yes:
         count = number(len(letters), "dead letter", "dead letters")
         click.confirm(f"{count}. {question}", abort=True, err=True)
@@ -340,14 +340,14 @@ def _show(
         return
     for each in results:
         if each.reason:
-            click.echo(each.reason)
+            say(each.reason)
     more = sum(each.id not in {letter.id for letter in found.letters} for each in done)  # firsts of parked keys
-    click.echo(f"{wiring.name}: {len(done)} of {found.count + more} dead letters {words}")
+    say(f"{wiring.name}: {len(done)} of {found.count + more} dead letters {words}")
     follow = sum(each.follow for each in results if each.result == result)
     if follow:
-        click.echo(f"{_followers(follow)} {'follows' if follow == 1 else 'follow'}, in order")
+        say(f"{_followers(follow)} {'follows' if follow == 1 else 'follow'}, in order")
     if found.count > len(found.letters):
-        click.echo(f"{found.count - len(found.letters)} more were not looked at: repeat the command, or raise --limit")
+        say(f"{found.count - len(found.letters)} more were not looked at: repeat the command, or raise --limit")
 
 
 def _followers(count: int) -> str:

@@ -78,10 +78,10 @@ def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bo
         yield f"    {id_}"
     yield f"  error: {plain['error']}"
     if plain["traceback"]:
-        yield plain["traceback"].rstrip()
+        yield from (f"    {line}" for line in plain["traceback"].rstrip().split("\n"))
     if change["event"] is not None:
         yield f"  its change, {size(plain['bytes'])}:"
-        yield json.dumps(change["event"], indent=2, ensure_ascii=False)
+        yield from json.dumps(change["event"], indent=2, ensure_ascii=False).split("\n")
     elif change["raw"] is not None:
         yield "  its change cannot be read as a document; --json has its bytes in base64"
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import all_of, json_option, one_sentence_errors
+from mongo_celery.cli.apps import all_of, json_option, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.grants import Right
@@ -60,7 +60,8 @@ def grants(
             if as_json:
                 click.echo(json.dumps(_answer(each.name, role, [create, *filter(None, [grant])], rights)))
             else:
-                click.echo("\n".join([*_script(each.name, role, create, rights), *_granting(grant), ""]))
+                for line in [*_script(each.name, role, create, rights), *_granting(grant), ""]:
+                    say(line)
 
 
 def _answer(bridge: str, role: str, commands: Sequence[dict[str, Any]], rights: Sequence[Right]) -> dict[str, Any]:

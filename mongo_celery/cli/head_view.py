@@ -49,6 +49,6 @@ def _event(head: Head, most: int | None) -> Iterator[str]:
         yield "  these cannot be read as a document; --json has them in base64"
         return
     text = json.dumps(head.event, indent=2, ensure_ascii=False)
-    yield text[:most]
+    yield from text[:most].split("\n")
     if most is not None and len(text) > most:
         yield f"... and {len(text) - most} characters more"

@@ -112,6 +112,7 @@ def _run(
     from mongo_celery.cli.log_lines import give_lines_a_time
     from mongo_celery.errors import MongoCeleryError
     from mongo_celery.mongo.redaction import without_credentials
+    from mongo_celery.visible import visible
 
     app.log.setup(loglevel, logfile)
     give_lines_a_time(app)
@@ -121,5 +122,5 @@ def _run(
                 stack.callback(create_pidlock(pidfile).release)
             return run_listeners(app, bridges, on_history_lost, beside=beside)
     except MongoCeleryError as error:
-        click.secho(f"Error: {without_credentials(str(error))}", fg="red", err=True)
+        click.secho(f"Error: {visible(without_credentials(str(error)))}", fg="red", err=True)
         return 1

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import console_of, json_option, one_sentence_errors
+from mongo_celery.cli.apps import console_of, json_option, one_sentence_errors, say
+from mongo_celery.visible import visible
 
 if TYPE_CHECKING:
     from pymongo import MongoClient
@@ -61,7 +62,7 @@ def list_locks(ctx: click.Context, older_than: float | None, url: str | None, as
         return
     _show(ctx, found)
     if not found:
-        click.echo("There is no open transaction.")
+        say("There is no open transaction.")
 
 
 @locks.command()
@@ -99,9 +100,9 @@ def free(
         if as_json:
             click.echo(json.dumps({**each.plain(), "result": results[each.id]}))
         else:
-            click.echo(f"{each.id}: {_RESULTS[results[each.id]]}")
+            say(f"{each.id}: {_RESULTS[results[each.id]]}")
     if not chosen and not as_json:
-        click.echo("There is no transaction of a dead client.")
+        say("There is no transaction of a dead client.")
     ctx.exit(1 if "refused" in results.values() else 0)
 
 
@@ -182,7 +183,7 @@ def _dead(clients: Sequence[MongoClient[Any]]) -> list[Found]:
     if not lost:
         return []
     watched = number(len(lost), "transaction", "transactions")
-    click.echo(f"Watching {watched} of clients without a connection for {DEAD_SECONDS:g} s.", err=True)
+    say(f"Watching {watched} of clients without a connection for {DEAD_SECONDS:g} s.", err=True)
     threading.Event().wait(DEAD_SECONDS)
     return [(client, each) for client, each in _found(clients) if each.is_dead]
 
@@ -233,7 +234,7 @@ def _say_what_is_hidden(clients: Sequence[MongoClient[Any]]) -> None:
     with pymongo.timeout(ANSWER_SECONDS):
         seen = all(map(sees_all, clients))
     if not seen:
-        click.echo("Those of other MongoDB users are not shown: that needs inprog on the cluster.", err=True)
+        say("Those of other MongoDB users are not shown: that needs inprog on the cluster.", err=True)
 
 
 def _show(ctx: click.Context, found: Sequence[OpenTransaction], *, err: bool = False) -> None:
@@ -242,5 +243,6 @@ def _show(ctx: click.Context, found: Sequence[OpenTransaction], *, err: bool = F
 
     console = console_of(ctx, err=err)
     for each in found:  # no markup: an appName is anybody's
-        console.print(Text(f"{each.id}  {each.state}  {each.server}"), soft_wrap=True)  # an id is there to be copied
-        console.print(Padding(Text(str(each)), (0, 0, 0, 2), expand=False))
+        identity = visible(f"{each.id}  {each.state}  {each.server}")
+        console.print(Text(identity), soft_wrap=True)  # an id is there to be copied
+        console.print(Padding(Text(visible(each)), (0, 0, 0, 2), expand=False))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from mongo_celery.cli.apps import one_sentence_errors
+from mongo_celery.cli.apps import one_sentence_errors, say
 from mongo_celery.cli.positions import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge
 
 
@@ -44,7 +44,7 @@ def rename(
     with one_sentence_errors():
         plan = renaming.plan_rename(wiring, old, new)
     for line in name_lines(plan):
-        click.echo(line, err=not dry_run or as_json)
+        say(line, err=not dry_run or as_json)
     if not dry_run:
         if plan.leader is None and not yes:
             click.confirm(f"Let it be {new} from now on?", abort=True, err=True)
@@ -53,7 +53,7 @@ def rename(
     if as_json:
         click.echo(json.dumps({"bridge": wiring.name, "dry_run": dry_run, **plan.plain()}))
     elif not dry_run:
-        click.echo(f"{old} is {new} now; start a listener to go on")
+        say(f"{old} is {new} now; start a listener to go on")
 
 
 @click.command()
@@ -88,7 +88,7 @@ def forget(
     with one_sentence_errors():
         plan = renaming.plan_forget(wiring, handler, letters=letters)
     for line in name_lines(plan):
-        click.echo(line, err=not dry_run or as_json)
+        say(line, err=not dry_run or as_json)
     if not dry_run:
         if not yes:
             click.confirm("Remove all of it?", abort=True, err=True)
@@ -97,7 +97,7 @@ def forget(
     if as_json:
         click.echo(json.dumps({"bridge": wiring.name, "dry_run": dry_run, **plan.plain()}))
     elif not dry_run:
-        click.echo(f"{handler}: forgotten")
+        say(f"{handler}: forgotten")
 
 
 @click.command()
@@ -121,7 +121,7 @@ def adopt(ctx: click.Context, reason: str | None, yes: bool, dry_run: bool, brid
     with one_sentence_errors():
         adoption = lease_commands.plan_adoption(wiring)
     for line in adoption_lines(wiring.name, adoption):
-        click.echo(line, err=not dry_run or as_json)
+        say(line, err=not dry_run or as_json)
     if not dry_run:
         if not yes:
             click.confirm(f"Let this app lead bridge {wiring.name} from its present positions?", abort=True, err=True)
@@ -131,4 +131,4 @@ def adopt(ctx: click.Context, reason: str | None, yes: bool, dry_run: bool, brid
         answer = {"bridge": wiring.name, "adopted": not dry_run, "dry_run": dry_run}
         click.echo(json.dumps({**answer, **asdict(adoption)}))
     elif not dry_run:
-        click.echo(f"{wiring.name}: adopted.")
+        say(f"{wiring.name}: adopted.")

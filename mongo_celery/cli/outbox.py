@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import all_of, console_of, json_option, one_sentence_errors, sentence_for
+from mongo_celery.cli.apps import all_of, console_of, json_option, one_sentence_errors, say, sentence_for
 
 if TYPE_CHECKING:
     from pymongo.errors import PyMongoError
@@ -142,9 +142,9 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
         else:
             error = "" if delivery.error is None else f", {delivery.left} left: {without_credentials(delivery.error)}"
             dead = number(delivery.dead, "became a dead letter", "became dead letters")
-            click.echo(f"{each.name}: {delivery.dispatched} dispatched, {dead}{error}")
+            say(f"{each.name}: {delivery.dispatched} dispatched, {dead}{error}")
     for sentence in sentences:
-        click.echo(f"Error: {sentence}", err=True)
+        say(f"Error: {sentence}", err=True)
     ctx.exit(1 if sentences or any(delivery.error is not None for _, delivery in swept) else 0)
 
 
@@ -255,7 +255,7 @@ def replay(ctx: click.Context, /, ids: Sequence[str], everything: bool, **given:
     for chosen, entry_id in pairs:
         failed = not _replay(chosen, entry_id, given["without_document"], given["as_json"]) or failed
     if not pairs:
-        click.echo("There are no dead letters.", err=True)
+        say("There are no dead letters.", err=True)
     ctx.exit(1 if failed else 0)
 
 
@@ -274,14 +274,14 @@ def _replay(chosen: AnyOutbox, entry_id: str, without_document: bool, as_json: b
                 answer = {"outbox": chosen.name, "id": entry_id, "result": "refused", "error": sentence}
                 click.echo(json.dumps(answer))
             else:
-                click.echo(f"Error: {sentence}", err=True)
+                say(f"Error: {sentence}", err=True)
             return False
     if as_json:
         click.echo(json.dumps({"outbox": chosen.name, **asdict(done)}))
     elif done.result == "pending":
-        click.echo(f"{entry_id}: pending again as {done.entry}; the next sweep delivers it.")
+        say(f"{entry_id}: pending again as {done.entry}; the next sweep delivers it.")
     else:
-        click.echo(f"{entry_id}: published without its document.")
+        say(f"{entry_id}: published without its document.")
     return True
 
 
@@ -298,9 +298,9 @@ def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: b
 
     chosen, found = _find(_outboxes(ctx, name), id)
     # It goes to standard error: it may be the only trace of the task.
-    click.echo(f"{id}: {found.entry.get('name')} {found.entry.get('argsrepr', '')}", err=True)
-    click.echo(f"  of document {found.document!r} in {chosen.name}", err=True)
-    click.echo(f"  failed with {found.error}", err=True)
+    say(f"{id}: {found.entry.get('name')} {found.entry.get('argsrepr', '')}", err=True)
+    say(f"  of document {found.document!r} in {chosen.name}", err=True)
+    say(f"  failed with {found.error}", err=True)
     if not yes:
         click.confirm("Throw this dead letter away?", abort=True, err=True)
     with one_sentence_errors(partial(concern_of, chosen)):
@@ -308,7 +308,7 @@ def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: b
     if as_json:
         click.echo(json.dumps({"outbox": chosen.name, "id": id, "discarded": gone}))
     else:
-        click.echo(f"{id}: discarded" if gone else f"{id}: somebody else has replayed or discarded it")
+        say(f"{id}: discarded" if gone else f"{id}: somebody else has replayed or discarded it")
 
 
 # -- inside ----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from mongo_celery.quantities import duration, number
+from mongo_celery.visible import visible, visible_lines
 
 if TYPE_CHECKING:
     from mongo_celery.outbox.health import Health
@@ -51,7 +52,7 @@ def advice_view(found: Iterable[Health]) -> Sequence[Text]:
     for health in found:
         for sentence in health.advice():
             about.setdefault(sentence, []).append(health.name)
-    return [Text.assemble((", ".join(names), "bold"), ": ", sentence) for sentence, names in about.items()]
+    return [Text.assemble((", ".join(names), "bold"), ": ", visible(sentence)) for sentence, names in about.items()]
 
 
 def plain_health(health: Health) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def dead_letters_view(outbox: str, found: Sequence[DeadLetter], count: int) -> R
     """Some lines for each dead letter, with its whole id, and how many are not shown."""
     lines: list[RenderableType] = [Text.assemble((outbox, "bold"), f": {number(count, 'dead letter', 'dead letters')}")]
     for each in found:
-        lines.append(Text(f"{each.id}  {_moment(each)}"))
+        lines.append(Text(f"{visible(each.id)}  {_moment(each)}"))
         lines.append(_below(f"{each.entry.get('name', '?')} of document {each.document!r}"))
         lines.append(_below(each.error))
     if count > len(found):
@@ -107,9 +108,9 @@ def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> Render
     }
     width = max(map(len, facts)) + 2
     lines: list[RenderableType] = [
-        Text.assemble((f"{name}:".ljust(width), "dim"), str(value)) for name, value in facts.items()
+        Text.assemble((f"{name}:".ljust(width), "dim"), visible(value)) for name, value in facts.items()
     ]
-    return Group(*lines, Text(found.traceback.rstrip()))
+    return Group(*lines, Text(visible_lines(found.traceback.rstrip(), "  ")))
 
 
 def _payload(entry: Mapping[str, Any]) -> Any:
@@ -124,5 +125,5 @@ def _moment(found: DeadLetter) -> str:
 def _below(text: str) -> RenderableType:
     """Its first line, some characters of it; on more lines of a narrow terminal."""
     line = text.splitlines()[0] if text else ""
-    shown = line if len(line) <= _CHARACTERS else line[: _CHARACTERS - 3] + "..."
+    shown = visible(line if len(line) <= _CHARACTERS else line[: _CHARACTERS - 3] + "...")
     return Padding(Text(shown), (0, 0, 0, 2), expand=False)

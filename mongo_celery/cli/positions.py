@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors
+from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -71,7 +71,7 @@ def rewind(
     with one_sentence_errors():
         plan = plan_rewind(wiring, handler, parse_place(to), key=key, source=source)
     for line in plan_lines(plan):
-        click.echo(line, err=not dry_run or as_json)
+        say(line, err=not dry_run or as_json)
     if dry_run:
         if as_json:
             click.echo(json.dumps({"bridge": wiring.name, "dry_run": True, **plan.plain()}))
@@ -86,7 +86,7 @@ def rewind(
         click.echo(json.dumps({"bridge": wiring.name, "dry_run": False, **plan.plain(), **done}))
         return
     for line in rewound_lines(plan, moved):
-        click.echo(line)
+        say(line)
 
 
 @click.command()
@@ -140,9 +140,9 @@ def replay(
     with one_sentence_errors():
         end = None if until is None else parse_place(until)
         asking = Asking(handler, parse_place(start), end, key, source)
-        plan = plan_replay(wiring, asking, lambda *so_far: click.echo(progress_line(*so_far), err=True))
+        plan = plan_replay(wiring, asking, lambda *so_far: say(progress_line(*so_far), err=True))
     for line in replay_lines(plan):
-        click.echo(line, err=not dry_run or as_json)
+        say(line, err=not dry_run or as_json)
     asks = bool(plan.letters) and not dry_run
     if asks:
         if not yes:
@@ -153,7 +153,7 @@ def replay(
         click.echo(json.dumps({"bridge": wiring.name, "dry_run": dry_run, "over_newer": over_newer, **plan.plain()}))
     elif asks:
         for line in replayed_lines(plan):
-            click.echo(line)
+            say(line)
     ctx.exit(0 if plan.letters else 1)
 
 
@@ -178,4 +178,4 @@ def history(ctx: click.Context, handler: str | None, bridge: str | None, as_json
         click.echo(json.dumps({"bridge": wiring.name, "interventions": found}))
         return
     for line in history_lines(wiring.name, found):
-        click.echo(line)
+        say(line)

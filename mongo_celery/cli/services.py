@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from mongo_celery.cli.apps import say
+
 _PORT = click.IntRange(1, 65535)
 
 _NAMES: Mapping[str | None, str] = {"mongodb": "MongoDB", "redis": "Redis"}
@@ -78,15 +80,16 @@ def services(
     if only != "mongodb":
         find_binary("redis-server")  # said before three seconds are spent on the other one
     with ended_by_signals(), ExitStack() as stack:
-        click.echo(f"Starting {_NAMES.get(only, 'MongoDB and Redis')} ...", err=True)
+        say(f"Starting {_NAMES.get(only, 'MongoDB and Redis')} ...", err=True)
         if only != "redis":
             urls["mongodb"] = stack.enter_context(MongoReplicaSet(port=mongo_port, directory=under[0], **small)).url
         if only != "mongodb":
             redis = RedisServer(port=redis_port, directory=under[1], appendonly=directory is not None)
             urls["redis"] = stack.enter_context(redis).url
-        click.echo(json.dumps(urls) if as_json else _text(urls))
+        for line in [json.dumps(urls)] if as_json else _text(urls).split("\n"):
+            say(line)
         threading.Event().wait()
-    click.echo("Ended.", err=True)
+    say("Ended.", err=True)
 
 
 def _text(urls: Mapping[str, str]) -> str:

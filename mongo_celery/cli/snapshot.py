@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors
+from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.snapshot_commands import PlannedSnapshot
@@ -85,8 +85,8 @@ def _change(wiring: Wiring, stopped: str | None, resumed: str | None, as_json: b
     if as_json:
         click.echo(json.dumps({"bridge": wiring.name, "snapshots": [found]}))
         return
-    click.echo(progress_line(found))
-    click.echo(after)
+    say(progress_line(found))
+    say(after)
 
 
 def _show_list(wiring: Wiring, known: Sequence[dict[str, Any]], handler: str | None, as_json: bool) -> None:
@@ -99,9 +99,9 @@ def _show_list(wiring: Wiring, known: Sequence[dict[str, Any]], handler: str | N
 
     names = short_names(each["id"] for each in known)
     for each in found:
-        click.echo(f"{names[each['id']]}  {progress_line(each)}")
+        say(f"{names[each['id']]}  {progress_line(each)}")
     if not found:
-        click.echo("There are no snapshots.")
+        say("There are no snapshots.")
 
 
 def _show_started(wiring: Wiring, found: Sequence[PlannedSnapshot], as_json: bool, *, dry_run: bool) -> None:
@@ -114,8 +114,8 @@ def _show_started(wiring: Wiring, found: Sequence[PlannedSnapshot], as_json: boo
     for each in found:
         count = "an unknown number of" if each.estimated is None else f"about {each.estimated}"
         name = f"{each.id.rpartition('/')[2]}  " if each.id is not None else ""
-        click.echo(f"{name}{each.source} for {each.handler}: {count} documents")
+        say(f"{name}{each.source} for {each.handler}: {count} documents")
     if dry_run:
-        click.echo("Nothing was changed.")
+        say("Nothing was changed.")
     else:
-        click.echo("They come as soon as a listener leads; `status --watch` shows how far they are.")
+        say("They come as soon as a listener leads; `status --watch` shows how far they are.")

@@ -19,6 +19,7 @@ from mongo_celery.cli.snapshot_view import progress_line, progress_style
 from mongo_celery.cli.verdict_view import verdict_view
 from mongo_celery.findings import NEAR, SERIOUS
 from mongo_celery.quantities import duration, moment, number, size
+from mongo_celery.visible import visible_in
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -60,7 +61,8 @@ def status_view(
         everything: show all handlers and partitions.
         folded: as of `verdict_view`.
     """
-    return Group(*(part for each in found for part in _parts(*each, everything=everything, folded=folded)))
+    shown = [(visible_in(status), verdict) for status, verdict in found]
+    return Group(*(part for each in shown for part in _parts(*each, everything=everything, folded=folded)))
 
 
 def _parts(

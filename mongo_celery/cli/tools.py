@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mongo_celery.cli.apps import one_sentence_errors
+from mongo_celery.cli.apps import one_sentence_errors, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool)
     if value and not ctx.resilient_parsing:
         from importlib.metadata import version
 
-        click.echo(f"mongo-celery {version('mongo-celery')}")
+        say(f"mongo-celery {version('mongo-celery')}")
         ctx.exit()
 
 

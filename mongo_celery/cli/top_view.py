@@ -8,7 +8,7 @@ error, a name) and folded where it is to be read or typed (a sentence, a command
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
@@ -21,7 +21,7 @@ from rich.text import Text
 from mongo_celery.bridge.operations.overview import CELLS
 from mongo_celery.cli.verdict_view import COLORS
 from mongo_celery.quantities import duration, moment, number, size
-from mongo_celery.visible import visible
+from mongo_celery.visible import visible, visible_in
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.rates import Rates
@@ -65,7 +65,8 @@ def top_view(glances: Iterable[Glance]) -> RenderableType:
     return Group(*(part for glance in glances for part in _parts(glance)))
 
 
-def _parts(glance: Glance) -> Iterator[RenderableType]:
+def _parts(given: Glance) -> Iterator[RenderableType]:
+    glance = replace(given, shown=visible_in(given.shown))
     yield _head(glance)
     yield from _reasons(glance.verdict)
     if glance.shown is None:
@@ -106,7 +107,7 @@ def _reasons(verdict: BridgeVerdict) -> Iterator[RenderableType]:
         text = Text.assemble((reason.code, COLORS[reason.severity]), f": {visible(reason.sentence)}")
         yield Padding(text, (0, 0, 0, 2), expand=False)
         if reason.command is not None:
-            yield Padding(Text(reason.command, "bold", overflow="fold"), (0, 0, 0, 4), expand=False)
+            yield Padding(Text(visible(reason.command), "bold", overflow="fold"), (0, 0, 0, 4), expand=False)
 
 
 def _figures(shown: Mapping[str, Any], rates: Rates) -> RenderableType:
@@ -124,7 +125,7 @@ def _figures(shown: Mapping[str, Any], rates: Rates) -> RenderableType:
         [Text.assemble((name, "dim"), " ", (value, "bold"), no_wrap=True) for name, value in figures], (0, 3)
     )
     return Group(
-        line, *([Text(f"reading waits: {visible(shown['reading_waits'])}", "yellow")] if shown["reading_waits"] else [])
+        line, *([Text(f"reading waits: {shown['reading_waits']}", "yellow")] if shown["reading_waits"] else [])
     )
 
 
@@ -177,7 +178,7 @@ def _snapshots(snapshots: Sequence[Mapping[str, Any]]) -> RenderableType:
             duration(each.get("remaining_seconds")),
         )
     said = [each for each in snapshots if each.get("sentence")]
-    lines = [f"{each.get('handler')} {each.get('source') or ''}: {visible(each['sentence'])}" for each in said]
+    lines = [f"{each.get('handler')} {each.get('source') or ''}: {each['sentence']}" for each in said]
     return Group(table, *(Text(line, "yellow", no_wrap=True, overflow="ellipsis") for line in lines))
 
 
@@ -188,7 +189,7 @@ def _attention(shown: Mapping[str, Any]) -> RenderableType:
     table.add_column("", no_wrap=True, overflow="ellipsis", ratio=5)
     for each in shown["attention"]:
         where = Text(f"{each['subscription']} {each['index']}")
-        table.add_row(where, Text(each["state"], _STATES.get(each["state"], "yellow")), Text(visible(_why(each))))
+        table.add_row(where, Text(each["state"], _STATES.get(each["state"], "yellow")), Text(_why(each)))
     if shown["attention_more"]:
         table.add_row(Text(f"and {number(shown['attention_more'], 'more', 'more')}", "dim"))
     return table

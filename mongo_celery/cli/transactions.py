@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
+from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors, say
 from mongo_celery.quantities import duration, moment
+from mongo_celery.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ def _list(
     """Print transactions as lines, or what to say where there are none; ages are those at `now`."""
     if as_json:
         for document in found:
-            click.echo(_json(document))
+            say(_json(document))
         return
     from rich.padding import Padding
     from rich.text import Text
@@ -89,7 +90,9 @@ def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
     """Show one transaction as it is stored, in Extended JSON."""
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
-        click.echo(_json(_find(chosen, id), indent=2))
+        document = _find(chosen, id)
+    for line in _json(document, indent=2).split("\n"):
+        say(line)
 
 
 @transactions.command()
@@ -129,12 +132,12 @@ def recover(
         report = chosen.recover(older_than, all=any_application, limit=limit)
     for each in report:
         if as_json:
-            click.echo(_json({"id": each.id, "before": each.before, "after": each.after, "error": each.error}))
+            say(_json({"id": each.id, "before": each.before, "after": each.after, "error": each.error}))
         else:
             became = f"stays {each.after}" if each.before == each.after else f"{each.before}, now {each.after}"
-            click.echo(f"{_text(each.id)}: {became}{f': {each.error}' if each.error else ''}")
+            say(f"{_text(each.id)}: {became}{f': {each.error}' if each.error else ''}")
     if not report and not as_json:
-        click.echo("Nothing to recover.")
+        say("Nothing to recover.")
     ctx.exit(1 if any(each.error for each in report) else 0)
 
 
@@ -237,7 +240,7 @@ def purge(
     with one_sentence_errors(lambda: FinalTransactions.concern_of(chosen.log)):
         found = chosen.purge(older_than, all=any_application, dry_run=True) if dry_run or not yes else None
         if found is not None and not dry_run and found.done + found.canceled + found.initial:
-            click.echo(_purged(found, "Would remove"), err=True)
+            say(_purged(found, "Would remove"), err=True)
             click.confirm("Remove them for good?", abort=True, err=True)
         if not dry_run:
             found = chosen.purge(older_than, all=any_application)
@@ -245,7 +248,7 @@ def purge(
     if as_json:
         click.echo(json.dumps({**asdict(found), "dry_run": dry_run}))
     else:
-        click.echo(_purged(found, "Would remove" if dry_run else "Removed"))
+        say(_purged(found, "Would remove" if dry_run else "Removed"))
 
 
 def _purged(found: Purge, verb: str) -> str:
@@ -265,12 +268,12 @@ def _shown(ctx: click.Context, name: str | None, text: str) -> tuple[TwoPhaseCom
 
 def _confirm(document: Mapping[str, Any], question: str, *, yes: bool) -> None:
     if not yes:
-        click.echo(_json(document), err=True)
+        say(_json(document), err=True)
         click.confirm(question, abort=True, err=True)
 
 
 def _tell(outcome: Mapping[str, Any], *, as_json: bool) -> None:
-    click.echo(_json(outcome) if as_json else f"{_text(outcome['id'])}: {outcome['state']}")
+    say(_json(outcome) if as_json else f"{_text(outcome['id'])}: {outcome['state']}")
 
 
 def _chosen(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
@@ -313,7 +316,7 @@ def _row(document: Mapping[str, Any], now: datetime | None) -> tuple[str, str, s
     when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
     application = document.get("application")
     of = f"of {application}" if application else "of no application"
-    return _text(document["_id"]), str(document.get("state")), of, when, what
+    return visible(_text(document["_id"])), visible(document.get("state")), visible(of), when, visible(what)
 
 
 def _participant(stored: object) -> str:

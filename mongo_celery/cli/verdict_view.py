@@ -45,6 +45,6 @@ def _parts(verdict: BridgeVerdict, *, folded: bool) -> Iterator[RenderableType]:
             expand=False,
         )
         if reason.command is not None and folded:
-            yield Padding(Text(reason.command, "bold", overflow="fold"), (0, 0, 0, 4), expand=False)
+            yield Padding(Text(visible(reason.command), "bold", overflow="fold"), (0, 0, 0, 4), expand=False)
         elif reason.command is not None:
-            yield Text(f"    {reason.command}", style="bold", no_wrap=True, overflow="ignore")
+            yield Text(f"    {visible(reason.command)}", style="bold", no_wrap=True, overflow="ignore")

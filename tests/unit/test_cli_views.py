@@ -297,10 +297,11 @@ def test_the_change_at_which_a_partition_stands_is_told_with_its_bytes() -> None
         "  2 retries, 1 crash",
         "  stored since 2030-01-01 10:00:00 UTC, 2.0 KiB:",
     ]
-    assert json.loads(lines[5]) == STANDS.event
-    *_, cut, more = head_lines(STANDS, 10)
-    assert cut == lines[5][:10]
-    assert more == f"... and {len(lines[5]) - 10} characters more"
+    event = "\n".join(lines[5:])
+    assert json.loads(event) == STANDS.event
+    *cut, more = list(head_lines(STANDS, 10))[5:]
+    assert "\n".join(cut) == event[:10]
+    assert more == f"... and {len(event) - 10} characters more"
 
 
 def test_bytes_that_are_not_stored_or_cannot_be_read_are_said_so() -> None:

@@ -82,3 +82,15 @@ def test_a_record_is_one_line(caplog: pytest.LogCaptureFixture, name: str) -> No
     assert flat[0].endswith(" 3 0.2")
     assert not HARMFUL.search(many)
     assert all(line.startswith("  ") for line in many.split("\n")[1:])
+
+
+def test_commands_print_lines_by_say() -> None:
+    """`click.echo` prints what a document holds as it is; JSON in ASCII cannot hold anything that acts."""
+    raw = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in sorted((ROOT / "cli").glob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in {"click.echo", "print"}
+        and not ast.unparse(call.args[0]).startswith(("json.dumps(", "visible("))
+    ]  # fmt: skip
+    assert raw == []

@@ -14,6 +14,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from mongo_celery.contrib.django.project import celery_app, place_of, project_settings
 from mongo_celery.errors import ConfigurationError, MongoCeleryError
 from mongo_celery.mongo.redaction import without_credentials
+from mongo_celery.visible import visible
 
 _DJANGOS = ("--settings", "--pythonpath")
 _ENVIRONMENT = "CELERY"
@@ -76,7 +77,7 @@ class CeleryCommand(BaseCommand):  # type: ignore[misc] # has no types
         except click.Abort as error:
             raise CommandError("aborted.") from error
         except MongoCeleryError as error:
-            raise CommandError(without_credentials(str(error))) from error
+            raise CommandError(visible(without_credentials(str(error)))) from error
 
     def _main(self, arguments: Sequence[str], program: str, own: Sequence[str]) -> int:
         """The exit status; errors are shown as Celery shows them."""
@@ -85,7 +86,7 @@ class CeleryCommand(BaseCommand):  # type: ignore[misc] # has no types
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else 1
         except MongoCeleryError as error:
-            click.echo(f"Error: {without_credentials(str(error))}", err=True)
+            click.echo(f"Error: {visible(without_credentials(str(error)))}", err=True)
             return 1
 
     def _call(self, arguments: Sequence[str], program: str, own: Sequence[str], *, standalone: bool) -> int:
