@@ -203,8 +203,9 @@ class DocumentLockedError(TransactionError):
 
 class TransactionTimeoutError(TransactionError):
     """
-    The transaction met transient errors until its time was used up. Look for a holder that stands still,
-    for contention, or for an election; then try again.
+    The time of the transaction is used up. Pass session= to every operation of its body: a write without it waits for
+    what its own transaction has locked. Otherwise look for a holder that stands still, for contention, or for an
+    election; then try again.
     """
 
     retryable = True

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mongo_celery.testing.processes import BridgeWorkers
     from mongo_celery.testing.runner import BridgeRunner, DeliveredChanges
     from mongo_celery.testing.sent_tasks import SentTask
+    from mongo_celery.testing.sessions import require_sessions
 
 _HOMES = {
     "BridgeRunner": "runner",
@@ -41,6 +42,7 @@ _HOMES = {
     "once_runs": "once",
     "pending_entries": "pending",
     "replaced": "change",
+    "require_sessions": "sessions",
     "undispatched": "pending",
     "updated": "change",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "once_runs",
     "pending_entries",
     "replaced",
+    "require_sessions",
     "undispatched",
     "updated",
 ]

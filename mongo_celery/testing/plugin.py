@@ -1,13 +1,15 @@
 """
 The pytest plugin, `-p mongo_celery.testing.plugin` where entry points are switched off.
 
-Every suite of an environment loads it, so it imports nothing, and no fixture acts by itself. Whatever is asked for
-stands in the configuration, where pytest-django, pytest-flask and xdist find theirs.
+Every suite of an environment loads it, so it imports nothing, and no fixture acts by itself. One check does, in a suite
+that has imported transactions: `require_sessions` around each test. Whatever is asked for stands in the configuration,
+where pytest-django, pytest-flask and xdist find theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ BRIDGE = "mongo_celery_bridge"
 MONGODB = "mongo_celery_mongodb_url"
 BROKER = "mongo_celery_broker_url"
 WORKER = "{worker}"
+SESSIONLESS = "mongo_celery_sessionless"
+TRANSACTIONS = "mongo_celery.mongo.transaction"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +35,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(BRIDGE, "the bridges that bridge_runner runs, as module:name, with spaces between", default="")
     parser.addini(MONGODB, f"of a replica set, {WORKER} for the xdist process; by default one is started", default="")
     parser.addini(BROKER, f"of a broker for real workers, {WORKER} as above; by default a Redis is started", default="")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line("markers", f"{SESSIONLESS}: the test may write without session= inside a transaction")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test that writes without `session=` inside a transaction, unless the marker allows it."""
+    if TRANSACTIONS not in sys.modules or item.get_closest_marker(SESSIONLESS) is not None:
+        return (yield)
+    from mongo_celery.testing.sessions import require_sessions
+
+    with require_sessions():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,16 @@ MISTAKES = {
     total = order["total"] * rates.rate_of(order["currency"])
     change.fenced("shop.summaries").replace_one(key, {"total": total}, upsert=True)
 """,
+    "test_a_transaction_has_all_its_writes": """
+    from mongo_celery import transactional
+
+    order, key, summaries = change.full_document, change.document_key["_id"], bridge.client["shop"].summaries
+    try:
+        with transactional(bridge.client):
+            summaries.replace_one({"_id": key}, {"total": order["total"]}, upsert=True)
+    except AssertionError:
+        summaries.replace_one({"_id": key}, {"total": order["total"]}, upsert=True)
+""",
 }
 """What `summarise` does, by the test that finds it."""
 
@@ -97,7 +107,7 @@ def _bridges(package: str) -> str:
 
 
 def test_the_tests_of_the_page_pass_and_find_each_mistake(processes: Processes, tmp_path: Path) -> None:
-    """A suite that never fails finds nothing: so each of the five handlers is tried with the test that names it."""
+    """A suite that never fails finds nothing: so each of these handlers is tried with the test that names it."""
     require_server("mongod")
     require_server("redis-server")
     write_project(tmp_path)

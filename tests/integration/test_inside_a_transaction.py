@@ -295,6 +295,7 @@ OUTBOX_ROWS: list[Row] = []
 ROWS = [*TRANSACTION_ROWS, *TRANSFER_ROWS, *ONCE_ROWS, *OUTBOX_ROWS]
 
 
+@pytest.mark.mongo_celery_sessionless
 @pytest.mark.parametrize(
     ("row", "around"), [pytest.param(row, around, id=f"{row.name}-{around}") for row in ROWS for around in row.around]
 )

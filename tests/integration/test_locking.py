@@ -253,6 +253,7 @@ def test_who_waits_gets_the_document_as_the_holder_has_left_it(things: Collectio
     assert stored(things)["n"] == 11
 
 
+@pytest.mark.mongo_celery_sessionless
 def test_a_document_that_changed_since_the_snapshot_is_read_anew(things: Collection[Document]) -> None:
     """The first attempt has read the old state: it conflicts although nobody holds the document any more."""
     seen = []

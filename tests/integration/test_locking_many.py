@@ -229,6 +229,7 @@ def test_one_that_is_held_refuses_all_and_leaves_none_locked(spied: Spied) -> No
         assert len(spied.locked({"_id": {"$ne": 50}}, nowait=True)[0]) == COUNT - 1
 
 
+@pytest.mark.mongo_celery_sessionless
 @pytest.mark.parametrize("level", ["snapshot", "local", "majority"])
 def test_a_change_between_reading_and_writing_is_a_conflict(things: Collection[Document], level: str) -> None:
     """A transaction has one snapshot from its first command on, whatever its read concern."""

@@ -224,6 +224,7 @@ def test_a_commit_that_finds_the_transaction_gone_repeats_the_body(counter: Coun
     assert (counter.n, counter.commits) == (1, 3)
 
 
+@pytest.mark.mongo_celery_sessionless
 def test_a_swallowed_conflict_is_not_taken_for_success(counter: Counter, database: Database[Document]) -> None:
     """The server has aborted the transaction, whatever the body thinks; its commit says so."""
 
@@ -357,6 +358,26 @@ def test_transient_errors_end_with_the_time(counter: Counter, timeout: Any) -> N
     assert isinstance(caught.value.__cause__, PyMongoError)
     assert counter.runs > 2
     assert counter.commits == 0
+
+
+@pytest.mark.mongo_celery_sessionless
+@pytest.mark.parametrize("form", ["run", "with"])
+def test_a_write_that_waits_for_its_own_transaction_is_named(counter: Counter, form: str) -> None:
+    """One without `session=`, to a document that the body has written: nothing else would end the wait."""
+    call, things = transactional(counter.client, timeout=SHORT), counter.things
+
+    def body(session: ClientSession) -> None:
+        for given in (session, None):
+            things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=given)
+
+    def run_block() -> None:
+        with call as session:
+            body(session)
+
+    with pytest.raises(TransactionTimeoutError if form == "run" else PyMongoError) as caught:
+        call.run(body) if form == "run" else run_block()
+    assert "session=" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert counter.n == 0
 
 
 def test_a_call_that_the_server_ends_with_the_time_is_the_end_of_the_time(

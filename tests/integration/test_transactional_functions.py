@@ -355,6 +355,7 @@ def test_pauses_grow_up_to_a_bound_and_differ() -> None:
     assert len(set(late)) > 100
 
 
+@pytest.mark.mongo_celery_sessionless
 def test_an_operation_without_the_session_is_outside(notes: Collection[Document]) -> None:
     """What a body forgets to pass the session to stays, whatever becomes of the transaction."""
 

@@ -68,7 +68,7 @@ logger = logging.getLogger("mongo_celery.worker")
 
 _TIME_OUTS_MAX = 3
 _CONFLICTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
-_TOO_LONG = "the transaction took longer than its limit"
+_TOO_LONG = "the transaction took longer than its limit; a write without session= waits for what it has locked itself"
 _TOKEN_CHARS = 64
 _PROGRESS_SECONDS = 0.2
 """What a crash repeats of a run at most, in time of its handler."""

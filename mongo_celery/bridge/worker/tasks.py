@@ -296,48 +296,54 @@ def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        *before, change = args
         execution = current.get()
         if execution is None:  # called directly, in a unit test
             return function(*args)
         session = execution.session_of(handler)
         if session is None:
             return _join(wiring, handler, function, args)
-
-        seconds, started = wiring.options.transaction_seconds, time.monotonic()
-
-        def is_at_limit() -> bool:
-            return time.monotonic() - started >= seconds * _LIMIT_REACHED
-
-        def body(session: ClientSession) -> None:
-            frame.begin()
-            try:
-                _handle_in(frame, session, lambda: function(*before, change.with_session(session)))
-                execution.handle_in(session, change)
-            except Exception as error:
-                if not is_at_limit():
-                    execution.met(error)
-                raise
-
-        try:
-            with entered(session, seconds, "bridge.client") as frame, pymongo.timeout(seconds):
-                session.with_transaction(
-                    body,
-                    read_concern=ReadConcern("snapshot"),
-                    write_concern=WriteConcern("majority"),
-                )
-        except PyMongoError as error:
-            # A commit without an answer was not kept from it by the body.
-            if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
-                execution.transaction_timed_out(error)
-            if is_unanswered(error):
-                _end_later(wiring, execution.give_session())
-            raise
-        execution.transaction_committed()
-        frame.run_callbacks()
+        _commit_handled(wiring, execution, session, function, args)
         return None
 
     return run
+
+
+def _commit_handled(
+    wiring: Wiring, execution: Execution, session: ClientSession, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """Run a handler's own transaction: its effects and its mark are committed when this returns."""
+    *before, change = args
+    seconds, started = wiring.options.transaction_seconds, time.monotonic()
+
+    def is_at_limit() -> bool:
+        return time.monotonic() - started >= seconds * _LIMIT_REACHED
+
+    def body(session: ClientSession) -> None:
+        frame.begin()
+        try:
+            _handle_in(frame, session, lambda: function(*before, change.with_session(session)))
+            execution.handle_in(session, change)
+        except Exception as error:
+            if not is_at_limit():
+                execution.met(error)
+            raise
+
+    try:
+        with entered(session, seconds, "bridge.client") as frame, pymongo.timeout(seconds):
+            session.with_transaction(
+                body,
+                read_concern=ReadConcern("snapshot"),
+                write_concern=WriteConcern("majority"),
+            )
+    except PyMongoError as error:
+        # A commit without an answer was not kept from it by the body.
+        if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
+            execution.transaction_timed_out(error)
+        if is_unanswered(error):
+            _end_later(wiring, execution.give_session())
+        raise
+    execution.transaction_committed()
+    frame.run_callbacks()
 
 
 def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

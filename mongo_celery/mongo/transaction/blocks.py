@@ -30,7 +30,7 @@ from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import TransactionError
 from mongo_celery.mongo.transaction import asynchronous, blocking
-from mongo_celery.mongo.transaction.ending import check_time, doom_of, raise_locked, raise_timed_out
+from mongo_celery.mongo.transaction.ending import check_time, doom_of, note_waiting, raise_locked, raise_timed_out
 from mongo_celery.mongo.transaction.frames import Frame, Owner, is_known_here, owner_here
 from mongo_celery.mongo.verdicts import refuse_standalone
 
@@ -287,6 +287,7 @@ def _pass(frame: Frame, failure: BaseException, error: BaseException | None) -> 
         raise failure
     refuse_standalone(error)
     raise_locked(frame, error)
+    note_waiting(error)
 
 
 def _time_of(frame: Frame) -> AbstractContextManager[None]:

@@ -38,6 +38,11 @@ _UNKNOWN_RESULT = "UnknownTransactionCommitResult"
 _ROUND_TRIP = 0.25
 """Seconds before the deadline from which on a call that timed out did so because of the deadline."""
 
+_SESSIONLESS = (
+    "The likeliest cause is a write without session= in the body: it waits for a document that its own transaction has "
+    "locked. Pass session= to every operation."
+)
+
 _COMMIT_MARGIN = 0.01
 """Seconds, beside a round trip, that must be left for a commit: PyMongo sends none for which there is no time."""
 
@@ -113,6 +118,12 @@ def check_time(frame: Frame, session: Session) -> None:
         raise _timed_out(frame, None, "aborted") from frame.transient
 
 
+def note_waiting(error: BaseException) -> None:
+    """Name the likeliest cause in an error that passes, where a call has waited for its time."""
+    if isinstance(error, PyMongoError) and error.timeout:
+        error.add_note(_SESSIONLESS)
+
+
 def raise_timed_out(frame: Frame, error: BaseException) -> None:
     """Raise TransactionTimeoutError for a call that the deadline has ended; the transaction is aborted by then."""
     if isinstance(error, PyMongoError) and error.timeout and frame.remaining < _ROUND_TRIP:
@@ -160,10 +171,11 @@ def _timed_out(frame: Frame, error: BaseException | None, outcome: str) -> Trans
             "When its body returned, no time was left to commit. Shorten the body, or give a larger timeout=."
         )
     if met:
-        reasons.append(
-            f"The last errors were: {'; '.join(met)}. Look for a holder that stands still, for contention, or for an "
-            "election; then try again.",
-        )
+        reasons.append(f"The last errors were: {'; '.join(met)}.")
+    if outcome == "aborted" and isinstance(error, PyMongoError) and error.timeout:
+        reasons.append(_SESSIONLESS)
+    if met:
+        reasons.append("Otherwise look for a holder that stands still, for contention, or for an election.")
     if outcome == "aborted" and (found := _suspects(frame)):
         reasons.append(found)
     return TransactionTimeoutError(

@@ -1,0 +1,100 @@
+"""Writes that forget their session: found at the write, in whatever the test calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from pymongo import AsyncMongoClient, MongoClient
+from pymongo.asynchronous.collection import AsyncCollection
+from pymongo.collection import Collection
+
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.cluster import has_answers
+from mongo_celery.mongo.transaction import current
+
+_WRITES = (
+    "bulk_write",
+    "delete_many",
+    "delete_one",
+    "find_one_and_delete",
+    "find_one_and_replace",
+    "find_one_and_update",
+    "insert_many",
+    "insert_one",
+    "replace_one",
+    "update_many",
+    "update_one",
+)
+_PACKAGE = "mongo_celery."
+
+
+@contextmanager
+def require_sessions() -> Iterator[None]:
+    """
+    Fail where a transaction is open, and PyMongo is told to write beside it: inside the block, by any client.
+
+    Such a write raises an AssertionError before it is sent, in the body of `transactional` and in a handler with
+    `transactional=True`. If the code catches that, the block ends with it. Writes to another cluster, and those of
+    this package, are left alone. Not found: reads, and writes of a thread or an asyncio task that the body has started.
+
+    The pytest plugin has this block around each test, but for those with the marker `mongo_celery_sessionless`.
+
+    ::
+
+        with require_sessions():
+            pay(order=7, amount=5)
+
+    Raises:
+        AssertionError: at the write; it names the collection, or the client to use.
+    """
+    missing: list[AssertionError] = []
+    with ExitStack() as stack:
+        for owner, name in _methods():
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, _checked(original, missing))
+        yield
+    if missing:
+        raise missing[0]
+
+
+def _methods() -> Iterator[tuple[type[Any], str]]:
+    for collection in (Collection, AsyncCollection):
+        yield from ((collection, name) for name in _WRITES)
+    yield from ((client, "bulk_write") for client in (MongoClient, AsyncMongoClient))
+
+
+def _checked(original: Callable[..., Any], missing: list[AssertionError]) -> Callable[..., Any]:
+    """Return the method of either kind of client; it looks before anything is sent or awaited."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def write(target: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - documented, with this name
+        if not caller.startswith(_PACKAGE) and signature.bind(target, *args, **kwargs).arguments.get("session") is None:
+            found = _violation(target, original.__name__)
+            if found is not None:
+                missing.append(found)
+                raise found
+        return original(target, *args, **kwargs)
+
+    return write
+
+
+def _violation(target: Any, method: str) -> AssertionError | None:
+    client = target if isinstance(target, MongoClient | AsyncMongoClient) else target.database.client
+    try:
+        if current(client) is None:
+            return None
+    except ConfigurationError as error:
+        return AssertionError(str(error)) if has_answers(client) else None
+    name = getattr(target, "full_name", "client")
+    return AssertionError(
+        f"{name}.{method} has no session= inside an open transaction: the write stays when that is aborted, and is "
+        "repeated with it. Pass session=. A write that is to stay needs transactional(client, own=True)."
+    )
