@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -237,6 +237,7 @@ def show(ctx: click.Context, id: str, payload: bool, name: str | None, as_json: 
 @IDS
 @click.option("--all", "everything", is_flag=True, help="All dead letters of the chosen outboxes.")
 @click.option("--without-document", is_flag=True, help="If the document is gone, publish all the same.")
+@click.option("--sign", is_flag=True, help="Vouch for entries that the outbox has not signed: they run what they say.")
 @NAME
 @JSON
 @click.pass_context
@@ -246,28 +247,32 @@ def replay(ctx: click.Context, /, ids: Sequence[str], everything: bool, **given:
 
     They come last there, with no attempts counted, and are delivered by the next sweep. Cure what they
     failed of first. Where a document is gone its dead letter stays, and the command ends with status 1.
+    So does one that the outbox has not signed, unless --sign vouches for it, which takes ids.
     """
     if bool(ids) == everything:
         raise click.UsageError("name dead letters by their ids, or all of them with --all.")
+    if everything and given["sign"]:
+        raise click.UsageError("--sign vouches for dead letters that you have looked at: name them by their ids.")
     failed = False
     outboxes = _outboxes(ctx, given["name"])
     pairs = _all_dead_letters(outboxes) if everything else [(_find(outboxes, each)[0], each) for each in ids]
     for chosen, entry_id in pairs:
-        failed = not _replay(chosen, entry_id, given["without_document"], given["as_json"]) or failed
+        failed = not _replay(chosen, entry_id, given) or failed
     if not pairs:
         say("There are no dead letters.", err=True)
     ctx.exit(1 if failed else 0)
 
 
-def _replay(chosen: AnyOutbox, entry_id: str, without_document: bool, as_json: bool) -> bool:
+def _replay(chosen: AnyOutbox, entry_id: str, given: Mapping[str, Any]) -> bool:
     """Replay one dead letter; a refusal is shown, and does not keep the others."""
     from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
     from mongo_celery.outbox import replay as commands
     from mongo_celery.outbox.health import concern_of
 
+    as_json, how = given["as_json"], {name: given[name] for name in ("without_document", "sign")}
     with one_sentence_errors(partial(concern_of, chosen)):
         try:
-            done = commands.replay(chosen, entry_id, without_document=without_document)
+            done = commands.replay(chosen, entry_id, **how)
         except (CommandRefusedError, OutboxRefusedError) as error:
             sentence = sentence_for(error)
             if as_json:

@@ -68,6 +68,7 @@ def plain_health(health: Health) -> dict[str, Any]:
         "stuck": status.stuck,
         "other_apps": status.other_apps,
         "dead_letters": status.dead_letters,
+        "unsigned": status.unsigned,
         "sweep_after": health.sweep_after,
         "late": health.late,
         "scheduled": health.scheduled,

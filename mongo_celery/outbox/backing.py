@@ -17,7 +17,7 @@ from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
-from mongo_celery.outbox import index, swept
+from mongo_celery.outbox import index, signing, swept
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.commands import COMMAND_SECONDS
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
@@ -30,6 +30,7 @@ from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Relay
+from mongo_celery.outbox.signing import EntrySigner
 from mongo_celery.outbox.swept import SweepRecords, patience, sweep_watch
 from mongo_celery.outbox.writes import Writer
 
@@ -53,6 +54,7 @@ class OutboxStatus:
         oldest_seconds: age of the oldest by the server's clock; None when nothing waits.
         failing: how many documents have, as the next one, an entry that has failed through its own fault.
         dead_letters: how many were set aside.
+        unsigned: how many of these the outbox had not signed.
         dispatched: by this process since it started.
         failures: of this process since it started.
         stuck: how many of the failing have failed `max_attempts` times: what stands behind waits until somebody acts.
@@ -68,6 +70,7 @@ class OutboxStatus:
     dead_letters: int
     dispatched: int
     failures: int
+    unsigned: int = 0
     stuck: int = 0
     other_apps: int = 0
     dispatcher: DispatcherState = field(default_factory=DispatcherState)
@@ -148,6 +151,7 @@ class Backing:
             self.plain,
             self.publisher,
             lambda: self.dead_letters,
+            signer=self.signer,
             claims=self.claims,
             claim_ttl=self._options.claim_ttl,
             policy=FailurePolicy(self._options.failure_policy, self._options.max_attempts),
@@ -183,6 +187,12 @@ class Backing:
         """What could not be published."""
         store = self.plain.database.client[self._options.database][COLLECTION]
         return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
+
+    @per_process
+    def signer(self) -> EntrySigner:
+        """Signs and verifies entries."""
+        keys = self.plain.database.client[self._options.database][signing.COLLECTION]
+        return EntrySigner(strict(keys, self.plain.codec_options), f"{self.collection.full_name}/{self.field.name}")
 
     @property
     def options(self) -> OutboxOptions:
@@ -305,6 +315,7 @@ class Backing:
             oldest_seconds=found["seconds"],
             failing=found["failing"],
             dead_letters=self.dead_letters.count(),
+            unsigned=self.dead_letters.count_unsigned(),
             dispatched=self.counters.dispatched,
             failures=self.counters.failures,
             stuck=found["stuck"],

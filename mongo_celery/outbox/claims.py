@@ -91,11 +91,6 @@ class PendingClaims:
 
     # -- conditions --------------------------------------------------------------------------------
 
-    @property
-    def nameless(self) -> Document:
-        """What stands at the head has no id: somebody else has written it, and nothing can be counted in it."""
-        return {"$let": {"vars": {"head": self._head}, "in": {"$lte": ["$$head.id", None]}}}
-
     def older_than(self, seconds: float) -> Document:
         """The oldest entry has waited so long, or its time cannot be right."""
         return {

@@ -15,10 +15,12 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
+from mongo_celery.outbox.signing import UnsignedEntryError
 from mongo_celery.outbox.stored_id import derived_id
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
+_UNSIGNED = {"unsigned": True}
 _OLDEST_FIRST = [("at", 1), ("_id", 1)]
 _WITHOUT_PAYLOADS = {"entry.payload": 0, "entry.bind.payload": 0}
 
@@ -38,7 +40,10 @@ class OutboxDeadLetters:
         self._indexes = OutboxIndexes(
             OutboxIndex(
                 collection, "oldest", [("outbox", 1), *_OLDEST_FIRST], "each look at dead letters reads all of them"
-            )
+            ),
+            OutboxIndex(
+                collection, "unsigned", [("outbox", 1), ("unsigned", 1)], "each status reads them all", _UNSIGNED
+            ),
         )
 
     @property
@@ -51,11 +56,14 @@ class OutboxDeadLetters:
         Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash.
 
         One that lies in many documents is kept for each of them, by an id of its own. So is one whose id the letter of
-        another document has already, as where one signature was written to many.
+        another document has already, as where one signature was written to many. What the outbox has not signed may
+        say any id, and gets one of its contents.
         """
         self._indexes.ensure(patiently=False)
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
-        ids = [f"{self._outbox}/{name}" for name in _names_of(stored, document_id)]
+        is_unsigned = isinstance(error, UnsignedEntryError)
+        names = [_name_of_contents(stored, document_id)] if is_unsigned else _names_of(stored, document_id)
+        ids = [f"{self._outbox}/{name}" for name in names]
         for id in ids:  # noqa: A001
             if self._collection.find_one({"_id": {"$in": ids}, "document": {"$eq": document_id}}, {"_id": 1}):
                 return
@@ -69,6 +77,7 @@ class OutboxDeadLetters:
             "entry": stored,
             "error": f"{type(error).__name__}: {short(error)}",
             "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
+            **(_UNSIGNED if isinstance(error, UnsignedEntryError) else {}),
         }
         try:
             self._add(dead_letter)
@@ -88,6 +97,10 @@ class OutboxDeadLetters:
         """How many there are."""
         return self._collection.count_documents({"outbox": self._outbox})
 
+    def count_unsigned(self) -> int:
+        """Return how many entries were set aside since the outbox had not signed them."""
+        return self._collection.count_documents({"outbox": self._outbox, **_UNSIGNED})
+
     def find(self, limit: int = 0, *, skip: int = 0) -> list[dict[str, Any]]:
         """The oldest first, without their payloads: a list of them would be as large as all of these."""
         found = self._collection.find({"outbox": self._outbox}, _WITHOUT_PAYLOADS, allow_disk_use=True)
@@ -105,6 +118,11 @@ class OutboxDeadLetters:
 def _names_of(stored: Mapping[str, Any], document_id: object) -> list[str]:
     """The entry's id, then that of its copy in this document; a name of the contents for what has none."""
     if not stored.get("id"):
-        return [hashlib.sha256(repr((document_id, sorted(stored.items(), key=str))).encode()).hexdigest()[:32]]
+        return [_name_of_contents(stored, document_id)]
     own = derived_id(str(stored["id"]), document_id)
     return [own] if stored.get("bind") else [str(stored["id"]), own]
+
+
+def _name_of_contents(stored: Mapping[str, Any], document_id: object) -> str:
+    contents = repr((document_id, sorted(stored.items(), key=str)))
+    return hashlib.sha256(contents.encode(errors="surrogatepass")).hexdigest()[:32]

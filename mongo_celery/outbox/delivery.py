@@ -21,11 +21,13 @@ class Counters:
         dispatched: entries published.
         failures: publishes that failed, broker outages included.
         dead: entries set aside as dead letters.
+        unsigned: those of them that the outbox had not signed.
     """
 
     dispatched: int = 0
     failures: int = 0
     dead: int = 0
+    unsigned: int = 0
 
 
 @dataclass(frozen=True, slots=True)

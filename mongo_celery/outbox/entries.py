@@ -10,10 +10,20 @@ from uuid import uuid4
 
 from celery import Celery, Task
 from celery.canvas import Signature
+from kombu.serialization import loads, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.outbox.canvas import encoded, frozen, ids_in, mentions_id, representation, signature_of, with_id
+from mongo_celery.outbox.canvas import (
+    bound,
+    encoded,
+    frozen,
+    ids_in,
+    mentions_id,
+    representation,
+    signature_of,
+    with_id,
+)
 from mongo_celery.outbox.events import CONTENT_TYPE, Event, as_told, cloud_event, with_document
 from mongo_celery.outbox.stored_id import STORED_ID, as_argument, mentions_stored_id, placeholder, put_in
 from mongo_celery.tracing import stored_trace, trace_to_store
@@ -45,6 +55,7 @@ class Entry:
             `_id` was known, or is not asked for.
         keeps: ids of the payload that are not derived, since the user has given them and did not say that the write
             goes to many documents.
+        signature: of the outbox, over all of this that is published; see `signing`.
     """
 
     id: str
@@ -60,6 +71,7 @@ class Entry:
     app: str = ""
     bind: str = ""
     keeps: Sequence[str] = ()
+    signature: bytes = b""
 
     def to_document(self) -> dict[str, Any]:
         """
@@ -82,6 +94,7 @@ class Entry:
             "argsrepr": self.argsrepr,
             **({"bind": {"placeholder": self.bind, **kept, **content}} if self.bind else content),
             "attempts": self.attempts,
+            "signature": self.signature,
         }
         if self.app:
             document["app"] = self.app
@@ -95,7 +108,7 @@ class Entry:
         Read one back.
 
         Raises:
-            KeyError, TypeError, ValueError: somebody else has written to the field.
+            KeyError, TypeError, ValueError, OverflowError: somebody else has written to the field.
         """
         bind = document["bind"] if "bind" in document else None  # noqa: SIM401 - it may be a text
         content = document if bind is None else bind
@@ -113,6 +126,7 @@ class Entry:
             app=str(document.get("app", "")),
             bind="" if bind is None else str(bind["placeholder"]),
             keeps=() if bind is None else tuple(map(str, bind.get("keeps", ()))),
+            signature=bytes(signature) if isinstance(signature := document.get("signature"), bytes) else b"",
         )
 
 
@@ -162,7 +176,7 @@ def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) ->
     signature = signature_of(app, home.made(task))
     canvas, bind = frozen(app, signature, now, id), ""
     keeps = set() if home.id is not NO_ID or home.many else ids_in(signature)
-    shown = representation(canvas, _REPRESENTATION_CHARS)
+    shown = shown_arguments(canvas)
     asks = mentions_id(canvas)
     if home.id is not NO_ID:
         canvas = with_id(canvas, as_argument(home.id)) if asks else canvas
@@ -184,6 +198,11 @@ def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) ->
         bind=bind,
         keeps=tuple(sorted(keeps)) if bind else (),
     )
+
+
+def shown_arguments(canvas: Any) -> str:
+    """Return what people see instead of a canvas's arguments."""
+    return representation(canvas, _REPRESENTATION_CHARS)
 
 
 def event_entry(app: Celery, event: object, now: datetime, *, source: str, home: Home) -> Entry:
@@ -249,16 +268,18 @@ def without_payload(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 class EntryMaker:
     """
-    Makes entries of what users give.
+    Makes entries of what users give, and signs them.
 
     Args:
         app: the Celery app.
         source: gives the events' source.
+        sign: gives an entry with its signature.
     """
 
-    def __init__(self, app: Celery, source: Callable[[], str]) -> None:
+    def __init__(self, app: Celery, source: Callable[[], str], sign: Callable[[Entry], Entry]) -> None:
         self._app = app
         self._source = source
+        self._sign = sign
 
     def now(self) -> datetime:
         """The writer's clock."""
@@ -266,17 +287,18 @@ class EntryMaker:
 
     def entries(self, tasks: Sequence[Any], events: Sequence[Any], home: Home) -> list[Entry]:
         """
-        Entries of tasks and events, in this order.
+        Return entries of tasks and events, in this order.
 
         Raises:
             OutboxRefusedError: as of `task_entry` and `event_entry`, and for what is no list.
+            DeploymentError, PyMongoError: the process has not read the signing key yet, and cannot.
         """
         now, events = self.now(), listed(events)
         found = [task_entry(self._app, task, now, home) for task in listed(tasks)]
-        if not events:
-            return found
-        source = self._source()
-        return [*found, *(event_entry(self._app, event, now, source=source, home=home) for event in events)]
+        if events:
+            source = self._source()
+            found += [event_entry(self._app, event, now, source=source, home=home) for event in events]
+        return [self._sign(entry) for entry in found]
 
 
 def bound_event(entry: Entry, document_id: object) -> Entry:
@@ -285,12 +307,30 @@ def bound_event(entry: Entry, document_id: object) -> Entry:
     return replace(entry, id=event_id, payload=payload, bind="")
 
 
-def entries_of(stored: Iterable[Mapping[str, Any]]) -> Sequence[Entry | Mapping[str, Any]]:
-    """Stored entries; one that cannot be read stays as it is, for whoever meets it to set aside."""
+def canvas_of(app: Celery, entry: Entry, document_id: object) -> Any:
+    """
+    Return the signature or canvas of a task's entry, of one document where the entry is bound late.
+
+    Raises:
+        Exception: whatever a serializer raises, also for a content type that the app does not accept.
+    """
+    accepted = prepare_accept_content(app.conf.accept_content)
+    data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
+    if entry.bind:
+        data = bound(data, entry.bind, document_id, entry.keeps)
+    return Signature.from_dict(data, app=app)
+
+
+def entries_of(
+    stored: Iterable[Mapping[str, Any]], is_trusted: Callable[[Entry], bool]
+) -> Sequence[Entry | Mapping[str, Any]]:
+    """Return stored entries; one that cannot be read or is not trusted stays as it is, and is set aside."""
     found: list[Entry | Mapping[str, Any]] = []
     for document in stored:
         try:
-            found.append(Entry.from_document(document))
-        except (KeyError, TypeError, ValueError):
+            entry = Entry.from_document(document)
+        except (KeyError, TypeError, ValueError, OverflowError):
             found.append(document if isinstance(document, Mapping) else {"value": document})
+        else:
+            found.append(entry if is_trusted(entry) else document)
     return found

@@ -12,6 +12,7 @@ nobody's fault, and count nothing.
 `attempt`            its own fault: counted, and tried again after a pause that grows to 5 minutes
 `stuck`              as `attempt`, and it has failed `max_attempts` times: a person should look (policy `halt`)
 `dead letter`        set aside, so that what stands behind it goes on (policy `dead_letter`)
+`unsigned`           set aside at once, whatever the policy: the outbox has not written it
 ===================  =====================================================================================
 
 `dead_letter` waits for `max_attempts` *and* for ten minutes. No moment is stored for that: what an entry was held back
@@ -21,6 +22,8 @@ for after each of its attempts adds up to the time that has passed since the fir
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,6 +33,7 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError, OtherAppError, UnknownTaskError
+from mongo_celery.outbox.signing import UnsignedEntryError
 from mongo_celery.quantities import number
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -54,8 +58,8 @@ _PAUSES_MAX = 64
 """So many pauses are longer than `DEAD_SECONDS_MIN` in any case; a stored number of attempts may be any."""
 
 
-_TOLD_MAX = 10_000
-"""Documents that a process remembers to have told of; with more it begins anew, and tells once more."""
+_UNSIGNED_SECONDS = 10.0
+"""Between two records of unsigned entries: whoever writes many of them must not fill the log."""
 
 
 class FailureKind(Enum):
@@ -92,7 +96,7 @@ class FailureVerdict:
         return self.attempts > 0 and self.kind is not FailureKind.DEAD_LETTER
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FailurePolicy:
     """
     How an entry's own faults are dealt with.
@@ -104,7 +108,8 @@ class FailurePolicy:
 
     name: str
     max_attempts: int
-    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _logged_at: float = field(default=-math.inf, init=False, repr=False)
+    _unlogged: int = field(default=0, init=False, repr=False)
 
     def verdict(self, entry: Entry | Mapping[str, Any], error: BaseException, age: float | None) -> FailureVerdict:
         """
@@ -118,17 +123,17 @@ class FailurePolicy:
         if isinstance(error, BrokerUnavailableError):
             pause = REFUSED_PAUSE_SECONDS if error.answers else BROKER_PAUSE_SECONDS
             return FailureVerdict(FailureKind.WAIT_FOR_BROKER, pause, is_outage=not error.answers)
+        if isinstance(error, UnsignedEntryError):
+            return FailureVerdict(FailureKind.DEAD_LETTER)
         if isinstance(error, OtherAppError):
             return FailureVerdict(FailureKind.OTHER_APP)
         if isinstance(error, UnknownTaskError) and (age is None or age < UNKNOWN_SECONDS_MAX):
             return FailureVerdict(FailureKind.WAIT_FOR_TASK, UNKNOWN_PAUSE_SECONDS)
         attempts = attempts_of(entry) + 1
-        nameless = entry_id_of(entry) is None  # nothing can be counted in it
-        if self.name == "dead_letter" and (nameless or self._is_over(attempts)):
+        if self.name == "dead_letter" and self._is_over(attempts):
             return FailureVerdict(FailureKind.DEAD_LETTER, attempts=attempts)
-        pause = _PAUSES.longest if nameless else _PAUSES.nth(attempts)
-        is_stuck = self.name == "halt" and (nameless or attempts >= self.max_attempts)
-        return FailureVerdict(FailureKind.STUCK if is_stuck else FailureKind.ATTEMPT, pause, attempts)
+        is_stuck = self.name == "halt" and attempts >= self.max_attempts
+        return FailureVerdict(FailureKind.STUCK if is_stuck else FailureKind.ATTEMPT, _PAUSES.nth(attempts), attempts)
 
     def _is_over(self, attempts: int) -> bool:
         held_back = sum(_PAUSES.nth(count) for count in range(1, min(attempts, _PAUSES_MAX)))
@@ -138,9 +143,8 @@ class FailurePolicy:
         self, verdict: FailureVerdict, entry: Entry | Mapping[str, Any], document_id: object, error: BaseException
     ) -> None:
         """
-        Log a verdict. That an entry is stuck is an error once (in each process, for one in which nothing can be
-        counted), and a warning from then on; that another app's is the next one is nothing unusual, and the sweep says
-        so when it has waited.
+        Log a verdict. A stuck entry is an error once, and a warning from then on. Unsigned entries are an error every
+        ten seconds. An entry of another app is nothing unusual, and the sweep reports it when it has waited.
         """
         if verdict.kind is FailureKind.OTHER_APP:
             return
@@ -157,15 +161,15 @@ class FailurePolicy:
                 id, document_id, said,
                 extra={"event": "task_unknown"},
             )  # fmt: skip
+        elif isinstance(error, UnsignedEntryError):
+            self._log_unsigned(document_id)
         elif verdict.kind is FailureKind.DEAD_LETTER:
             logger.error(
                 "outbox: entry %s of document %r is a dead letter after %s: %s",
                 id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
                 extra={"event": "entry_dead"},
             )  # fmt: skip
-        elif verdict.kind is FailureKind.STUCK and (
-            verdict.attempts == self.max_attempts if id is not None else self._is_news(document_id)
-        ):
+        elif verdict.kind is FailureKind.STUCK and verdict.attempts == self.max_attempts:
             logger.error(
                 "outbox: entry %s of document %r is stuck after %s and holds back what stands behind it: %s",
                 id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
@@ -178,13 +182,18 @@ class FailurePolicy:
                 extra={"event": "entry_failed"},
             )  # fmt: skip
 
-    def _is_news(self, document_id: object) -> bool:
-        """Whether this process has not yet told that a document is stuck behind what has no id."""
-        if len(self._told) >= _TOLD_MAX:
-            self._told.clear()
-        known = len(self._told)
-        self._told.add(repr(document_id))
-        return len(self._told) > known
+    def _log_unsigned(self, document_id: object) -> None:
+        if time.monotonic() - self._logged_at < _UNSIGNED_SECONDS:
+            self._unlogged += 1
+            return
+        logger.error(
+            "outbox: document %r has an entry that the outbox has not signed. It was not sent, and is a dead letter "
+            "(%d more since the last such record). Find out who writes to the outbox's field: celery -A app outbox "
+            "dead-letters list",
+            document_id, self._unlogged,
+            extra={"event": "entry_unsigned"},
+        )  # fmt: skip
+        self._logged_at, self._unlogged = time.monotonic(), 0
 
 
 def entry_id_of(entry: Entry | Mapping[str, Any]) -> Any:

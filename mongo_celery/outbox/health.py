@@ -97,6 +97,8 @@ class Health:
                 f"{number(self.status.other_apps, 'document waits', 'documents wait')} for another app, whose entry is "
                 "the next one there: run that app's sweep, or name the app in delivers= here.",
             )
+        if self.status.unsigned:
+            found.append(unsigned_sentence(self.status.unsigned))
         if self.status.dead_letters:
             found.append("Look at the dead letters with `outbox dead-letters list`, then replay or discard them.")
         if self.indexed is False and self.status.pending:
@@ -130,6 +132,15 @@ class Health:
             f"{waited} Is `celery beat`, or the listener of a bridge, running, and a worker on the queue of "
             f"{SWEEP_TASK}? Look for `outbox` in the worker's log; {cure}"
         )
+
+
+def unsigned_sentence(count: int) -> str:
+    """Return what to do about entries that the outbox has not signed."""
+    return (
+        f"{number(count, 'dead letter was', 'dead letters were')} not signed by the outbox, and not sent. Somebody "
+        "else writes to its field, or its signing key was lost. Find out who wrote them, see `outbox dead-letters "
+        "list`, and discard them or replay them with --sign."
+    )
 
 
 def late_after(sweep_after: float, sweep_every: float | None) -> float:
@@ -175,11 +186,12 @@ def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
 def concern_of(outbox: AnyOutbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
     documents, dead_letters = " and ".join(outbox.backing.full_names), outbox.dead_letters.full_name
-    notes = outbox.backing.sweeps.full_name
+    notes, keys = outbox.backing.sweeps.full_name, outbox.backing.signer.full_name
     return Concern(
-        f"the outbox's collection {documents}, its dead letters, {dead_letters}, or the notes of its sweeps, {notes}",
+        f"the outbox's collection {documents}, its dead letters, {dead_letters}, the notes of its sweeps, {notes}, or "
+        f"its signing keys, {keys}",
         f"find, insert, update, remove and createIndex on {documents}, find, insert, update and remove on "
-        f"{dead_letters}, and find, insert and update on {notes}",
+        f"{dead_letters}, and find, insert and update on {notes} and {keys}",
     )
 
 

@@ -251,8 +251,8 @@ def waiting(collection: Collection[Any], claims: PendingClaims, stuck_after: int
                 "documents": {"$sum": 1},
                 "pending": {"$sum": entries},
                 "oldest": {"$min": claims.oldest},
-                "failing": _how_many({"$or": [{"$gt": [failed, 0]}, claims.nameless]}),
-                "stuck": _how_many(_is_stuck(failed, claims, stuck_after)),
+                "failing": _how_many({"$gt": [failed, 0]}),
+                "stuck": _how_many(stuck_after is not None and {"$gte": [failed, stuck_after]}),
                 "other_apps": _how_many({"$not": [claims.ours]}),
             },
         },
@@ -260,10 +260,6 @@ def waiting(collection: Collection[Any], claims: PendingClaims, stuck_after: int
     ]
     rows: Iterator[dict[str, Any]] = iter(_local(collection).aggregate(pipeline))
     return next(rows, _NONE)
-
-
-def _is_stuck(failed: dict[str, Any], claims: PendingClaims, stuck_after: int | None) -> Any:
-    return False if stuck_after is None else {"$or": [{"$gte": [failed, stuck_after]}, claims.nameless]}
 
 
 def _how_many(condition: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class SharedOptions(TypedDict, total=False):
             have a write wait for that, half of `claim_ttl` and 5 s at most.
         claim_ttl: seconds for which a document, or a key, belongs to one relay.
         max_attempts: how often an entry may fail through its own fault before it is stuck, or may be set aside.
-        database: where dead letters are kept.
+        database: where dead letters, notes of sweeps and signing keys are kept.
         exchange: topic exchange of the events.
         source: CloudEvents' source; by default `/<database>/<collection>`.
         foreign_tasks: publish tasks that this app does not know, for another app to run.

@@ -21,7 +21,7 @@ from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_queue import QUEUE_MAX
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
-from mongo_celery.outbox.entries import FIELD, Entry, Home, asks_for_id, listed, task_entry
+from mongo_celery.outbox.entries import FIELD, Entry, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import SharedOptions, options_of
 from mongo_celery.outbox.plain_values import PlainValues
@@ -460,7 +460,7 @@ class Outbox(AnyOutbox):
         """
         if isinstance(document_id, Mapping) and "_id" in document_id:
             document_id = document_id["_id"]
-        entry = task_entry(self.app, task.s(*args, **kwargs), self._maker.now(), Home(document_id))
+        (entry,) = self._maker.entries([task.s(*args, **kwargs)], (), Home(document_id))
         write = DocumentWrite(filter={"_id": document_id}, update={}, options={})
         claim = self.backing.may_claim(None)
         written = self.backing.writer.write(write, [entry], session=None, claim=claim)

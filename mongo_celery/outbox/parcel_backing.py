@@ -106,6 +106,7 @@ class ParcelBacking(Backing):
             self.store,
             self.publisher,
             lambda: self.dead_letters,
+            signer=self.signer,
             claim_ttl=self._options.claim_ttl,
             policy=FailurePolicy(self._options.failure_policy, self._options.max_attempts),
             counters=self.counters,

@@ -29,13 +29,14 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
-from mongo_celery.outbox.entries import Entry, entries_of
+from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.failures import FailureKind, FailurePolicy, entry_id_of
 from mongo_celery.outbox.parcel_store import ParcelStore
 from mongo_celery.outbox.parcels import FIELD_OF_PARCELS, ORDER, head_of
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Relay
 from mongo_celery.outbox.removals import SETTLE_SECONDS
+from mongo_celery.outbox.signing import EntrySigner
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -136,6 +137,7 @@ class ParcelRelay(Relay):
         store: of the parcels.
         publisher: to the broker.
         dead_letters: gives the store for what is set aside.
+        signer: verifies entries.
         claim_ttl: seconds for which a key belongs to one relay; after a crash it is free again.
         policy: what becomes of an entry that cannot be published.
         counters: of this process.
@@ -147,6 +149,7 @@ class ParcelRelay(Relay):
         publisher: Publisher,
         dead_letters: Callable[[], OutboxDeadLetters],
         *,
+        signer: EntrySigner,
         claim_ttl: float,
         policy: FailurePolicy,
         counters: Counters,
@@ -155,6 +158,7 @@ class ParcelRelay(Relay):
             store.collection,
             publisher,
             dead_letters,
+            signer=signer,
             claims=store.claims,
             claim_ttl=claim_ttl,
             policy=policy,
@@ -270,7 +274,7 @@ class ParcelRelay(Relay):
 
     def _deliver_parcel(self, parcel: Document, run: _Reading) -> None:
         """Publish one parcel, or as much of it as can be."""
-        everything = entries_of(_events(parcel))
+        everything = self.pending.entries_of(_events(parcel))
         if not everything:
             self._clear(parcel)
         if run.broker_down or _place(parcel) in run.stopped:

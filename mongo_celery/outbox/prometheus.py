@@ -48,7 +48,7 @@ class OutboxCollector(Collector):
 
     Gauges (`pending`, `documents`, `failing_documents`, `stuck_documents`, `other_app_documents`, `oldest_age_seconds`,
     `dead_letters`) are of the collection, whichever process is scraped. Counters (`dispatched`, `failures`,
-    `passed_over`) are of the scraped process since it started, and so are the gauges of its dispatcher
+    `unsigned`, `passed_over`) are of the scraped process since it started, and so are the gauges of its dispatcher
     (`queued_documents`, `broker_down`); processes of a prefork pool count for themselves. All names begin with
     `mongo_celery_outbox_`, all have the label `outbox`.
 
@@ -80,6 +80,7 @@ class OutboxCollector(Collector):
             counters = outbox.backing.counters
             _add(families, "dispatched", name, counters.dispatched)
             _add(families, "failures", name, counters.failures)
+            _add(families, "unsigned", name, counters.unsigned)
             dispatcher = outbox.backing.dispatcher.state
             _add(families, "queued_documents", name, dispatcher.queued)
             _add(families, "broker_down", name, int(dispatcher.broker_down))
@@ -128,6 +129,7 @@ def _families() -> _Families:
     }
     counters = {
         "dispatched": "Entries that this process has published.",
+        "unsigned": "Entries that this process has set aside since the outbox had not signed them.",
         "failures": "Publishes of this process that failed, broker outages included.",
         "passed_over": "Documents that this process left to the sweep: its queue was full, or the broker down.",
     }

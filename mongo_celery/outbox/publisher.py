@@ -16,21 +16,19 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from celery import Celery, signals
-from celery.canvas import Signature
 from celery.exceptions import BackendError, SoftTimeLimitExceeded
 from kombu import Exchange
 from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
-from kombu.serialization import loads, prepare_accept_content
 
 from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.outbox.canvas import bound, heads, leaves
+from mongo_celery.outbox.canvas import heads, leaves
 from mongo_celery.outbox.capture import captured
-from mongo_celery.outbox.entries import Entry, bound_event
+from mongo_celery.outbox.entries import Entry, bound_event, canvas_of
 from mongo_celery.tracing import sending_for, trace_headers
 
 _BROKER_SECONDS = 5
@@ -114,12 +112,16 @@ class Publisher:
         """Whose entries this process publishes: its own app's, those that it delivers, and those that name none."""
         return (None, "__main__", self.app.main, *self.delivers)  # a script's name is nobody's
 
+    def delivers_for(self, entry: Entry) -> bool:
+        """Return True if this process publishes the entries of an entry's app."""
+        return (entry.app or None) in self.apps
+
     def publish(self, entry: Entry, document_id: object = NO_ID, /) -> None:
         """
         Publish one entry; afterwards the broker has it, as far as the broker promises anything.
 
         Args:
-            entry: what to publish.
+            entry: what to publish; the caller has verified its signature.
             document_id: `_id` of the document that it was stored with, for an entry that is bound late.
 
         Raises:
@@ -130,7 +132,7 @@ class Publisher:
             SoftTimeLimitExceeded: the task that publishes has run for too long; the outcome is unknown.
             Exception: the entry itself cannot be published.
         """
-        if (entry.app or None) not in self.apps:
+        if not self.delivers_for(entry):
             raise OtherAppError(
                 f"its next entry belongs to app {entry.app!r}, and this process delivers for {self.app.main!r}; run "
                 f"that app's sweep, or make the outbox here with delivers=({entry.app!r},).",
@@ -238,11 +240,7 @@ class Publisher:
             raise
 
     def _signature(self, entry: Entry, document_id: object) -> Any:
-        accepted = prepare_accept_content(self.app.conf.accept_content)
-        data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
-        if entry.bind:
-            data = bound(data, entry.bind, document_id, entry.keeps)
-        signature = Signature.from_dict(data, app=self.app)
+        signature = canvas_of(self.app, entry, document_id)
         for head in heads(signature):
             head["args"] = tuple(head["args"])  # monitors show them as `delay` would
         if not self._foreign_tasks:

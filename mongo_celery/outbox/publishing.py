@@ -27,6 +27,7 @@ from mongo_celery.outbox.groups import ENTRIES_MAX, size_together
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import BatchAbandonedError, BrokerUnavailableError, Publisher, UnknownTaskError
 from mongo_celery.outbox.removals import Removals
+from mongo_celery.outbox.signing import EntrySigner, UnsignedEntryError
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class PendingPublisher:
         field: in which entries wait.
         publisher: to the broker.
         dead_letters: gives the store for what cannot be published.
+        signer: verifies entries.
         removals: of what was published.
         claim_ttl: seconds of a claim.
         policy: what becomes of an entry that fails through its own fault.
@@ -75,6 +77,7 @@ class PendingPublisher:
         publisher: Publisher,
         dead_letters: Callable[[], OutboxDeadLetters],
         *,
+        signer: EntrySigner,
         removals: Removals,
         claim_ttl: float,
         policy: FailurePolicy,
@@ -84,6 +87,7 @@ class PendingPublisher:
         self._field = field
         self._publisher = publisher
         self._dead_letters = dead_letters
+        self._signer = signer
         self._removals = removals
         self._claim_ttl = claim_ttl
         self._policy = policy
@@ -110,7 +114,7 @@ class PendingPublisher:
         Raises:
             PyMongoError: of `step`, or of the store for dead letters; the parts of all documents came before.
         """
-        begun = [_Begun(held, entries_of(held.events[:ENTRIES_MAX])) for held in documents]
+        begun = [_Begun(held, self.entries_of(held.events[:ENTRIES_MAX])) for held in documents]
         try:
             try:
                 yield from self._parts(begun, step, judge=judge)
@@ -135,7 +139,7 @@ class PendingPublisher:
                 part = first.part(verdict=outage.verdict, error=outage.error, lets_go=True)
             else:
                 step()
-                part = self.publish(first.held, judge=judge, names=first.names)
+                part = self._publish(first, judge=judge)
                 outage = part if part.is_outage else None
             del begun[0]
             yield part
@@ -177,23 +181,22 @@ class PendingPublisher:
         """Whether a claim may be another's soon."""
         return time.monotonic() - held.claimed_at > self._claim_ttl / 2
 
-    def publish(self, held: HeldDocument, *, judge: bool, names: list[Any]) -> PublishedPart:
+    def _publish(self, begun: _Begun, *, judge: bool) -> PublishedPart:
         """
         Publish the first entries of a document, in order, up to one that cannot be.
 
         Args:
-            held: the document.
+            begun: the document; the names of entries grow by those that are published or set aside.
             judge: whether failures are counted.
-            names: of the entries from the head that the broker has already; it grows by those that are published or
-                set aside.
 
         Raises:
             SoftTimeLimitExceeded: what was published before is removed, and the document let go.
             PyMongoError: what cannot be published could not be set aside.
         """
+        held, names = begun.held, begun.names
         dispatched, dead = len(names), 0
         knows = bool(self._publisher.app.finalized)  # type: ignore[attr-defined] # else it has not heard of its tasks yet
-        for entry in entries_of(held.events[len(names) : ENTRIES_MAX]):
+        for entry in begun.entries[len(names) :]:
             if self._is_old(held):
                 return PublishedPart(
                     held=held, names=names, dispatched=dispatched, dead=dead, lets_go=True, ran_out=True
@@ -232,23 +235,39 @@ class PendingPublisher:
         document = self._collection.find_one({"_id": document_id}, {self._field.events: 1}) or {}
         stored = document.get(self._field.name)
         events = stored.get("events") if isinstance(stored, Mapping) else None
-        return [each for each in entries_of(events or []) if entry_id_of(each) is None]
+        return [each for each in self.entries_of(events or []) if entry_id_of(each) is None]
+
+    def entries_of(self, stored: Sequence[Mapping[str, Any]]) -> Sequence[Entry | Mapping[str, Any]]:
+        """
+        Return stored entries; one that the outbox has not signed stays a mapping, for `publish_entry` to refuse.
+
+        An entry of an app that this process does not deliver for stays that app's, which may have another key.
+
+        Raises:
+            PyMongoError: the keys could not be read.
+        """
+        return entries_of(stored, lambda each: not self._publisher.delivers_for(each) or self._signer.is_signed(each))
 
     def publish_entry(self, entry: Entry | Mapping[str, Any], document_id: object) -> None:
-        """As `Publisher.publish`; what cannot be read is refused, too."""
+        """As `Publisher.publish`, of what `entries_of` gives; an entry without a right signature is refused."""
         if not isinstance(entry, Entry):
-            raise ValueError(f"the entry cannot be read: somebody else has written to {self._field.name}")  # noqa: TRY004
+            raise UnsignedEntryError(
+                "The outbox has not signed this entry, or its key was lost. Somebody else may write to "
+                f"{self._field.name}. Its name and arguments may be false: its payload says what it would run."
+            )
         self._publisher.publish(entry, document_id)
 
     def judged(
         self, held: HeldDocument, entry: Entry | Mapping[str, Any], error: Exception, *, judge: bool
     ) -> FailureVerdict | None:
         """What becomes of an entry; None where this process leaves that to another."""
-        at = entry.at if isinstance(entry, Entry) else entry.get("at")
+        at = entry.at if isinstance(entry, Entry) else None
         verdict = self._policy.verdict(entry, error, age_of(held.field, at))
-        if verdict.kind is not FailureKind.WAIT_FOR_BROKER and not judge:
+        if isinstance(error, UnsignedEntryError):  # any process can tell
+            self._counters.unsigned += 1
+        elif verdict.kind is not FailureKind.WAIT_FOR_BROKER and not judge:
             return None
-        if verdict.kind not in (FailureKind.OTHER_APP, FailureKind.WAIT_FOR_TASK):  # nobody's failures
+        elif verdict.kind not in (FailureKind.OTHER_APP, FailureKind.WAIT_FOR_TASK):  # nobody's failures
             self._counters.failures += 1
         self._policy.tell(verdict, entry, held.document_id, error)
         return verdict

@@ -14,7 +14,7 @@ from mongo_celery.mongo.opening import Source
 from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Delivery
-from mongo_celery.outbox.entries import EntryMaker
+from mongo_celery.outbox.entries import Entry, EntryMaker
 from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
@@ -44,7 +44,11 @@ class AnyOutbox:
         )
         self.backing = kind(app, collection, self.publisher, options)
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
-        self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
+        self._maker = EntryMaker(
+            app,
+            lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1),
+            self._sign,
+        )
         _register(app, self, self._name, options.sweep_every)
 
     def __repr__(self) -> str:
@@ -70,6 +74,17 @@ class AnyOutbox:
         """What a sweep needs of this outbox."""
         return Backlog(lambda: self.name, self.backing, self.sweep_after)
 
+    def prepare(self) -> None:
+        """
+        Read the signing key now, so that no later write of this process waits for it.
+
+        For asyncio, at the start and in a thread: `await asyncio.to_thread(outbox.prepare)`.
+
+        Raises:
+            DeploymentError, PyMongoError: it could not be read.
+        """
+        self.backing.signer.prepare()
+
     def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
         """
         Deliver what was left behind in this collection.
@@ -87,6 +102,9 @@ class AnyOutbox:
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only what is."""
         return self.backing.status()
+
+    def _sign(self, entry: Entry) -> Entry:
+        return self.backing.signer.sign(entry)
 
 
 OUTBOXES: Registry[AnyOutbox] = Registry(

@@ -40,6 +40,7 @@ from mongo_celery.outbox.groups import ENTRIES_MAX, groups_of
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.publishing import PendingPublisher
 from mongo_celery.outbox.removals import SETTLE_DOCUMENTS, SETTLE_SECONDS, Removals
+from mongo_celery.outbox.signing import EntrySigner
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -82,6 +83,7 @@ class Relay:
         collection: opened with majority writes and reads.
         publisher: to the broker.
         dead_letters: gives the store for what cannot be published.
+        signer: verifies entries.
         claims: conditions and updates on the collection's field.
         claim_ttl: seconds for which a document belongs to one relay; after a crash it is free again.
         policy: what becomes of an entry that fails through its own fault.
@@ -94,6 +96,7 @@ class Relay:
         publisher: Publisher,
         dead_letters: Callable[[], OutboxDeadLetters],
         *,
+        signer: EntrySigner,
         claims: PendingClaims,
         claim_ttl: float,
         policy: FailurePolicy,
@@ -112,6 +115,7 @@ class Relay:
             claims.field,
             publisher,
             dead_letters,
+            signer=signer,
             removals=self.removals,
             claim_ttl=claim_ttl,
             policy=policy,

@@ -20,7 +20,7 @@ from bson.binary import UuidRepresentation
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.document_write import DocumentWrite
-from mongo_celery.outbox.entries import Entry, without_payload
+from mongo_celery.outbox.entries import Entry, canvas_of, shown_arguments, without_payload
 from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
@@ -89,7 +89,13 @@ def dead_letter(outbox: AnyOutbox, id: str) -> DeadLetter | None:  # noqa: A002
     return None if stored is None else _dead_letter(outbox, stored)
 
 
-def replay(outbox: AnyOutbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
+def replay(
+    outbox: AnyOutbox,
+    id: str,  # noqa: A002
+    *,
+    without_document: bool = False,
+    sign: bool = False,
+) -> Replay:
     """
     Put a dead letter back at the end of what is pending in its document, or under its key, with its attempts at zero.
 
@@ -102,17 +108,19 @@ def replay(outbox: AnyOutbox, id: str, *, without_document: bool = False) -> Rep
         id: of the dead letter.
         without_document: publish it now if its document is gone. Nothing stands behind that: whoever needs the
             document will not find it.
+        sign: vouch for an entry that the outbox has not signed, or by a key that is lost. Its payload says what will
+            run, and its name and arguments are read from there again.
 
     Raises:
-        CommandRefusedError: there is no such dead letter, its document is gone, its entry is still in it, or it cannot
-            be read; the dead letter is still there.
+        CommandRefusedError: there is no such dead letter, its document is gone, its entry is still in it, cannot be
+            read, or is not signed and `sign` is not given; the dead letter is still there.
         OutboxRefusedError: the document is full; the dead letter is still there.
     """
     found = dead_letter(outbox, id)
     if found is None:
         raise CommandRefusedError(f"Outbox {outbox.name} has no dead letter {id}.")
-    entry = _entry(found)
-    again = replace(entry, id=next_id(id), attempts=0, at=datetime.now(UTC))
+    entry = _signed(outbox, found, sign=sign)
+    again = outbox.backing.signer.sign(replace(entry, id=next_id(id), attempts=0, at=datetime.now(UTC)))
     if isinstance(outbox.backing, ParcelBacking):
         outbox.backing.put_back(found.document, again)
         outbox.dead_letters.remove(id)
@@ -186,11 +194,31 @@ def _replay_without_document(outbox: AnyOutbox, found: DeadLetter, entry: Entry,
 def _entry(found: DeadLetter) -> Entry:
     try:
         return Entry.from_document(found.entry)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CommandRefusedError(
             f"Dead letter {found.id} cannot be read, so it can only be discarded: somebody else has written to it "
             f"(missing or wrong: {short(error)}).",
         ) from error
+
+
+def _signed(outbox: AnyOutbox, found: DeadLetter, *, sign: bool) -> Entry:
+    """Return the entry of a dead letter that the outbox has signed, or that somebody vouches for."""
+    entry = _entry(found)
+    if outbox.backing.signer.is_signed(entry):
+        return entry
+    if not sign:
+        raise CommandRefusedError(
+            f"Dead letter {found.id} is not signed by the outbox, so it stays. Look at what it would run: celery -A "
+            f"app outbox dead-letters show {found.id} --payload. If that is right: celery -A app outbox dead-letters "
+            f"replay {found.id} --sign."
+        )
+    if entry.kind != "task":
+        return entry
+    try:
+        canvas = canvas_of(outbox.app, replace(entry, bind=""), None)
+    except Exception as error:
+        raise CommandRefusedError(f"Dead letter {found.id} cannot be read: {short(error)}.") from error
+    return replace(entry, name=str(canvas.task), argsrepr=shown_arguments(canvas))
 
 
 def _dead_letter(outbox: AnyOutbox, stored: Mapping[str, Any]) -> DeadLetter:

@@ -8,12 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from celery.canvas import Signature
-from kombu.serialization import loads, prepare_accept_content
-
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.outbox.canvas import bound, leaves
-from mongo_celery.outbox.entries import Entry, bound_event
+from mongo_celery.outbox.canvas import leaves
+from mongo_celery.outbox.entries import Entry, bound_event, canvas_of
 from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.parcels import ORDER, key_text
 from mongo_celery.outbox.registry import AnyOutbox
@@ -154,9 +151,5 @@ def _parts(outbox: AnyOutbox, entry: Entry, document_id: object, place: object) 
         body = json.loads(event.payload).get("data")
         yield PendingEntry(event.name, id=event.id, place=place, kind="event", body=body)
         return
-    accepted = prepare_accept_content(outbox.app.conf.accept_content)
-    data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
-    if entry.bind:
-        data = bound(data, entry.bind, document_id, entry.keeps)
-    for leaf in leaves(Signature.from_dict(data, app=outbox.app)):
+    for leaf in leaves(canvas_of(outbox.app, entry, document_id)):
         yield PendingEntry(leaf.task, tuple(leaf.args), dict(leaf.kwargs), leaf.options.get("task_id", ""), place)

@@ -9,6 +9,8 @@ from typing import Any
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
+from mongo_celery.outbox.signing import COLLECTION as KEYS
+from mongo_celery.outbox.signing import KEYS_OF_OUTBOXES
 
 _NOT_OURS = {"admin", "config", "local"}
 
@@ -44,10 +46,11 @@ def serving_redis(url: str) -> Iterator[str]:
 
 
 def empty(client: MongoClient[dict[str, Any]]) -> None:
-    """Remove all documents; collections and their indexes stay."""
+    """Remove all documents; collections and their indexes stay, and so do the keys by which outboxes sign."""
     for database in client.list_database_names():
         if database in _NOT_OURS:
             continue
         for name in client[database].list_collection_names(filter={"type": "collection"}):
             if not name.startswith("system."):
-                client[database][name].delete_many({})
+                # This process has read them, and would sign with keys that a worker started later does not know.
+                client[database][name].delete_many({"$nor": [KEYS_OF_OUTBOXES]} if name == KEYS else {})

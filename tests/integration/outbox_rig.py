@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import redis
@@ -15,7 +15,9 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery import Outbox
+from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
+from mongo_celery.outbox.registry import AnyOutbox
 
 Document = dict[str, Any]
 
@@ -105,6 +107,16 @@ def opened(database: Database[Document], broker: str, **conf: Any) -> Iterator[R
         yield rig
     finally:
         rig.close()
+
+
+def damage(outbox: AnyOutbox, where: Document, place: int = 0, **changes: Any) -> None:
+    """Have the outbox itself store an entry with these changes: what it has signed, and nobody can send."""
+    collection, name = outbox.backing.plain, f"{outbox.backing.field.events}.{place}"
+    document = collection.find_one(where)
+    assert document is not None
+    stored = Entry.from_document(document[outbox.backing.field.name]["events"][place])
+    signed = outbox.backing.signer.sign(replace(stored, **changes))
+    assert collection.update_one({"_id": document["_id"]}, {"$set": {name: signed.to_document()}}).matched_count
 
 
 def ripen(collection: Collection[Document], identity: Any) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,11 +28,12 @@ from mongo_celery.errors import (
     TransactionRequiredError,
 )
 from mongo_celery.outbox import dispatcher, parcel_relay
+from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.health import read_health
 from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
 from mongo_celery.outbox.replay import dead_letters, replay
 from tests.fixtures.process import wait_for
-from tests.integration.outbox_rig import Rig
+from tests.integration.outbox_rig import Rig, damage
 
 Document = dict[str, Any]
 
@@ -536,7 +539,7 @@ def test_an_entry_with_a_fault_of_its_own_stops_its_key_only(rig: ParcelRig) -> 
     outbox.add([rig.add.s(1, 1), rig.add.s(1, 2), rig.add.s(1, 3)], key="k")
     outbox.add([rig.add.s(1, 4)], key="k")
     outbox.add([rig.add.s(2, 0)], key="other")
-    spoil(rig, entry=2)
+    spoil(outbox, entry=2)
 
     delivery = outbox.sweep(older_than=0)
     assert delivery.dispatched == 3
@@ -548,7 +551,7 @@ def test_an_entry_with_a_fault_of_its_own_stops_its_key_only(rig: ParcelRig) -> 
     assert outbox.status().failing == 1
     assert outbox.sweep(older_than=0).dispatched == 0
     rig.database["outbox"].update_many({}, {"$set": {"pendingEvents.claim": UNCLAIMED}})
-    mend(rig)
+    mend(outbox)
     assert outbox.sweep(older_than=0).dispatched == 3
     assert rig.sent() == [[1, 2], [1, 3], [1, 4]]
 
@@ -557,7 +560,7 @@ def test_a_dead_letter_lets_its_key_go_on_and_is_put_back_under_it(rig: ParcelRi
     outbox = rig.parcels(failure_policy="dead_letter")
     for number in range(3):
         outbox.add([rig.add.s(1, number)], key="k")
-    spoil(rig, entry=1)
+    spoil(outbox, entry=1)
     ripe = {"pendingEvents.events.0.attempts": 99, "pendingEvents.events.0.at": LONG_AGO}
     rig.database["outbox"].update_many({"pendingEvents.events.contentType": "nonsense"}, {"$set": ripe})
 
@@ -566,9 +569,10 @@ def test_a_dead_letter_lets_its_key_go_on_and_is_put_back_under_it(rig: ParcelRi
     assert rig.sent() == [[1, 0], [1, 2]]
     (letter,) = dead_letters(outbox, 0)
     assert letter.document == "k"
-    mend(rig)
+    stored = Entry.from_document(outbox.dead_letters.get(letter.id)["entry"])  # type: ignore[index]
+    sound = outbox.backing.signer.sign(replace(stored, content_type="application/json"))
     rig.database.client["mongo_celery"]["outbox_dead_letters"].update_one(
-        {"_id": {"$regex": letter.id}}, {"$set": {"entry.contentType": "application/json"}}
+        {"_id": {"$regex": letter.id}}, {"$set": {"entry": sound.to_document()}}
     )
     assert replay(outbox, letter.id).result == "pending"
     (parcel,) = rig.stored
@@ -644,17 +648,25 @@ def test_what_somebody_else_has_written_over_a_head_stops_nobody(rig: ParcelRig,
     assert outbox.dead_letters.count() == 1
 
 
-def spoil(rig: ParcelRig, *, entry: int) -> None:
-    """Damage the entry that sends (1, entry)."""
-    change = {"$set": {"pendingEvents.events.$.contentType": "nonsense"}}
-    named = {"pendingEvents.events": {"$elemMatch": {"argsrepr": {"$regex": rf"\b1, {entry}\b"}}}}
-    assert rig.database["outbox"].update_one(named, change).matched_count == 1
+def spoil(outbox: OutboxCollection, *, entry: int) -> None:
+    """Have the entry that sends (1, entry) stored in a way that nobody can read."""
+    damage(outbox, *place_of(outbox, "argsrepr", rf"\b1, {entry}\b"), content_type="nonsense")
 
 
-def mend(rig: ParcelRig) -> None:
-    """Take all damage back."""
-    each = {"$set": {"pendingEvents.events.$[each].contentType": "application/json"}}
-    rig.database["outbox"].update_many({}, each, array_filters=[{"each.contentType": "nonsense"}])
+def mend(outbox: OutboxCollection) -> None:
+    """Take the damage back."""
+    damage(outbox, *place_of(outbox, "contentType", "nonsense"), content_type="application/json")
+
+
+def place_of(outbox: OutboxCollection, field: str, pattern: str) -> tuple[Document, int]:
+    """Which parcel has an entry in which a field matches, and where in it that is."""
+    (found,) = (
+        ({"_id": parcel["_id"]}, place)
+        for parcel in outbox.collection.find()
+        for place, entry in enumerate(parcel["pendingEvents"]["events"])
+        if re.search(pattern, entry[field])
+    )
+    return found
 
 
 def test_an_entry_of_another_app_stops_its_key_and_is_told(rig: ParcelRig) -> None:

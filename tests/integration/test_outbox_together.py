@@ -48,7 +48,7 @@ def broker(redis_url: str) -> Iterator[Any]:
 
 
 def entries(rig: Rig, tasks: Sequence[Any], events: Sequence[Event] = ()) -> list[Entry]:
-    return EntryMaker(rig.app, lambda: "test").entries(tasks, events, Home(id=1))
+    return EntryMaker(rig.app, lambda: "test", lambda entry: entry).entries(tasks, events, Home(id=1))
 
 
 def taken(broker: Any) -> dict[str, list[Document]]:

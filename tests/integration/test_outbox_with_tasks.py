@@ -10,8 +10,7 @@ from typing import Any
 import mongoengine
 import pytest
 from bson import ObjectId
-from celery import Celery
-from pymongo import AsyncMongoClient, DeleteMany, DeleteOne, InsertOne, MongoClient, ReplaceOne, UpdateMany, UpdateOne
+from pymongo import AsyncMongoClient, DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.database import Database
 from pymongo.errors import WriteError
 
@@ -410,11 +409,9 @@ def test_what_somebody_else_has_written_is_dispatched_soon(rig: Rig, database: D
     wait_for(lambda: orders.count_documents({"pendingEvents": {"$exists": True}}) == 0, message="no residue")
 
 
-def test_client_bulk_writes_keep_their_namespace() -> None:
+def test_client_bulk_writes_keep_their_namespace(outbox: Outbox) -> None:
     """PyMongo's `MongoClient.bulk_write` needs it; the servers that know it are newer than the tests'."""
     request = InsertOne({"a": 1}, namespace="shop.orders")
-    app = Celery("x", set_as_current=False)
-    outbox = Outbox(app, MongoClient[Document](connect=False).shop.orders, sweep_every=None, at_once=False)
     carried = outbox.with_tasks(request, [outbox.app.signature("note")])
     assert carried._namespace == "shop.orders"
     assert carried._doc["pendingEvents"]["count"] == 1

@@ -70,6 +70,15 @@ def test_the_oplog_is_needed_where_a_start_is_its_oldest_entry() -> None:
     assert oplog_without(start_from="now", on_history_lost="oldest") is None
 
 
+def test_the_worker_of_a_bridge_with_an_outbox_reads_its_signing_key() -> None:
+    """It delivers what was written, and verifies it. A bridge without one needs no such right."""
+    wiring = wiring_on("a.b")
+    assert "keys" not in {right.collection for right in rights_of(wiring, "worker")}
+    wiring.public.outbox("a.b", database="state")
+    (found,) = [right for right in rights_of(wiring, "worker") if right.collection == "keys"]
+    assert (found.database, found.actions, found.without) == ("state", ("find", "insert", "update"), None)
+
+
 def test_images_ask_for_a_look_at_the_collections() -> None:
     """For `check` where an option wants them, and for `snapshot`; optional both times."""
     for options in ({}, {"full_document_before_change": "whenAvailable"}):

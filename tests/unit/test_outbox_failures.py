@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.failures import DEAD_SECONDS_MIN, UNKNOWN_SECONDS_MAX, FailureKind, FailurePolicy
 from mongo_celery.outbox.publisher import BrokerUnavailableError, OtherAppError, UnknownTaskError
+from mongo_celery.outbox.signing import UnsignedEntryError
 
 HALT, DEAD = FailurePolicy("halt", 5), FailurePolicy("dead_letter", 5)
 POISON = ValueError("its own")
@@ -88,23 +88,16 @@ def test_a_task_that_nobody_has_known_for_six_hours_is_its_own_fault() -> None:
     assert HALT.verdict(entry(4), error, UNKNOWN_SECONDS_MAX).kind is FailureKind.STUCK
 
 
-def test_what_has_no_id_cannot_be_counted() -> None:
-    """Set aside at once where that is the policy, else held back for as long as anything."""
-    nameless: dict[str, Any] = {"value": "text"}
-    assert DEAD.verdict(nameless, POISON, None).kind is FailureKind.DEAD_LETTER
-    stuck = HALT.verdict(nameless, POISON, None)
-    assert (stuck.kind, stuck.pause) == (FailureKind.STUCK, 300.0)
-
-
-def test_that_a_document_is_stuck_behind_what_has_no_id_is_an_error_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing can be counted in it, so each process remembers what it has told."""
-    policy, nameless = FailurePolicy("halt", 5), {"value": "text"}
+@pytest.mark.parametrize("policy", ["halt", "dead_letter"])
+def test_many_unsigned_entries_are_one_error_in_the_log(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them is set aside at once. Whoever writes a flood of them does not fill the log."""
+    dealing, forged, error = FailurePolicy(policy, 5), {"value": "text"}, UnsignedEntryError()
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
-        for document_id in (7, 7, {"a": [1]}, 7):
-            policy.tell(policy.verdict(nameless, POISON, None), nameless, document_id, POISON)
-    levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.ERROR, logging.WARNING, logging.ERROR, logging.WARNING]
-    assert policy == FailurePolicy("halt", 5)
+        for document_id in range(1000):
+            verdict = dealing.verdict(forged, error, None)
+            assert (verdict.kind, verdict.counts) == (FailureKind.DEAD_LETTER, False)
+            dealing.tell(verdict, forged, document_id, error)
+    assert [(each.levelno, each.__dict__["event"]) for each in caplog.records] == [(logging.ERROR, "entry_unsigned")]
 
 
 def test_that_an_entry_is_stuck_is_an_error_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -93,7 +93,7 @@ def rights_of(wiring: Wiring, role: str) -> list[Right]:
     _, scope = wiring.stream()
     if role == "listener":
         return _of_listener(wiring, scope)
-    return _of_worker(options.database) if role == "worker" else _of_operator(options, scope)
+    return [*_of_worker(options.database), *_keys(wiring)] if role == "worker" else _of_operator(options, scope)
 
 
 def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
@@ -152,6 +152,13 @@ def _of_worker(state: str) -> list[Right]:
         ),
         Right(state, "replays", ("find", "insert", "update", "remove"), "starts of replays, and what became of them"),
     ]
+
+
+def _keys(wiring: Wiring) -> list[Right]:
+    """Return the rights on the signing keys of the bridge's outboxes. Their other collections are the app's."""
+    databases = {outbox.backing.options.database for outbox in wiring.outboxes.values()}
+    purpose = "the keys that sign the entries of the bridge's outboxes"
+    return [Right(database, "keys", _UPSERT, purpose) for database in sorted(databases)]
 
 
 def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:

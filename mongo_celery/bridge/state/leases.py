@@ -43,9 +43,10 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from mongo_celery.bridge.state.candidates import Definitions, died, ended, is_overtaken, named, served, stands_back
-from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept, new_key
+from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept
 from mongo_celery.bridge.state.subscriptions import Layout, layout_in, name_in
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
+from mongo_celery.mongo.keys import new_key
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
 

@@ -8,18 +8,17 @@ the keys in one write. What was signed with the old one is accepted for a bounde
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from bson import ObjectId
-from bson.binary import Binary
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.mongo.expressions import after, literal, millis
+from mongo_celery.mongo.keys import new_key
 from mongo_celery.mongo.table import Table, call_timeout
 
 KEY_SECONDS = 5.0
@@ -28,7 +27,6 @@ KEY_SECONDS = 5.0
 ANNOUNCED_SECONDS = 3 * KEY_SECONDS
 """From the announcement of a key to its use."""
 
-_KEY_BYTES = 32
 _DUE = {"$and": [{"$gt": ["$nextKey", None]}, {"$lte": ["$nextKey.from", "$$NOW"]}]}
 _OLD = {"key": "$signingKey", "until": {"$add": ["$$NOW", "$nextKey.overlap"]}}
 EXCHANGE: dict[str, Any] = {
@@ -45,11 +43,6 @@ EXCHANGE: dict[str, Any] = {
     },
 }
 """Part of each acquisition and renewal: puts an announced key in force when its time has come, and forgets old ones."""
-
-
-def new_key() -> Binary:
-    """A key that nobody knows."""
-    return Binary(secrets.token_bytes(_KEY_BYTES))
 
 
 def installation_kept() -> dict[str, Any]:

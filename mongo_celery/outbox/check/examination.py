@@ -26,7 +26,7 @@ from mongo_celery.outbox.check.odm import check_models
 from mongo_celery.outbox.check.storage import WantedIndex, check_rights, check_storage
 from mongo_celery.outbox.check.sweeping import Sweeping, ask_about_sweeps, judge_sweeping, sweep_queue
 from mongo_celery.outbox.entries import task_entry
-from mongo_celery.outbox.health import concern_of, is_scheduled, late_after, reach
+from mongo_celery.outbox.health import concern_of, is_scheduled, late_after, reach, unsigned_sentence
 from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.parcels import ORDER
 from mongo_celery.outbox.pending import PendingField
@@ -93,6 +93,7 @@ def _parts(outbox: AnyOutbox, facts: AppFacts) -> Mapping[str, Callable[[], Iter
     plain, options, field = backing.plain, backing.options, backing.field
     return {
         "rights": lambda: check_rights(plain, _others(outbox)),
+        "key": lambda: _check_key(outbox),
         "collection": lambda: check_storage(plain, field.name, _index_of(outbox), _example(outbox.app, field)),
         "models": lambda: check_models(plain.database.name, plain.name, field.name),
         "pending": lambda: check_contents(
@@ -106,6 +107,12 @@ def _parts(outbox: AnyOutbox, facts: AppFacts) -> Mapping[str, Callable[[], Iter
         "sweep": lambda: _check_sweeping(outbox, facts),
         "state": lambda: judge_state(outbox.status(), outbox.sweep_after, options.sweep_every),
     }
+
+
+def _check_key(outbox: AnyOutbox) -> Iterator[Finding]:
+    signer = outbox.backing.signer
+    there = "is there" if signer.exists() else "is not there yet: the first write or sweep stores it"
+    yield ok("key", f"This user may read {signer.full_name}. The key that signs entries {there}.")
 
 
 def _others(outbox: AnyOutbox) -> list[tuple[str, str]]:
@@ -165,6 +172,8 @@ def judge_state(status: OutboxStatus, sweep_after: float, sweep_every: float | N
     if status.failing > status.stuck:
         documents = number(status.failing - status.stuck, "document holds", "documents hold")
         yield warning("failing", f"{documents} an entry that could not be published; the workers' log says why.")
+    if status.unsigned:
+        yield error("unsigned", unsigned_sentence(status.unsigned))
     if status.dead_letters:
         yield warning(
             "dead_letters",

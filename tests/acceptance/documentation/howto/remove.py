@@ -54,4 +54,5 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         assert shop.seats.find_one() == {"_id": "A1"}
         assert [*shop.orders.index_information()] == ["_id_"]
         assert not client.mongo_celery.leases.count_documents({})
+        assert not client.mongo_celery["keys"].count_documents({"_id": {"$regex": "^outbox/shop"}})
         assert not {"outbox_sweeps", "outbox_dead_letters"} & {*client.mongo_celery.list_collection_names()}
