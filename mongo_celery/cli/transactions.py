@@ -229,7 +229,7 @@ def purge(
     as_json: bool,
 ) -> None:
     """
-    Remove transactions that are done or canceled, or that nobody has begun.
+    Remove transactions that have ended or never begun.
 
     Nobody can show, run or take them back then, and their ids may be used again. A compensation stays as long as what
     it takes back. All that is in progress or queued stays.
