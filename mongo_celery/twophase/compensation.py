@@ -30,7 +30,7 @@ class Compensations:
         self._log = log
         self._completion = completion
 
-    def stored(self, id: Any, deadline: float) -> Any:  # noqa: A002 - what it is
+    def stored(self, id: Any, deadline: float, session: ClientSession | None = None) -> Any:  # noqa: A002 - what it is
         """
         Return the id of the one compensation of a transaction that is not canceled; stored now, if there is none.
 
@@ -39,19 +39,20 @@ class Compensations:
 
         Args:
             id: of the transaction.
-            deadline: on the monotonic clock.
+            deadline: on the monotonic clock; of no account with a session.
+            session: of an open MongoDB transaction that this is part of.
 
         Raises:
             TransactionStateError: it is not done, or its compensation is gone.
             ConfigurationError: it is a transfer between other accounts.
             BusyError: it changed meanwhile; ask again.
         """
-        seen = self._done(id, deadline)
+        seen = self._done(id, deadline, session)
         before = noted_attempt(seen)
         attempt = before or 1
         while True:
             identity = compensation_id(id, attempt)
-            found = self._log.find_one(identity)
+            found = self._log.find_one(identity, session)
             if found is None and attempt == before:
                 raise TransactionStateError(
                     f"transaction {id!r} was compensated by {identity!r}, of which nothing is known any more: it is "
@@ -59,19 +60,19 @@ class Compensations:
                     id=id,
                 )
             if found is None:
-                self._store(seen, attempt, before, deadline)
+                self._store(seen, attempt, before, deadline, session)
                 return identity
             is_its_own = attempt == before or takes_back(found, seen)
             if is_its_own and found.state is not State.CANCELED:
-                if attempt != before and not self._log.note_compensated(seen, attempt, before, None):
+                if attempt != before and not self._log.note_compensated(seen, attempt, before, session):
                     raise BusyError("it changed meanwhile")
                 return identity
             attempt += 1
 
-    def _done(self, id: Any, deadline: float) -> Transaction:  # noqa: A002
-        seen = self._log.get(id)
+    def _done(self, id: Any, deadline: float, session: ClientSession | None) -> Transaction:  # noqa: A002
+        seen = self._log.get(id, session)
         self._log.refuse_other_accounts(seen)
-        if self._completion.is_decided(seen, deadline):  # the log has not followed yet
+        if session is None and self._completion.is_decided(seen, deadline):  # the log has not followed yet
             self._completion.to_the_end(seen, deadline)
             seen = self._log.get(id)
         if seen.state is not State.DONE:
@@ -82,7 +83,9 @@ class Compensations:
             )
         return seen
 
-    def _store(self, seen: Transaction, attempt: int, before: int | None, deadline: float) -> None:
+    def _store(
+        self, seen: Transaction, attempt: int, before: int | None, deadline: float, joined: ClientSession | None
+    ) -> None:
         """Store an attempt, and note it in what it compensates: in one MongoDB transaction, where there are any."""
         fields, identity = opposite(seen), compensation_id(seen.id, attempt)
 
@@ -94,8 +97,11 @@ class Compensations:
             if not self._log.note_compensated(seen, attempt, before, session):
                 raise BusyError("it changed meanwhile")
 
-        self._log.prepare()
-        self._completion.in_one(both, deadline)
+        if joined is not None:
+            both(joined)
+        else:
+            self._log.prepare()
+            self._completion.in_one(both, deadline)
 
 
 def opposite(done: Transaction) -> dict[str, Any]:

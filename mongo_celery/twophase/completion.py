@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
-from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
+from mongo_celery.errors import ConfigurationError, TransactionStateError, TransactionTimeoutError
 from mongo_celery.locking.holders import in_words
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
@@ -150,6 +150,23 @@ class Completion:
             return Way.WITHIN
         by_markers = known == clusters and all(map(self._clusters.is_standalone, clusters))
         return Way.DOCUMENTS if by_markers else Way.ACROSS
+
+    def refuse_beyond_transaction(self, parts: Sequence[Part]) -> None:
+        """
+        Refuse to run what an open transaction of the log's cluster cannot do; no server is asked.
+
+        Raises:
+            ConfigurationError: a participant is in another cluster, or they get markers.
+        """
+        elsewhere = next((part for part in parts if part.cluster is not None), None)
+        if elsewhere is None and self._protocol != "documents":
+            return
+        why = "protocol='documents'" if elsewhere is None else f"participant {elsewhere} in another cluster"
+        raise ConfigurationError(
+            f"A transaction is open here, and this one, with {why}, cannot be a part of it. Nothing was changed. Store "
+            "it with run=False and call delay(id): Celery runs it after the commit. Or make the call after the commit, "
+            "with after_commit."
+        )
 
     def way_of(self, transaction: Transaction) -> Way:
         """How it is carried out: as it was begun."""

@@ -33,18 +33,21 @@ class Indexes:
     A call waits for them for a moment only. Where that does not suffice, since the collection is large or an open
     transaction keeps it, a thread of its own makes them, however long it takes. What the server refuses (a right, an
     index of the same name) is said once: reads are slower without them, and what should expire stays.
+
+    Attributes:
+        is_made: whether there is nothing to do in this process any more.
     """
 
     def __init__(self, collection: Collection[Any], wanted: Sequence[IndexModel]) -> None:
         self._collection = collection
         self._wanted = wanted
         self._lock = threading.Lock()
-        self._is_made = False
+        self.is_made = False
         self._due = -math.inf
 
     def make(self) -> None:
         """Make what is missing, and the collection with it; or see to it that it is made later. It never fails."""
-        if self._is_made or not self._is_my_turn():
+        if self.is_made or not self._is_my_turn():
             return
         try:
             with pymongo.timeout(_AT_ONCE_SECONDS):
@@ -56,7 +59,7 @@ class Indexes:
         except PyMongoError:
             pass
         else:
-            self._is_made = True
+            self.is_made = True
             return
         with suppress(RuntimeError):  # the interpreter is ending
             threading.Thread(target=self._make_at_leisure, name="mongo-celery-indexes", daemon=True).start()
@@ -76,7 +79,7 @@ class Indexes:
         except Exception as error:  # noqa: BLE001 - the client may be closed by now, too
             self._refused(error)
         else:
-            self._is_made = True
+            self.is_made = True
 
     def _refused(self, error: Exception) -> None:
         logger.warning(
@@ -86,4 +89,4 @@ class Indexes:
             brief(error),
             extra={"event": "transaction_indexes_missing"},
         )
-        self._is_made = isinstance(error, OperationFailure) and not is_transient(error)
+        self.is_made = isinstance(error, OperationFailure) and not is_transient(error)

@@ -88,23 +88,25 @@ def revert(open_part: Open, parts: Sequence[Part], session: ClientSession) -> No
     _send(open_part, changes, session)
 
 
-def is_there(open_part: Open, part: Part) -> bool:
+def is_there(open_part: Open, part: Part, session: ClientSession | None = None) -> bool:
     """Whether a participant exists."""
-    return open_part(part).find_one({"_id": {"$eq": part.id}}, {"_id": 1}) is not None
+    return open_part(part).find_one({"_id": {"$eq": part.id}}, {"_id": 1}, session=session) is not None
 
 
-def find_met(open_part: Open, part: Part, rule: Mapping[str, Any]) -> Document | None:
+def find_met(
+    open_part: Open, part: Part, rule: Mapping[str, Any], session: ClientSession | None = None
+) -> Document | None:
     """Its `_id` as the server has it, if it meets a rule now."""
-    return open_part(part).find_one(_found(part, rule), {"_id": 1})
+    return open_part(part).find_one(_found(part, rule), {"_id": 1}, session=session)
 
 
-def why_unmet(open_part: Open, parts: Iterable[Part]) -> str | None:
-    """Why participants of one cluster cannot be changed, as they are now; None if they could."""
+def why_unmet(open_part: Open, parts: Iterable[Part], session: ClientSession | None = None) -> str | None:
+    """Why participants of one cluster cannot be changed, as they are now or in a transaction; None if they could."""
     found = []
     for part in parts:
-        met = find_met(open_part, part, part.require)
+        met = find_met(open_part, part, part.require, session)
         if met is None:
-            if not is_there(open_part, part):
+            if not is_there(open_part, part, session):
                 return f"participant {part} does not exist"
             return f"participant {part} does not meet {dict(part.require)!r}"
         found.append((part, met))

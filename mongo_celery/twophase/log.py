@@ -123,6 +123,11 @@ class TransactionLog:
         self._indexes.make()
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether nothing of that is left to do in this process."""
+        return self._indexes.is_made
+
+    @property
     def concern(self) -> Concern:
         """Whom an error of MongoDB concerns, and what transactions need."""
         name = self.collection.full_name
@@ -149,7 +154,7 @@ class TransactionLog:
             fields: what it has beside id, state and time.
             transaction_id: its id.
             state: where it begins; this application's marker comes with every state but initial.
-            is_queued: recovery begins it, as after `note_queued`; it has this application's marker.
+            is_queued: recovery begins it, as after `queue`; it has this application's marker.
             session: of a MongoDB transaction, if it is stored in one.
             mark: who stores it, by which it is known again: an earlier MongoDB transaction may have been committed
                 though it was told otherwise.
@@ -161,7 +166,8 @@ class TransactionLog:
             KnownError: there is one of this id.
             TransactionTimeoutError: this process stood still meanwhile; it may have been stored, and purged.
         """
-        self.prepare()
+        if session is None:
+            self.prepare()
         self._refuse_late(mark, transaction_id)
         whole = {
             **fields,
@@ -245,22 +251,22 @@ class TransactionLog:
             return {"expiresAt": {"$cond": [is_compensation, "$$REMOVE", after(self._retention)]}}
         return {}
 
-    def get(self, transaction_id: Any) -> Transaction:
+    def get(self, transaction_id: Any, session: ClientSession | None = None) -> Transaction:
         """
-        A transaction.
+        A transaction, as it is or as an open MongoDB transaction sees it.
 
         Raises:
             TransactionStateError: there is none, or its state or shape is unknown.
             ConfigurationError: it is not final, and a transfer between other accounts.
         """
-        found = self.find_one(transaction_id)
+        found = self.find_one(transaction_id, session)
         if found is None:
             raise TransactionStateError(f"there is no transaction {transaction_id!r}.", id=transaction_id)
         return found
 
-    def find_one(self, transaction_id: Any) -> Transaction | None:
+    def find_one(self, transaction_id: Any, session: ClientSession | None = None) -> Transaction | None:
         """A transaction, or None; errors as of `states.read_transaction`."""
-        document = self.collection.find_one({"_id": {"$eq": transaction_id}})
+        document = self.collection.find_one({"_id": {"$eq": transaction_id}}, session=session)
         return None if document is None else self.read(document)
 
     def read(self, document: Mapping[str, Any]) -> Transaction:
@@ -437,9 +443,9 @@ class TransactionLog:
             fields["sessions"] = named_sessions(seen.clusters)
         return self._update(seen.guard, State.CANCELING, fields, version=True)
 
-    def drop(self, seen: Transaction, reason: str) -> Transaction | None:
+    def drop(self, seen: Transaction, reason: str, session: ClientSession | None = None) -> Transaction | None:
         """From initial to canceled: nothing was done yet."""
-        return self._update(seen.guard, State.CANCELED, {"reason": reason}, version=False)
+        return self._update(seen.guard, State.CANCELED, {"reason": reason}, version=False, session=session)
 
     def expire(self, seen: Transaction) -> Transaction | None:
         """From initial to canceled, since nobody has begun it for so long; None if somebody has, or has queued it."""
@@ -488,19 +494,45 @@ class TransactionLog:
         change = {"$set": {"compensatedBy": attempt}}
         return bool(self.collection.update_one(guard, change, session=session).matched_count)
 
-    def note_queued(self, transaction_id: Any) -> bool:
+    def queue(self, transaction_id: Any, session: ClientSession | None = None) -> None:
         """
         Note that Celery has been asked to advance a transaction: this application's recovery then begins it too.
 
-        Returns:
-            False if nothing is left to do, or it is another application's, or a transfer between other accounts.
+        Args:
+            transaction_id: of the transaction.
+            session: of a MongoDB transaction that this is part of.
+
+        Raises:
+            TransactionStateError: nothing is left to do, or it is another application's.
+            ConfigurationError: it is a transfer between other accounts.
         """
         states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
         ours = {**self.ours(), "accounts": {"$in": [None, self._accounts]}}
         guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **ours}
         # Marked already: another application may know neither its accounts nor its clusters.
         change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
-        return bool(self.collection.update_one(guard, change).matched_count)
+        if not self.collection.update_one(guard, change, session=session).matched_count:
+            seen = self.get(transaction_id, session)
+            self.refuse_foreign(seen)
+            raise TransactionStateError(
+                f"transaction {transaction_id!r} is {seen.state}: nothing is left to do.",
+                id=transaction_id,
+                state=seen.state,
+            )
+
+    def refuse_foreign(self, seen: Transaction) -> None:
+        """
+        Refuse a transaction of another application.
+
+        Raises:
+            TransactionStateError: it is one.
+        """
+        if seen.application not in {None, self._application}:
+            raise TransactionStateError(
+                f"transaction {seen.id!r} belongs to application {seen.application!r}, not to {self._application!r}.",
+                id=seen.id,
+                application=seen.application,
+            )
 
     def of_state(self, state: State, condition: Mapping[str, Any], limit: int, *, skip: int = 0) -> Iterable[Document]:
         """Documents of a state that is not final, the oldest step first."""

@@ -27,11 +27,11 @@ _RETRIES_MAX = 20
 _PAUSES = Pauses(first=1.0, longest=60.0)
 
 
-def publish_step(app: Celery, name: str, transaction_id: Any, version: int | None) -> Any:
-    """Ask for the next step of a transaction; the message carries its id, in BSON's own types, and the version."""
+def publish_step(app: Celery, name: str, transaction_id: Any, task_id: str) -> Any:
+    """Ask for the first step of a transaction; the message carries its id, in BSON's own types."""
     task: Any = app.tasks[STEP_TASK]
     with outside():  # it is noted as queued already, whatever becomes of a transaction that the caller is in
-        return task.apply_async((name, to_text(transaction_id), version), serializer="json")
+        return task.apply_async((name, to_text(transaction_id), None), task_id=task_id, serializer="json")
 
 
 def _publish_next(task: Any, arguments: tuple[str, str, int | None]) -> None:

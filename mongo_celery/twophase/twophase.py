@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from bson import ObjectId
-from celery import Celery
+from celery import Celery, uuid
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.app import Registry, app_name, check_app, schedule
@@ -21,6 +22,7 @@ from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import Compensations
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
+from mongo_celery.twophase.joined import JoinedCalls, session_to_join
 from mongo_celery.twophase.local import RefusedError
 from mongo_celery.twophase.log import KnownError, TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
@@ -55,6 +57,12 @@ class TwoPhaseCommit:
 
     Not promised: isolation, but within one cluster. Others can see one cluster, or with markers one participant,
     changed before the other; a `require` rule is what keeps a balance from going below a limit.
+
+    Inside an open transaction of the same client, `begin`, `transfer`, `run`, `delay`, `cancel` and `compensate` are a
+    part of it: committed and aborted with it, once, however often its body is repeated. That is the transaction of
+    `transactional`, of a handler with `transactional=True` or of Django that this thread is in, or that of `session=`.
+    What cannot be a part of it is refused with a `ConfigurationError`: another client, participants in other clusters,
+    markers.
 
     Args:
         app: the Celery app; None if Celery advances nothing.
@@ -175,7 +183,14 @@ class TwoPhaseCommit:
 
     # -- beginning ---------------------------------------------------------------------------------
 
-    def begin(self, participants: Sequence[object], *, id: Any = None, run: bool = False) -> Any:  # noqa: A002 - what it is
+    def begin(
+        self,
+        participants: Sequence[object],
+        *,
+        id: Any = None,  # noqa: A002 - what it is
+        run: bool = False,
+        session: ClientSession | None = None,
+    ) -> Any:
         """
         Store a transaction; afterwards it survives a crash, and nothing is changed yet.
 
@@ -185,6 +200,7 @@ class TwoPhaseCommit:
                 transactions that share participants. With an id that is stored already, the same participants get the
                 same outcome: see `transfer`.
             run: whether to run it here too, which takes fewer round trips than `run` afterwards.
+            session: of the open MongoDB transaction that the call is a part of; see the class.
 
         Returns:
             The id, for `run`, `delay` and `cancel`.
@@ -201,8 +217,10 @@ class TwoPhaseCommit:
         for index, part in enumerate(parts):
             if any(is_same(part, other) for other in parts[:index]):
                 raise ConfigurationError(f"{part} takes part twice; combine both changes in one participant.")
+        fields = {"participants": [part.to_document() for part in parts]}
+        if (joined := self._joined(session)) is not None:
+            return self._begun_inside(joined, fields, tuple(parts), id, run=run)
         with self._completion.bounded() as deadline:
-            fields = {"participants": [part.to_document() for part in parts]}
             return self._begun(fields, tuple(parts), id, deadline, run=run)
 
     def transfer(
@@ -214,6 +232,7 @@ class TwoPhaseCommit:
         id: Any = None,  # noqa: A002
         require: Mapping[str, Any] | None = None,
         run: bool = True,
+        session: ClientSession | None = None,
     ) -> Any:
         """
         Move an amount from one document's `balance` to another's.
@@ -234,6 +253,7 @@ class TwoPhaseCommit:
             require: a filter that the source must match; by default a balance of at least `value`. It is stored
                 with the transaction.
             run: whether to run it here; else call `run` or `delay` with the returned id.
+            session: of the open MongoDB transaction that the call is a part of; see the class.
 
         Raises:
             ConfigurationError: the value is no amount, an `_id` can be none, both are the same, or the accounts are in
@@ -251,6 +271,9 @@ class TwoPhaseCommit:
             raise ConfigurationError(f"source and destination are both {source!r}; a transfer needs two documents.")
         fields = {"source": source, "destination": destination, "value": value, "accounts": accounts}
         given = fields if require is None else {**fields, "require": require}
+        if (joined := self._joined(session)) is not None:
+            self._clusters.refuse_elsewhere(self.accounts)
+            return self._begun_inside(joined, given, (source_part, destination_part), id, run=run)
         with self._completion.bounded() as deadline:
             self._completion.until_answered(
                 lambda: self._clusters.refuse_elsewhere(self.accounts), deadline, hint="nothing was stored"
@@ -259,12 +282,13 @@ class TwoPhaseCommit:
 
     # -- advancing ---------------------------------------------------------------------------------
 
-    def run(self, id: Any) -> Transaction:  # noqa: A002
+    def run(self, id: Any, *, session: ClientSession | None = None) -> Transaction:  # noqa: A002
         """
         Advance a transaction to its end, here; an unfinished one of this application is taken over at once.
 
         Args:
             id: what `begin` or `transfer` returned.
+            session: of the open MongoDB transaction that the call is a part of; see the class.
 
         Returns:
             The transaction in state `done`.
@@ -276,15 +300,22 @@ class TwoPhaseCommit:
             TransactionTimeoutError: MongoDB did not answer in time. Recovery will finish it if it was begun; the
                 message says when that is not known, and `run` may be called again in any case.
         """
+        if (joined := self._joined(session)) is not None:
+            return _ended(joined.run(id))
         with self._completion.bounded() as deadline:
             return _ended(self._run(id, deadline))
 
-    def delay(self, id: Any) -> Any:  # noqa: A002
+    def delay(self, id: Any, *, session: ClientSession | None = None) -> Any:  # noqa: A002
         """
         Let Celery advance a transaction, one step a task, each retried.
 
         Afterwards it carries this application's marker, and recovery looks after it too, even if the broker loses
-        the message.
+        the message. Inside an open transaction the task is sent after the commit. If the process dies in between,
+        recovery advances the transaction.
+
+        Args:
+            id: what `begin` or `transfer` returned.
+            session: of the open MongoDB transaction that the call is a part of; see the class.
 
         Returns:
             The `AsyncResult` of the first step; the outcome is in the transaction, not in a result.
@@ -295,17 +326,16 @@ class TwoPhaseCommit:
         """
         if self.app is None:
             raise ConfigurationError("delay needs the Celery app: TwoPhaseCommit(app, transactions).")
-        with self._completion.bounded():
-            self._note_queued(id)
+        identity, task_id = plain_id("id", id, self.transactions.codec_options), uuid()
+        publish = partial(publish_step, self.app, self.name, identity, task_id)
+        if (joined := self._joined(session)) is not None:
+            joined.queue(id, publish)
+        else:
+            with self._completion.bounded():
+                self.log.queue(id)
+            publish()
         self._watch.needed()
-        return publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
-
-    def _note_queued(self, id: Any) -> None:  # noqa: A002
-        if not self.log.note_queued(id):
-            seen = self.log.get(id)
-            self._refuse_foreign(seen, allowed=False)
-            state = seen.state
-            raise TransactionStateError(f"transaction {id!r} is {state}: nothing is left to do.", id=id, state=state)
+        return self.app.AsyncResult(task_id)
 
     def step(self, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
         """
@@ -382,7 +412,14 @@ class TwoPhaseCommit:
         with self._completion.bounded():
             return list(self.log.find(states, age, limit))
 
-    def cancel(self, id: Any, reason: str = "canceled on request", *, all: bool = False) -> Transaction:  # noqa: A002
+    def cancel(
+        self,
+        id: Any,  # noqa: A002
+        reason: str = "canceled on request",
+        *,
+        all: bool = False,  # noqa: A002
+        session: ClientSession | None = None,
+    ) -> Transaction:
         """
         Roll a transaction back, as long as it is not applied.
 
@@ -390,6 +427,7 @@ class TwoPhaseCommit:
             id: of the transaction.
             reason: kept with it.
             all: whether it may belong to another application.
+            session: of the open MongoDB transaction that the call is a part of; see the class.
 
         Returns:
             The transaction in state `canceled`; one that was canceled before is left as it is.
@@ -398,10 +436,13 @@ class TwoPhaseCommit:
             TransactionStateError: it is applied or done (see `compensate`), unknown, or of another application.
             ConfigurationError: as of `run`.
         """
+        if (joined := self._joined(session)) is not None:
+            return _canceled_in_time(joined.cancel(id, reason, any_application=all))
 
         def attempt() -> Transaction:
             seen = self.log.get(id)
-            self._refuse_foreign(seen, allowed=all)
+            if not all:
+                self.log.refuse_foreign(seen)
             if seen.state is State.INITIAL:
                 return still_mine(self.log.drop(seen, reason))
             if seen.state in {State.PENDING, State.CANCELING}:
@@ -420,11 +461,9 @@ class TwoPhaseCommit:
         with self._completion.bounded() as deadline:
             begun = self._completion.until_answered(attempt, deadline, hint=hint, id=id)
             ended = self._completion.to_the_end(begun, deadline)
-        if ended.state is State.DONE:  # its last cluster had decided already
-            raise _too_late(ended)
-        return ended
+        return _canceled_in_time(ended)  # else its last cluster had decided already
 
-    def compensate(self, id: Any, *, run: bool = True) -> Any:  # noqa: A002
+    def compensate(self, id: Any, *, run: bool = True, session: ClientSession | None = None) -> Any:  # noqa: A002
         """
         Take back a transaction that is done, by the opposite transaction.
 
@@ -436,6 +475,7 @@ class TwoPhaseCommit:
             id: of the transaction.
             run: whether to run the opposite transaction here. With False it is stored, and `run`, `delay` or recovery
                 carries it out.
+            session: of the open MongoDB transaction that the call is a part of; see the class.
 
         Returns:
             The id of the opposite transaction: `{"compensates": id}`, with `attempt` from the second on.
@@ -446,6 +486,11 @@ class TwoPhaseCommit:
             ConfigurationError: it is a transfer between other accounts.
             TransactionTimeoutError: MongoDB did not answer in time. Call it again, or leave it to recovery.
         """
+        if (joined := self._joined(session)) is not None:
+            identity, ended = joined.compensate(id, run=run)
+            if ended is not None:
+                _ended(ended)
+            return identity
         with self._completion.bounded() as deadline:
             identity = self._completion.until_answered(
                 lambda: self._compensations.stored(id, deadline), deadline, hint="compensate it again", id=id
@@ -549,6 +594,27 @@ class TwoPhaseCommit:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _joined(self, session: ClientSession | None) -> JoinedCalls | None:
+        """Return the calls of the open transaction that this thread is in, or that is given; None outside of any."""
+        found = session_to_join(self.transactions.database.client, session)
+        return None if found is None else JoinedCalls(self.log, self._completion, self._compensations, found)
+
+    def _begun_inside(
+        self,
+        joined: JoinedCalls,
+        fields: Mapping[str, Any],
+        parts: tuple[Part, ...],
+        id: Any,  # noqa: A002
+        *,
+        run: bool,
+    ) -> Any:
+        identity = ObjectId() if id is None else id
+        plain_id("id", identity, self.transactions.codec_options)
+        reason = joined.begin(fields, parts, identity, run=run)
+        if reason is not None:
+            raise _canceled(identity, reason)
+        return identity
+
     def _begun(
         self,
         fields: Mapping[str, Any],
@@ -633,21 +699,15 @@ class TwoPhaseCommit:
 
         def attempt() -> Transaction:
             seen = self.log.get(id)
-            self._refuse_foreign(seen, allowed=seen.state.is_final)
-            if seen.state is State.INITIAL or seen.state.is_final:
+            if seen.state.is_final:
+                return seen
+            self.log.refuse_foreign(seen)
+            if seen.state is State.INITIAL:
                 return seen
             self._completion.prepare_taking([seen])
             return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity))
 
         return self._completion.until_answered(attempt, deadline, hint=NOT_BEGUN, id=id)
-
-    def _refuse_foreign(self, seen: Transaction, *, allowed: bool) -> None:
-        if not allowed and seen.application not in {None, self.application}:
-            raise TransactionStateError(
-                f"transaction {seen.id!r} belongs to application {seen.application!r}, not to {self.application!r}.",
-                id=seen.id,
-                application=seen.application,
-            )
 
 
 def _application_of(app: Celery | None) -> str:
@@ -674,6 +734,13 @@ def _canceled(identity: Any, reason: str | None) -> TransactionCanceledError:
     return TransactionCanceledError(
         f"transaction {identity!r} was rolled back: {reason or 'canceled'}.", id=identity, reason=reason
     )
+
+
+def _canceled_in_time(transaction: Transaction) -> Transaction:
+    """What `cancel` returns; TransactionStateError if it can no longer be canceled."""
+    if transaction.state in {State.APPLIED, State.DONE}:
+        raise _too_late(transaction)
+    return transaction
 
 
 def _too_late(transaction: Transaction) -> TransactionStateError:

@@ -15,6 +15,7 @@ from bson import ObjectId
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
+from mongo_celery.errors import TransactionCanceledError
 from mongo_celery.twophase.coordinator import OvertakenError
 from mongo_celery.twophase.local import RefusedError, UnmetError, change, in_one, why_unmet
 from mongo_celery.twophase.log import TransactionLog
@@ -103,9 +104,55 @@ class WithinCluster:
             return reason
         return None
 
-    def _dropped(self, transaction: Transaction, reason: str) -> Transaction:
+    def store_joined(
+        self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, session: ClientSession, *, run: bool
+    ) -> str | None:
+        """
+        Store a transaction, and do it if it is to be run, in the open transaction of a session.
+
+        Returns:
+            Why it is stored as canceled; None if it is not.
+
+        Raises:
+            KnownError: there is one of this id.
+            TransactionCanceledError: the server refuses a change, and has aborted the open transaction.
+            PyMongoError: as it comes, for whoever has begun the open transaction.
+        """
+        reason = why_unmet(self._open, parts, session) if run else None
+        state = State.INITIAL if not run else State.DONE if reason is None else State.CANCELED
+        why = {} if reason is None else {"reason": reason}
+        self._log.insert({**fields, **why}, identity, state=state, session=session)
+        if reason is not None:
+            _note(identity, reason)
+        elif run:
+            self._change_joined(identity, parts, session)
+        return reason
+
+    def run_joined(self, transaction: Transaction, session: ClientSession) -> Transaction:
+        """Initial to done or canceled, in the open transaction of a session; errors as of `store_joined`."""
+        reason = transaction.refusal or why_unmet(self._open, transaction.parts, session)
+        if reason is not None:
+            return self._dropped(transaction, reason, session)
+        after = self._log.complete(transaction, ObjectId(), session)
+        if after is None:
+            raise OvertakenError
+        self._change_joined(transaction.id, transaction.parts, session)
+        return after
+
+    def _change_joined(self, identity: Any, parts: tuple[Part, ...], session: ClientSession) -> None:
+        try:
+            change(self._open, parts, session)
+        except RefusedError as error:
+            _note(identity, str(error))
+            raise TransactionCanceledError(
+                f"transaction {identity!r} was rolled back, and the open transaction with it: {error}.",
+                id=identity,
+                reason=str(error),
+            ) from error
+
+    def _dropped(self, transaction: Transaction, reason: str, session: ClientSession | None = None) -> Transaction:
         _note(transaction.id, reason)
-        after = self._log.drop(transaction, reason)
+        after = self._log.drop(transaction, reason, session)
         if after is None:
             raise OvertakenError
         return after

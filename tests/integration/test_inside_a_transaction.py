@@ -27,10 +27,22 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import InvalidOperation
 
-from mongo_celery import Bridge, Change, Changes, ConfigurationError, once, select_for_update, transactional
+from mongo_celery import (
+    Bridge,
+    Change,
+    Changes,
+    ConfigurationError,
+    Participant,
+    TransactionCanceledError,
+    TwoPhaseCommit,
+    once,
+    select_for_update,
+    transactional,
+)
 from mongo_celery.errors import TransactionRequiredError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner
+from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
@@ -149,6 +161,7 @@ class Row:
         expected: JOINS, ALONE, or the class of the error that it is refused with.
         around: where it can be done: in a body of `transactional`, in a handler.
         count: how many effects there are; by default `Rig.count`.
+        prepare: what has to be there before.
     """
 
     name: str
@@ -156,6 +169,7 @@ class Row:
     expected: Any
     around: tuple[str, ...] = ("transactional", "handler")
     count: Callable[[Rig], int] = Rig.count
+    prepare: Callable[[Rig], object] = lambda _: None
 
 
 def _insert(rig: Rig, session: Any, client: Any = None) -> None:
@@ -228,7 +242,170 @@ TRANSACTION_ROWS = [
     Row("change.fenced of another client", lambda rig: _increase(rig, rig.given, rig.other), REFUSED, ("handler",)),
 ]
 
-TRANSFER_ROWS: list[Row] = []
+
+class Bank(TwoPhaseCommit):
+    """Two accounts in the database of a rig, and two transfers of each kind that calls are about."""
+
+    def __init__(
+        self, rig: Rig, name: str = "default", client: MongoClient[Document] | None = None, **options: Any
+    ) -> None:
+        database = rig.database.name
+        super().__init__(
+            rig.app, lambda: (client or rig.client)[database]["transactions"], name=name, recover_every=None, **options
+        )
+
+    @staticmethod
+    def of(rig: Rig, name: str = "default") -> TwoPhaseCommit:
+        """Return that of a name."""
+        found = TWO_PHASE_COMMITS.find(rig.app, name)
+        assert found is not None
+        return found
+
+    @classmethod
+    def prepare(cls, rig: Rig) -> None:
+        """Make the banks, and what they are about."""
+        rig.database["accounts"].insert_many([{"_id": each, "balance": 1000} for each in "AB"])
+        bank = cls(rig)
+        cls(rig, "other", rig.other)
+        cls(rig, "documents", protocol="documents")
+        cls(rig, "clusters", clients={"far": rig.other})
+        for number in range(2):
+            bank.transfer("A", "B", 100, id=f"done {number}")
+            bank.transfer("A", "B", 1, id=f"initial {number}", run=False)
+
+    @staticmethod
+    def next(rig: Rig, kind: str) -> str:
+        """Return the id of the first one that nobody has done anything about."""
+        state = kind.partition(" ")[0]
+        found = rig.database["transactions"].find_one(
+            {"_id": {"$regex": f"^{kind}"}, "state": state, "compensatedBy": None, "queuedAt": None}
+        )
+        assert found is not None
+        return str(found["_id"])
+
+    @staticmethod
+    def paid(rig: Rig) -> int:
+        """How often 10 was paid, or -1 if the sum is wrong; what was compensated counts for one of them."""
+        balances = {each["_id"]: each["balance"] for each in rig.database["accounts"].find()}
+        moved = balances["B"] - 1200
+        assert balances["A"] + balances["B"] == 2000
+        return moved // 10 if moved % 10 == 0 else -1
+
+    @staticmethod
+    def compensated(rig: Rig) -> int:
+        """How many of 100 were taken back."""
+        return -Bank.paid(rig) // 10
+
+    @staticmethod
+    def stored(rig: Rig, condition: Document) -> int:
+        """How many new transactions meet a condition; if any was done, none."""
+        assert Bank.paid(rig) == 0
+        return rig.database["transactions"].count_documents(condition)
+
+    @staticmethod
+    def queued(rig: Rig) -> int:
+        """How many are queued, each with its message."""
+        count = Bank.stored(rig, {"queuedAt": {"$exists": True}})
+        assert count == len(rig.runner.sent())
+        return count
+
+
+def _transfer(rig: Rig, name: str = "default", **options: Any) -> Any:
+    return Bank.of(rig, name).transfer("A", "B", 10, **options)
+
+
+def _pay_too_much(rig: Rig) -> None:
+    """Nothing of it is left in a body that continues, be it that the payer or the payee is missing."""
+    for source, destination, value in (("A", "B", 5000), ("A", "nobody", 10)):
+        with pytest.raises(TransactionCanceledError):
+            Bank.of(rig).transfer(source, destination, value)
+
+
+def _parts(rig: Rig, client: MongoClient[Document] | None = None) -> list[Participant]:
+    accounts = (client or rig.client)[rig.database.name]["accounts"]
+    return [Participant(accounts, each, {"$inc": {"balance": sign * 10}}) for each, sign in (("A", -1), ("B", 1))]
+
+
+def _row_of_transfers(
+    name: str, act: Callable[[Rig], object], expected: Any, count: Any = Bank.paid, *, handler: bool = False
+) -> Row:
+    around = ("transactional", "handler") if handler else ("transactional",)
+    return Row(name, act, expected, around, count=count, prepare=Bank.prepare)
+
+
+TRANSFER_ROWS = [
+    _row_of_transfers("transfer", _transfer, JOINS, handler=True),
+    _row_of_transfers("transfer(id=)", lambda rig: _transfer(rig, id="pay-7"), JOINS),
+    _row_of_transfers("transfer(session=)", lambda rig: _transfer(rig, session=rig.session), JOINS, handler=True),
+    _row_of_transfers("begin(run=True)", lambda rig: Bank.of(rig).begin(_parts(rig), run=True), JOINS),
+    _row_of_transfers("run", lambda rig: Bank.of(rig).run(_transfer(rig, run=False)), JOINS),
+    _row_of_transfers(
+        "a transfer that cannot be paid",
+        _pay_too_much,
+        JOINS,
+        lambda rig: Bank.stored(rig, {"state": "canceled"}) / 2,
+    ),
+    _row_of_transfers(
+        "transfer(run=False)",
+        lambda rig: _transfer(rig, run=False),
+        JOINS,
+        lambda rig: Bank.stored(rig, {"state": "initial", "value": 10}),
+    ),
+    _row_of_transfers(
+        "delay", lambda rig: Bank.of(rig).delay(_transfer(rig, run=False)), JOINS, Bank.queued, handler=True
+    ),
+    _row_of_transfers(
+        "delay of what was stored before", lambda rig: Bank.of(rig).delay(Bank.next(rig, "initial")), JOINS, Bank.queued
+    ),
+    _row_of_transfers(
+        "cancel",
+        lambda rig: Bank.of(rig).cancel(Bank.next(rig, "initial")),
+        JOINS,
+        lambda rig: Bank.stored(rig, {"state": "canceled"}),
+    ),
+    _row_of_transfers(
+        "compensate",
+        lambda rig: Bank.of(rig).compensate(Bank.next(rig, "done")),
+        JOINS,
+        Bank.compensated,
+        handler=True,
+    ),
+    _row_of_transfers(
+        "compensate(run=False)",
+        lambda rig: Bank.of(rig).compensate(Bank.next(rig, "done"), run=False),
+        JOINS,
+        lambda rig: Bank.stored(rig, {"_id.compensates": {"$exists": True}, "state": "initial"}),
+    ),
+    _row_of_transfers(
+        "compensate of a transfer inside",
+        lambda rig: Bank.of(rig).compensate(_transfer(rig)),
+        JOINS,
+        lambda rig: Bank.stored(rig, {"_id.compensates": {"$exists": True}, "state": "done"}),
+    ),
+    _row_of_transfers("transfer, own=True", lambda rig: _alone(rig, _transfer), ALONE),
+    _row_of_transfers("transfer of another client", lambda rig: _transfer(rig, "other"), REFUSED, handler=True),
+    _row_of_transfers("delay of another client", lambda rig: Bank.of(rig, "other").delay("initial 0"), REFUSED),
+    _row_of_transfers(
+        "transfer(session=) of another client", lambda rig: _transfer(rig, "other", session=rig.session), REFUSED
+    ),
+    _row_of_transfers("transfer with markers", lambda rig: _transfer(rig, "documents"), REFUSED),
+    _row_of_transfers(
+        "begin(run=True) across clusters",
+        lambda rig: Bank.of(rig, "clusters").begin(_parts(rig, rig.other), run=True),
+        REFUSED,
+    ),
+    _row_of_transfers(
+        "begin and delay across clusters",
+        lambda rig: Bank.of(rig, "clusters").delay(Bank.of(rig, "clusters").begin(_parts(rig, rig.other))),
+        JOINS,
+        Bank.queued,
+    ),
+]
+
+
+def _alone(rig: Rig, act: Callable[[Rig], object]) -> None:
+    transactional(rig.client, own=True).run(lambda _: act(rig))
+
 
 
 def _step(rig: Rig, records: Any = None, writer: Any = None) -> None:
@@ -303,6 +480,7 @@ def test_what_happens_inside(rig: Rig, row: Row, around: str) -> None:
     """P18: part of the transaction, beside it, or refused."""
     run = rig.run_in_handler if around == "handler" else rig.run_in_transactional
     repeated, aborted = EFFECTS.get(row.expected, (0, 0))
+    acted: list[Row] = []
 
     def act(_: Rig) -> None:
         if isinstance(row.expected, type):
@@ -310,11 +488,14 @@ def test_what_happens_inside(rig: Rig, row: Row, around: str) -> None:
                 row.act(rig)
         else:
             row.act(rig)
+        acted.append(row)
 
     rig.act = act
+    row.prepare(rig)
     run(OSError())
     wait_for(lambda: row.count(rig) >= repeated, message="the effects of a repeated body")
     assert row.count(rig) == repeated
     run(KeyError())
     wait_for(lambda: row.count(rig) >= repeated + aborted, message="the effects of an aborted body")
     assert row.count(rig) == repeated + aborted
+    assert len(acted) >= 3, "an attempt has failed before its end"

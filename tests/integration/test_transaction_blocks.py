@@ -350,25 +350,28 @@ def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
         assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
 
 
-def test_a_step_of_a_two_phase_commit_waits_for_no_transaction_around(
-    notes: Collection[Document], client: Client
-) -> None:
-    """That it is queued is noted at once; in the box of a transaction that is aborted its message would be lost."""
+def test_a_step_of_a_two_phase_commit_is_sent_after_the_commit(notes: Collection[Document], client: Client) -> None:
+    """Not by the box of the transaction; where that is aborted, nothing is queued and nothing sent."""
     app = Celery("blocks", broker="memory://", set_as_current=False)
     bank = TwoPhaseCommit(app, notes.database["transactions"])
     app.finalize()
     stored = bank.transfer("A", "B", 1, run=False)
     outer = transactional(client, outbox=OutboxCollection(app, notes.database["box"], at_once=False, sweep_every=None))
 
-    def body(_: ClientSession) -> None:
+    def body(fails: bool) -> None:
         bank.delay(stored)
-        raise ZeroDivisionError
+        if fails:
+            raise ZeroDivisionError
 
     with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
         queue.clear()
         with pytest.raises(ZeroDivisionError):
-            outer.run(body)
+            outer.run(lambda _: body(fails=True))
+        assert "queuedAt" not in (bank.stored(stored) or {})
+        outer.run(lambda _: body(fails=False))
+        assert len(queue) == 1
         assert queue.get(timeout=GENEROUS).headers["task"] == STEP_TASK
+    assert notes.database["box"].count_documents({}) == 0
 
 
 def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(

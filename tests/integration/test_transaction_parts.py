@@ -16,7 +16,6 @@ from typing import Any
 
 import pymongo
 import pytest
-from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
@@ -32,7 +31,6 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
 )
 from mongo_celery.locking import after_commit, current, select_for_update, transactional
-from mongo_celery.twophase import TwoPhaseCommit
 from tests.integration.locking_rig import Document, Sent, held
 
 Client = MongoClient[Document]
@@ -359,27 +357,6 @@ def test_one_of_its_own_ends_by_the_deadline_around_it(notes: Collection[Documen
     with held(notes, 1), pytest.raises(TransactionTimeoutError):
         transactional(client, timeout=SHORT).run(lambda _: body())
     assert time.monotonic() - began < GENEROUS
-
-
-def test_two_phase_commit_is_no_part_of_the_transaction_around_it(
-    notes: Collection[Document], client: Client, write: Write
-) -> None:
-    """What it says is done is done, whatever becomes of the transaction that it was called in."""
-    accounts = notes.database["accounts"]
-    accounts.insert_many([{"_id": name, "balance": 100} for name in "AB"])
-    with Celery("bank", broker="memory://", set_as_current=False) as app:
-        bank = TwoPhaseCommit(app, notes.database["transactions"], recover_every=None)
-
-        def body(_: ClientSession) -> None:
-            write("outer")
-            bank.transfer("A", "B", 10)
-            raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            transactional(client).run(body)
-    assert [each["balance"] for each in accounts.find()] == [90, 110]
-    assert [each["state"] for each in notes.database["transactions"].find()] == ["done"]
-    assert texts(notes) == []
 
 
 def test_a_durable_one_refuses_to_join(notes: Collection[Document], client: Client, write: Write) -> None:

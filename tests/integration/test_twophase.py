@@ -184,7 +184,7 @@ def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database
             again()
     other = TwoPhaseCommit(None, database["transactions"], application="other")
     bank.transfer("A", "B", 1, id=3, run=False)
-    bank.log.note_queued(3)
+    bank.log.queue(3)
     assert other.transfer("A", "B", 1, id=1) == 1  # done: whoever asks is told so
     with pytest.raises(TransactionStateError, match="bank"):
         other.transfer("A", "B", 1, id=3)

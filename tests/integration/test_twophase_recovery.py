@@ -438,7 +438,7 @@ def test_only_what_is_final_and_old_enough_is_removed(bank: TwoPhaseCommit) -> N
         ("i", "initial"),
     ]
     queued = bank.transfer("A", "B", 1, run=False)
-    bank.log.note_queued(queued)
+    bank.log.queue(queued)
     collection.update_one({"_id": queued}, {"$set": {"lastModified": LONG_AGO}})
     collection.insert_many([{"_id": each, "state": state, "lastModified": LONG_AGO} for each, state in kinds])
     collection.insert_one({"_id": "other", "state": "done", "lastModified": LONG_AGO, "application": "App2"})

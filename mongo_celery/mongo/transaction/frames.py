@@ -480,6 +480,18 @@ def innermost_session() -> Session | None:
     return next((frame.reference() for frame in _in_transaction()), None)
 
 
+def is_beside_transaction() -> bool:
+    """Return True if another thread or task of this process has started this one inside an open transaction."""
+    frame, owner = _open_one(_innermost.get()), owner_here()
+    while frame is not None:
+        session = frame.reference()
+        is_here = frame.owner in {owner, (*owner[:2], None)}
+        if not is_here and not frame.is_inherited and session is not None and session.in_transaction:
+            return True
+        frame = _open_one(frame.outer)
+    return False
+
+
 def waits_of(session: Session) -> Waits:
     """
     The waits of a session's transaction.

@@ -1,0 +1,273 @@
+"""Two-phase commit in an open transaction, beside what `test_inside_a_transaction` shows row by row."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery import Celery
+from pymongo import AsyncMongoClient, MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.database import Database
+
+from mongo_celery import Participant, TwoPhaseCommit, transactional
+from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionError, TransactionStateError
+from mongo_celery.locking import after_commit
+from tests.fixtures.process import Processes
+from tests.integration.twophase_rig import balances, coordinator, make_accounts
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def bank(database: Database[Document]) -> TwoPhaseCommit:
+    make_accounts(database, A=1000, B=1000)
+    database.create_collection("orders")
+    app = Celery("bank", broker="memory://", set_as_current=False)
+    return TwoPhaseCommit(app, database["transactions"], recover_every=None)
+
+
+@pytest.fixture
+def client(bank: TwoPhaseCommit) -> MongoClient[Document]:
+    return bank.transactions.database.client
+
+
+def orders(bank: TwoPhaseCommit) -> list[Any]:
+    return [each["_id"] for each in bank.transactions.database["orders"].find().sort("_id", 1)]
+
+
+def test_what_is_refused_or_canceled_inside_fails_nothing_else(
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """The body catches it, and what else it does is committed; what is stored already keeps its outcome."""
+    bank.transfer("A", "B", 1, id="done")
+    with pytest.raises(TransactionCanceledError):
+        bank.transfer("A", "B", 5000, id="canceled")
+    bank.transfer("A", "B", 10, id="initial", run=False)
+    markers = coordinator(client, database.name)
+    markers.step(markers.transfer("A", "B", 7, id="pending", run=False), None)
+    database["orders"].insert_one({"_id": 1})
+
+    def body(session: ClientSession) -> None:
+        assert bank.transfer("A", "B", 1, id="done") == bank.run("done").id == "done"
+        assert bank.transfer("A", "B", 10, id="initial") == "initial"
+        words = r"already|after the commit|compensate\(|nothing is left|only one that is done"
+        with pytest.raises(TransactionCanceledError, match="does not meet"):
+            bank.transfer("A", "B", 5000, id="canceled")
+        with pytest.raises(TransactionCanceledError, match="one document"):
+            bank.begin([Participant(database["orders"], each, {"$inc": {"n": 1}}) for each in (1, 1.0)], run=True)
+        for call in (
+            lambda: bank.transfer("A", "B", 2, id="done"),
+            lambda: bank.run("pending"),
+            lambda: bank.cancel("pending"),
+            lambda: bank.cancel("done"),
+            lambda: bank.delay("done"),
+            lambda: bank.compensate("canceled"),
+        ):
+            with pytest.raises(TransactionStateError, match=words):
+                call()
+        client[database.name]["orders"].insert_one({"_id": 2}, session=session)
+
+    transactional(client).run(body)
+    assert balances(database) == {"A": 989, "B": 1011}
+    assert list(database["orders"].find()) == [{"_id": 1}, {"_id": 2}]
+
+
+def test_a_change_that_the_server_refuses_fails_the_whole(
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """The server has aborted the transaction by then, whoever catches the error."""
+    database["accounts"].insert_one({"_id": "T", "balance": "much", "pendingTransactions": []})
+
+    def body(session: ClientSession) -> None:
+        client[database.name]["orders"].insert_one({"_id": 1}, session=session)
+        with pytest.raises(TransactionCanceledError, match="refuses"):
+            bank.transfer("A", "T", 100)
+
+    with pytest.raises(TransactionError, match="refuses"):
+        transactional(client).run(body)
+    assert (database["accounts"].find_one({"_id": "A"}) or {})["balance"] == 1000
+    assert (orders(bank), database["transactions"].count_documents({})) == ([], 0)
+
+
+def test_transactions_that_ask_for_the_same_id_at_once_pay_once(
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """As two processes with one message: each commits what else it does."""
+
+    def pay(number: int, by: int) -> None:
+        def body(session: ClientSession) -> None:
+            bank.transfer("A", "B", 10, id=number)
+            client[database.name]["orders"].insert_one({"_id": {"n": number, "by": by}}, session=session)
+
+        transactional(client).run(body)
+
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(5):
+            for paid in [threads.submit(pay, number, by) for by in range(4)]:
+                paid.result()
+    assert balances(database) == {"A": 950, "B": 1050}
+    assert len(orders(bank)) == 20
+
+
+def test_a_transaction_of_the_drivers_is_joined_by_its_session(
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """Nobody says when that is committed, so nothing is queued in it; a session without a transaction is refused."""
+    stored = bank.transfer("A", "B", 1, run=False)
+    for ends in ("abort_transaction", "commit_transaction"):
+        with client.start_session() as session:
+            with pytest.raises(ConfigurationError, match="session="):
+                bank.transfer("A", "B", 10, session=session)
+            session.start_transaction()
+            bank.transfer("A", "B", 10, session=session)
+            with pytest.raises(TransactionCanceledError):
+                bank.transfer("A", "nobody", 10, session=session)
+            with pytest.raises(ConfigurationError, match="delay"):
+                bank.delay(stored, session=session)
+            getattr(session, ends)()
+    assert balances(database) == {"A": 990, "B": 1010}
+    assert sorted(each["state"] for each in database["transactions"].find()) == ["canceled", "done", "initial"]
+
+
+def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """A thread that has a copy of its context is refused; one that is handed the session joins."""
+
+    def body(session: ClientSession) -> None:
+        with pytest.raises(ConfigurationError, match="session="):
+            asyncio.run(asyncio.to_thread(bank.transfer, "A", "B", 10))
+        paying = threading.Thread(target=lambda: bank.transfer("A", "B", 10, session=session))
+        paying.start()
+        paying.join(60)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        transactional(client).run(body)
+    assert balances(database) == {"A": 1000, "B": 1000}
+    assert database["transactions"].count_documents({}) == 0
+
+
+def test_a_coroutines_transaction_is_no_place_to_pay(
+    bank: TwoPhaseCommit, mongo_url: str, database: Database[Document]
+) -> None:
+    """Its client is another one; neither in its task, nor in a thread of it, nor with its session."""
+
+    async def run() -> None:
+        mongo: AsyncMongoClient[Document] = AsyncMongoClient(mongo_url)
+
+        async def body(session: Any) -> None:
+            await mongo[database.name]["orders"].insert_one({"_id": 1}, session=session)
+            for pay in (bank.transfer, bank.begin, bank.compensate, bank.delay, bank.cancel, bank.run):
+                arguments: Any = {bank.transfer: ("A", "B", 10), bank.begin: (parts,)}.get(pay, (1,))
+                with pytest.raises(ConfigurationError, match="client"):
+                    pay(*arguments)
+                with pytest.raises(ConfigurationError, match="session="):
+                    await asyncio.to_thread(pay, *arguments)
+                with pytest.raises(ConfigurationError, match="session="):
+                    pay(*arguments, session=session)
+
+        try:
+            await transactional(mongo).arun(body)
+        finally:
+            await mongo.close()
+
+    parts = [Participant(bank.accounts, "A", {"$inc": {"balance": -10}})]
+    asyncio.run(run())
+    assert (orders(bank), database["transactions"].count_documents({})) == ([1], 0)
+
+
+def test_a_transaction_of_another_cluster_cannot_have_a_payment_in_it(
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document], standalone_url: str
+) -> None:
+    """It would be made again with each repetition; after the commit, and in one of its own, it is made once."""
+    with MongoClient[Document](standalone_url) as elsewhere, transactional(elsewhere):
+        with pytest.raises(ConfigurationError, match="after_commit"):
+            bank.transfer("A", "B", 10)
+        transactional(client, own=True).run(lambda _: bank.transfer("A", "B", 10))
+        after_commit(lambda: bank.transfer("A", "B", 100))
+        assert balances(database) == {"A": 990, "B": 1010}
+    assert balances(database) == {"A": 890, "B": 1110}
+
+
+DJANGO = """
+import sys
+import django
+from django.conf import settings
+
+url, name = sys.argv[1:]
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name}},
+    DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
+    INSTALLED_APPS=[],
+)
+django.setup()
+from celery import Celery
+from django.db import connection, models
+from django_mongodb_backend import transaction
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure
+from mongo_celery import ConfigurationError, OutboxCollection, TwoPhaseCommit
+from mongo_celery.contrib.django import transactional
+
+class Seat(models.Model):
+    number = models.IntegerField()
+    class Meta:
+        app_label = "shop"
+        db_table = "seats"
+
+with connection.schema_editor() as editor:
+    editor.create_model(Seat)
+connection.get_collection("accounts").insert_many([{"_id": each, "balance": 1000} for each in "AB"])
+app = Celery("shop", broker="memory://")
+bank = TwoPhaseCommit(app, lambda: connection.get_collection("transactions"), recover_every=None)
+other = TwoPhaseCommit(app, MongoClient(url)[name]["transactions"], name="other", recover_every=None)
+outbox = OutboxCollection(app, lambda: connection.get_collection("outbox"), sweep_every=None, at_once=False)
+runs = []
+
+def sell(number, fails=False):
+    Seat.objects.create(number=number)
+    bank.transfer("A", "B", 10)
+    bank.delay(bank.transfer("A", "B", 1, run=False))
+    try:
+        other.transfer("A", "B", 100)
+    except ConfigurationError:
+        runs.append(number)
+    if fails:
+        raise KeyError
+
+@transactional()
+def repeated(number):
+    sell(number)
+    if runs.count(number) == 1:
+        raise OperationFailure("conflict", 112, {"errorLabels": ["TransientTransactionError"]})
+
+for number, around in enumerate((transaction.atomic, outbox.atomic)):
+    for fails in (True, False):
+        try:
+            with around():
+                sell(number, fails)
+        except KeyError:
+            pass
+repeated(2)
+repeated(3)
+assert runs == [0, 0, 1, 1, 2, 2, 3, 3], runs
+assert [seat.number for seat in Seat.objects.order_by("number")] == [0, 1, 2, 3]
+states = [each["state"] for each in bank.transactions.find().sort("state", 1)]
+assert states == ["done"] * 4 + ["initial"] * 4, states
+assert connection.get_collection("accounts").find_one({"_id": "A"})["balance"] == 960
+with app.connection_for_read() as broker, broker.SimpleQueue("celery") as queue:
+    assert len(queue) == 4, len(queue)
+"""
+
+
+def test_djangos_transactions_have_payments_in_them(
+    processes: Processes, database: Database[Document], mongo_url: str
+) -> None:
+    """Its own `atomic`, that of an outbox, and a function that is repeated; another client is refused."""
+    sold = processes.python("django", "-c", DJANGO, mongo_url, database.name)
+    assert sold.wait() == 0, sold.text
