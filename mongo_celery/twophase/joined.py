@@ -23,8 +23,8 @@ from mongo_celery.mongo.transaction.frames import (
     after_commit,
     current,
     frame_of,
+    innermost_session,
     is_beside_transaction,
-    is_in_transaction,
     part_of,
 )
 from mongo_celery.twophase.compensation import Compensations
@@ -182,17 +182,19 @@ def session_to_join(client: MongoClient[Any], given: object) -> ClientSession | 
                 "session= needs a session of the transactions' own client, with a transaction in progress. Nothing was "
                 "changed. Give the one that transactional(client) passes to its function."
             )
-        return given
-    session = current(client)
-    if session is None:
-        session = _session_of_django(client)
-    if session is None and (is_in_transaction() or is_beside_transaction()):
+        joined: ClientSession | None = given
+    else:
+        joined = current(client) or _session_of_django(client)
+    around = innermost_session()
+    is_apart = around is None and given is None and is_beside_transaction()
+    # In one that was begun inside of the joined one, the call would be made again with each repetition of that.
+    if is_apart or (around is not None and around is not joined and (joined is None or frame_of(joined) is not None)):
         raise ConfigurationError(
-            "A transaction of another cluster, thread or task is open around this call, which cannot be a part of it: "
-            "it would stay when that one is aborted, and be made again with it. Nothing was changed. Make the call "
-            "after the commit, with after_commit. In another thread, give session=."
+            "The innermost transaction that is open around this call is of another client, thread or task, and the "
+            "call cannot be a part of it: it would stay when that one is aborted, and be made again with it. Nothing "
+            "was changed. Make the call after the commit, with after_commit. In another thread, give session=."
         )
-    return session
+    return joined
 
 
 def _session_of_django(client: MongoClient[Any]) -> ClientSession | None:

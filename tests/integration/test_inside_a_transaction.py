@@ -407,7 +407,6 @@ def _alone(rig: Rig, act: Callable[[Rig], object]) -> None:
     transactional(rig.client, own=True).run(lambda _: act(rig))
 
 
-
 def _step(rig: Rig, records: Any = None, writer: Any = None) -> None:
     """Call a step without a parameter `session`, with the number of effects as its key."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -150,6 +151,30 @@ def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
         transactional(client).run(body)
     assert balances(database) == {"A": 1000, "B": 1000}
     assert database["transactions"].count_documents({}) == 0
+
+
+def test_a_payment_joins_the_innermost_transaction_or_none(
+    bank: TwoPhaseCommit,
+    client: MongoClient[Document],
+    database: Database[Document],
+    make_client: Callable[[], MongoClient[Document]],
+) -> None:
+    """In one that is begun inside it would be made again with each repetition of that, and be committed with both."""
+
+    def inner(session: ClientSession) -> None:
+        assert outer.in_transaction
+        with pytest.raises(ConfigurationError, match="innermost"):
+            bank.transfer("A", "B", 10, session=outer)
+        if session.client is client:
+            bank.transfer("A", "B", 10)
+        else:
+            with pytest.raises(ConfigurationError, match="innermost"):
+                bank.transfer("A", "B", 10)
+
+    with transactional(client) as outer:
+        for each in (make_client(), client):
+            transactional(each, own=True).run(inner)
+    assert balances(database) == {"A": 990, "B": 1010}
 
 
 def test_a_coroutines_transaction_is_no_place_to_pay(

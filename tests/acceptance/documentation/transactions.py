@@ -46,9 +46,9 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         assert shop.seats.find_one() is not None
         assert shop.seats.find_one({}, {"customer": 1}) == {"_id": "A3", "customer": "eve"}
         balances = {account["_id"]: account["balance"] for account in client.bank.accounts.find()}
-        assert balances == {"A": 900, "B": 1100}, balances
+        assert balances == {"A": 880, "B": 1120}, balances
         assert shop.stock.find_one({}, {"left": 1}) == {"_id": "lamp", "left": 2}
-        assert shop.orders.find_one({}, {"state": 1}) == {"_id": 7, "state": "sold"}
+        assert shop.orders.find_one({}, {"state": 1}) == {"_id": 7, "state": "paid"}
         _pay_once(namespace["bridge"], client, mongo_url)
         assert {entry["state"] for entry in client.bank.transactions.find()} == {"done"}
 
@@ -60,7 +60,7 @@ def _pay_once(bridge: Bridge, client: MongoClient[dict[str, Any]], mongo_url: st
         client.bank.payments.insert_one({"from": "A", "to": "B", "amount": 10})
         runner.crash("called")
         assert len(runner.deliver().calls) == 2
-    assert {each["_id"]: each["balance"] for each in client.bank.accounts.find()} == {"A": 890, "B": 1110}
+    assert {each["_id"]: each["balance"] for each in client.bank.accounts.find()} == {"A": 870, "B": 1130}
 
 
 def theater(mongo_url: str) -> dict[str, Any]:
