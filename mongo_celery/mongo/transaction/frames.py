@@ -404,10 +404,9 @@ def current(client: Any) -> Any:
     for frame in others:
         if is_same_cluster(frame.client, opened):
             raise ConfigurationError(
-                "A transaction of another client of the same cluster is open here, and this client cannot join it: its "
-                "writes would stay when that one is aborted, and be repeated with it. Use the client of the open "
-                f"transaction, {frame.client_name}. For a transaction that is independent of it, use "
-                "transactional(client, own=True)."
+                "A transaction of another client of this cluster is open here. This client cannot join it: its writes "
+                f"would stay after an abort, and be repeated with each attempt. Use {frame.client_name}, the client of "
+                "the open transaction. For an independent transaction, use transactional(client, own=True)."
             )
     return None
 
