@@ -1,4 +1,4 @@
-"""Writes that forget their session: found at the write, in whatever the test calls."""
+"""A check for writes without their session, in whatever a test calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PACKAGE = "mongo_celery."
 @contextmanager
 def require_sessions() -> Iterator[None]:
     """
-    Fail where a transaction is open, and PyMongo is told to write beside it: inside the block, by any client.
+    Fail each write without `session=` inside an open transaction, as long as the block lasts.
 
     Such a write raises an AssertionError before it is sent, in the body of `transactional` and in a handler with
     `transactional=True`. If the code catches that, the block ends with it. Writes to another cluster, and those of
@@ -95,6 +95,6 @@ def _violation(target: Any, method: str) -> AssertionError | None:
         return AssertionError(str(error)) if has_answers(client) else None
     name = getattr(target, "full_name", "client")
     return AssertionError(
-        f"{name}.{method} has no session= inside an open transaction: the write stays when that is aborted, and is "
-        "repeated with it. Pass session=. A write that is to stay needs transactional(client, own=True)."
+        f"{name}.{method} has no session= inside an open transaction. The write stays after an abort, and is repeated "
+        "with each attempt. Pass session=. For a write that is to stay, use transactional(client, own=True)."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -422,7 +423,7 @@ def test_a_handler_that_another_one_calls_is_part_of_that(shop: Shop, run: Run, 
         return register(source, transactional=kind.startswith("transactional"), autoretry_for=(OSError,))(handler)
 
     others = f"{shop.orders.database.name}.others"
-    inner = {kind: make("inner", kind, others, lambda change, kind=kind: copy(change, kind)) for kind in KINDS}
+    inner = {kind: make("inner", kind, others, partial(copy, name=kind)) for kind in KINDS}
 
     def call(change: Change) -> None:
         attempts.append(outer)

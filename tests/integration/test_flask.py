@@ -101,7 +101,8 @@ def test_each_change_and_each_attempt_has_a_context_of_its_own(serve: Callable[[
 
     @shop.bridge.on_change(lambda: shop.mongo.db.orders, name="in_transaction", transactional=True)
     def store(change: Change) -> None:
-        shop.mongo.db.noted.insert_one({"by": current_app.name, **change.document_key})
+        noted = shop.bridge.collection(f"{shop.mongo.db.name}.noted")
+        noted.insert_one({"by": current_app.name, **change.document_key}, session=change.session)
 
     with serve(shop) as runner:
         shop.mongo.db.orders.insert_many([{"_id": number} for number in (1, 2, 3)])

@@ -176,6 +176,12 @@ def _insert(rig: Rig, session: Any, client: Any = None) -> None:
     rig.effects(client).insert_one({}, session=session)
 
 
+def _lock(rig: Rig) -> None:
+    """Lock what the transaction has written itself: any other session would wait for it."""
+    made = rig.effects().insert_one({}, session=rig.session).inserted_id
+    assert select_for_update(rig.effects(), {"_id": made}, session=rig.session)["_lock"]
+
+
 def _increase(rig: Rig, given: Change | Changes, client: Any = None) -> None:
     fenced = given.fenced(rig.effects(client))
     fenced.update_one({"_id": 1}, {"$inc": {"one": 1}}, upsert=True)
@@ -227,6 +233,7 @@ TRANSACTION_ROWS = [
     Row("transactional(other, durable=True)", lambda rig: transactional(rig.other, durable=True).run(print), REFUSED),
     Row("after_commit", lambda rig: after_commit(lambda: _insert(rig, None)), JOINS),
     Row("delay()", lambda rig: rig.note.delay(), ALONE),
+    Row("select_for_update", _lock, JOINS),
     Row(
         "select_for_update of another client",
         lambda rig: select_for_update(rig.effects(rig.other), {"_id": 1}, session=rig.session),

@@ -352,9 +352,9 @@ def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: 
     session = open_session(wiring.client)
     if session is None:
         raise HandlerUsageError(
-            f"{handler.name} has transactional=True, and is called where no transaction of its bridge is open: its "
-            "effects would be repeated with those of the caller. Give the calling handler transactional=True, or move "
-            "what both do into a plain function."
+            f"{handler.name} has transactional=True, and no transaction of its bridge is open here: its effects would "
+            "be repeated with those of the caller. Give the calling handler transactional=True, or move the common "
+            "work into a plain function."
         )
     with part_of(session):
         return function(*before, change.with_session(session))

@@ -330,7 +330,7 @@ def _around() -> Iterator[Frame]:
     if frame is None:
         return
     owner = owner_here()
-    owners = {owner, (*owner[:2], None)}
+    owners = (owner, (owner[0], owner[1], None))
     while frame is not None:
         if frame.owner in owners:
             yield frame
@@ -396,17 +396,17 @@ def current(client: Any) -> Any:
         ConfigurationError: a transaction of another client of the same cluster is in progress. The text names the
             client to use.
     """
-    opened, around = client_of(client), list(_in_transaction())
-    for frame in around:
+    opened, others = client_of(client), list[Frame]()
+    for frame in _in_transaction():
         if frame.client is opened:
             return frame.reference()
-    for frame in around:
+        others.append(frame)
+    for frame in others:
         if is_same_cluster(frame.client, opened):
             raise ConfigurationError(
-                "A transaction of another client of the same cluster is open here, and this client cannot join it: its "
-                "writes would stay when that one is aborted, and be repeated with it. Use the client of the open "
-                f"transaction, {frame.client_name}. For a transaction that is independent of it, use "
-                "transactional(client, own=True)."
+                "A transaction of another client of this cluster is open here. This client cannot join it: its writes "
+                f"would stay after an abort, and be repeated with each attempt. Use {frame.client_name}, the client of "
+                "the open transaction. For an independent transaction, use transactional(client, own=True)."
             )
     return None
 
