@@ -26,7 +26,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from mongo_celery.errors import StaleFencingTokenError
-from mongo_celery.mongo.redaction import short, without_credentials
+from mongo_celery.mongo.redaction import short, traceback_of
 
 logger = logging.getLogger("mongo_celery.tracing")
 
@@ -322,13 +321,13 @@ def _is_celery_instrumented() -> bool:
 def _exception(error: BaseException) -> dict[str, str]:
     """By OpenTelemetry's conventions, and without the credentials that drivers' words may hold."""
     try:
-        lines = "".join(traceback.format_exception(error))
+        lines = str(traceback_of(error))
     except Exception:  # noqa: BLE001 - a user's __str__ or __notes__
         lines = ""
     return {
         "exception.type": type(error).__qualname__,
         "exception.message": _text_of(error),
-        "exception.stacktrace": _plain(without_credentials(lines)[-_STACKTRACE_CHARS:]),
+        "exception.stacktrace": _plain(lines[-_STACKTRACE_CHARS:]),
     }
 
 

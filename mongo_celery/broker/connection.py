@@ -8,11 +8,30 @@ from celery import Celery
 from kombu import Connection
 from kombu.serialization import dumps
 
+from mongo_celery.errors import ConfigurationError
+
 _BOUNDS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
     "amqp": ("read_timeout", "write_timeout"),
 }
 """What bounds a call, by the kind of transport."""
+
+
+def write_connection(app: Celery, **options: Any) -> Connection:
+    """
+    Return a new connection of the app to publish with.
+
+    Raises:
+        ConfigurationError: `broker_url` is no URL. The message shows nothing of it: kombu's own shows a part of the
+            password, where that has an unescaped `/`.
+    """
+    try:
+        return app.connection_for_write(**options)
+    except ValueError:
+        raise ConfigurationError(
+            "broker_url is not valid: its host or port cannot be read, often since a character of its password is not "
+            "escaped. Write the password as urllib.parse.quote(password, safe='')."
+        ) from None
 
 
 def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False, as_text: bool = False) -> Connection:
@@ -30,7 +49,7 @@ def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False, as_t
             is needed for bytes alone, and a third longer. Each message says which of them it is, to consumers of all
             versions.
     """
-    with app.connection_for_write() as plain:
+    with write_connection(app) as plain:
         kind = plain.transport.driver_type
     given = app.conf.broker_transport_options or {}
     bounds: dict[str, Any] = {name: seconds for name in _BOUNDS.get(kind, ()) if name not in given}
@@ -38,7 +57,7 @@ def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False, as_t
         bounds.setdefault("confirm_publish", given.get("confirm_publish", True))
     if as_text and kind == "redis" and "body_encoding" not in given and _is_text(app):
         bounds["body_encoding"] = None
-    return app.connection_for_write(connect_timeout=seconds, transport_options=bounds)
+    return write_connection(app, connect_timeout=seconds, transport_options=bounds)
 
 
 def _is_text(app: Celery) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from celery import Celery
 from kombu import Connection, Exchange, Producer, Queue
 
-from mongo_celery.broker.connection import bounded_connection, demand_answer
+from mongo_celery.broker.connection import bounded_connection, demand_answer, write_connection
 
 _TRANSPORTS = {"redis", "amqp"}
 _AT_ONCE = 8
@@ -47,13 +47,13 @@ class NoticeBoard:
     @property
     def where(self) -> str:
         """The broker, without its password."""
-        with self._app.connection_for_write() as connection:
+        with write_connection(self._app) as connection:
             return str(connection.as_uri())
 
     @property
     def is_possible(self) -> bool:
         """Whether this kind of broker can hold a notice: Redis and RabbitMQ."""
-        with self._app.connection_for_write() as connection:
+        with write_connection(self._app) as connection:
             return connection.transport.driver_type in _TRANSPORTS
 
     def take(self) -> list[dict[str, Any]]:

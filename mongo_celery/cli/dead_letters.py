@@ -290,9 +290,9 @@ def _found(
     from mongo_celery.bridge.state.dead_letters import Selection
 
     wiring = _one_bridge(ctx, bridge)
-    keys = commands.keys_of(key) if key is not None else []
-    selection = Selection(subscription=handler, ids=ids, keys=keys, since=since, until=until)
     with one_sentence_errors():
+        keys = commands.keys_of(key) if key is not None else []
+        selection = Selection(subscription=handler, ids=ids, keys=keys, since=since, until=until)
         return wiring, commands.find(wiring, selection, max(limit, len(ids)))
 
 

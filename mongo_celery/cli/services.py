@@ -74,6 +74,8 @@ def services(
     from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
     from mongo_celery.embedded.ending import ended_by_signals
 
+    if directory:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     under = (directory / "mongodb", directory / "redis") if directory else (None, None)
     small: dict[str, Any] = {"oplog_mb": oplog_mb, "sync_delay": 1.0} if oplog_mb else {}
     urls = {}

@@ -48,7 +48,7 @@ class DataDirectory:
 
     def _make(self) -> Path:
         if self._given is not None:
-            self._given.mkdir(parents=True, exist_ok=True)
+            self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self._given
         _sweep()
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))

@@ -55,6 +55,7 @@ def start_tied(
     output: IO[bytes] | int = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
     directory: str | os.PathLike[str] | None = None,
+    umask: int = -1,
 ) -> subprocess.Popen[bytes]:
     """
     Start a child process that ends, by SIGKILL, at the latest when this process ends.
@@ -73,6 +74,8 @@ def start_tied(
         environment: The whole environment; this process's own if left out.
 
         directory: The working directory.
+
+        umask: Of the child; this process's own if left out.
     """
     command = list(arguments)
     if sys.platform == "linux" and sys.executable:
@@ -87,6 +90,7 @@ def start_tied(
             env=None if environment is None else dict(environment),
             cwd=directory,
             start_new_session=True,
+            umask=umask,
         )
 
     return _the_forker().start(start)

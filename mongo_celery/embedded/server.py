@@ -197,6 +197,7 @@ class Server(ABC):
         )
 
     def _launch(self, binary: Path, port: int) -> subprocess.Popen[bytes]:
+        self._log_path.touch(mode=0o600)
         with self._log_path.open("ab") as log:
             self._log_start = log.tell()
             process = start_tied(
@@ -204,6 +205,7 @@ class Server(ABC):
                 output=log,
                 environment=self._environment,
                 directory=self.directory,
+                umask=0o077,  # its data are for this user alone
             )
         self._process = process
         # Made after the directory's own finalizer, so that at exit it runs before it.

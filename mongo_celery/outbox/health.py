@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.broker.connection import reach_broker
+from mongo_celery.broker.connection import reach_broker, write_connection
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
@@ -232,10 +232,10 @@ def ask_broker(app: Celery) -> str | None:
     """Why the broker does not answer within some seconds, without credentials; None when it does."""
     try:
         reach_broker(app, BROKER_SECONDS)
-    except (KeyError, ImportError, ValueError) as error:
+    except (ConfigurationError, KeyError, ImportError, ValueError) as error:
         return f"its URL is not usable ({short(error)})"
     except Exception as error:  # noqa: BLE001 - every transport raises its own
-        with app.connection_for_write() as connection:
+        with write_connection(app) as connection:
             where = without_credentials(connection.as_uri())
         return f"no answer from {where} within {BROKER_SECONDS} s ({short(error)})"
     return None

@@ -22,6 +22,7 @@ from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
 
 from mongo_celery.broker.connection import bounded_connection, reach_broker
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
@@ -329,7 +330,7 @@ class Publisher:
     def _connect(self) -> Any:
         try:
             connection = bounded_connection(self.app, _BROKER_SECONDS, confirm=True)
-        except (KeyError, ImportError, ValueError) as error:
+        except (ConfigurationError, KeyError, ImportError, ValueError) as error:
             raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {short(error)}") from None
         connection.transport_options = {**(connection.transport_options or {}), **_ONCE_AGAIN}  # bounds connecting, too
         return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=self.app.amqp.Producer)

@@ -425,6 +425,16 @@ def test_a_url_that_is_none_is_told_without_its_password(shop: Shop, url: str) -
     assert "cret@" not in done.stderr
 
 
+@pytest.mark.parametrize("command", [("changes", "check"), ("changes", "queues"), ("listener",), ("outbox", "status")])
+def test_a_broker_url_that_is_none_is_told_without_its_password(shop: Shop, command: tuple[str, ...]) -> None:
+    """Its parser takes what is before an unescaped slash for a port, and shows it."""
+    variables = {**shop._environment, "PROJECT_BROKER": "redis://:cret/se@localhost:6379/0"}
+    done = run("-A", APP, *command, environment=variables)
+    shown = done.stdout + done.stderr
+    assert not {"Traceback", "cret"} & {word for word in ("Traceback", "cret") if word in shown}, shown
+    assert ("broker_url is not valid" in " ".join(shown.split())) == (command[-1] in {"check", "listener"})
+
+
 def test_celery_help_shows_the_commands_without_importing_pymongo() -> None:
     """Every `celery` command of every project loads the plug-ins."""
     code = (

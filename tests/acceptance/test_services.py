@@ -82,6 +82,9 @@ def test_a_given_directory_keeps_data_and_ports(processes: Processes, tmp_path: 
     url, _ = urls(first)
     with connect(url) as client:
         client.shop.orders.insert_one({"_id": 1})
+    kept = [tmp_path / "data", *(tmp_path / "data").rglob("*")]
+    readable = {each.name for each in kept if each.exists() and each.stat().st_mode & 0o077}
+    assert readable <= {"ports.json"}, "data and logs are for this user alone"
     first.send(signal.SIGINT)
     assert first.wait(GOODBYE_SECONDS_MAX) == 0
 

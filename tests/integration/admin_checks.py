@@ -683,6 +683,19 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
         assert "\u202e" not in page.content.decode(), page.request["PATH_INFO"]
 
 
+@pytest.mark.parametrize("text", ["x", "a://", "a@"])
+def test_what_an_address_names_is_cut_before_it_is_quoted(runner: BridgeRunner, text: str) -> None:
+    """P12: a GET of somebody who may only look costs no minutes, and no expression of theirs runs in MongoDB."""
+    fail(runner, "letters")
+    long = text * (100_000 // len(text))
+    for field in ("handler", "bridge", "key"):
+        page = viewer().get(LETTERS, {"bridge": "shop", field: long})
+        assert page.status_code == 200
+        assert len(page.content) < 50_000 + len(long) * (field == "key")
+    every = {"bridge": "shop", "key": '{"$regularExpression": {"pattern": ".*", "options": ""}}'}
+    assert "regular expression" in viewer().get(LETTERS, every).content.decode()
+
+
 def test_the_log_has_all_that_was_done_however_long_it_is_and_the_pages_say_what_they_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -479,6 +479,8 @@ def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: Term
     assert found(keys=letter_commands.keys_of("1")) == every[:2]
     assert found(keys=letter_commands.keys_of(str(oid))) == [every[2]]
     assert found(keys=letter_commands.keys_of('{"a": 1}')) == [every[3]]
+    with pytest.raises(CommandRefusedError, match="regular expression"):
+        letter_commands.keys_of('{"$regularExpression": {"pattern": ".*", "options": ""}}')
     assert found(since=datetime(2026, 1, 2, tzinfo=UTC), until=datetime(2026, 1, 4, tzinfo=UTC)) == every[1:3]
     with pytest.raises(CommandRefusedError, match="begins the ids of several"):
         found(ids=["82"])

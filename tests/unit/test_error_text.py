@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTimeoutError
 
+from mongo_celery import tracing
 from mongo_celery.bridge.error_text import error_text, traceback_text
 from mongo_celery.mongo.redaction import short, terse, without_credentials
 from mongo_celery.mongo.verdicts import brief
@@ -58,6 +59,59 @@ def test_errors_of_handlers_show_no_credentials_of_urls() -> None:
         assert "ann@example.org" in text
     assert "mongodb://***@db1/" in error_text(error)
     assert "cannot reach" in traceback_text(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "redis://:hush'x@h/0",
+            'mongodb://u:hush"x@h',
+            "redis://:(hush)x@h",
+            "mongodb://u:hush@x@h",
+            "redis://:hush/x@h",
+        ),
+        *(
+            "mongodb://u:so hush@h/db",
+            "redis://:1 hush@h",
+            "amqp://u:hush%40x@h//",
+            "a=redis://:hush@h,mongodb://u:hush@h",
+        ),
+        *("http://h/?password=hush&x=1", "host=h password=hush user=u", "password='so hush' user=u", "pwd: hush"),
+        *('{"token": "hush"}', "{'api_key': 'so hush'}", "client_secret=hush", "aws_secret_access_key = hush"),
+        *("mongodb://h/?authMechanismProperties=AWS_SESSION_TOKEN:hush,x:1", "?tlsCertificateKeyFilePassword=hush"),
+        *("Authorization: Bearer hush", "{'Authorization': 'Basic hush'}", "bearer hush0123", "AccountKey=hush;x"),
+    ],
+)
+def test_no_text_shows_a_secret(text: str) -> None:
+    """In whatever quotes, brackets and blanks it stands; of errors, tracebacks and spans alike."""
+    error = ValueError(f"cannot use {text}")
+    span = tracing._exception(error)
+    for shown in (terse(text), without_credentials(text), short(error), error_text(error), *span.values()):
+        assert "hush" not in shown
+    assert "hush" not in traceback_text(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("redis://h:6379 refused, ask ops@example.org", "https://h/page and @app.task", "amqp://h: no, ask ops@h"),
+        *("passwords are 8 characters", "a token is missing", "Bearer authentication is required", "if token == 1"),
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    """A host, a port, an address of a person and prose."""
+    assert terse(text) == text
+
+
+@pytest.mark.parametrize("text", ["x", "a://", "mongodb://u:hush@h ", "password=hush ", "\n"])
+def test_a_long_text_is_cut_before_it_is_redacted(text: str) -> None:
+    """Of a megabyte a worker looks at some kilobytes; where it is cut shows no half of a URL."""
+    for shift in range(0, 40, 7):
+        error = ValueError("y" * shift + text * 50_000)
+        for shown in (short(error), error_text(error), traceback_text(error), *tracing._exception(error).values()):
+            assert len(shown) <= 16_100
+            assert "hush" not in shown
 
 
 def test_no_record_has_an_error_as_the_driver_has_it() -> None:

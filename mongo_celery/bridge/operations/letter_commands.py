@@ -8,13 +8,14 @@ A replay is asked for here, and dispatched by the listener, so that it runs wher
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import bson
-from bson import ObjectId, json_util
+from bson import ObjectId, Regex, json_util
 from bson.binary import UuidRepresentation
 from bson.codec_options import CodecOptions
 from pymongo.errors import PyMongoError
@@ -51,6 +52,7 @@ _MOVES = "waits for its key in a partition that is on its way to a new layout: r
 _MOVED_ON = "waits for a key that was just released: repeat the command"
 _ASKED = "is being replayed already"
 _OVERTAKES = "has a key that is parked: replay or discard first what waits for that"
+_QUOTED_CHARS = 100
 _KEPT_BY = {"running": _RUNS, "moving": _MOVES}
 _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
 _CODEC: CodecOptions[dict[str, Any]] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
@@ -101,12 +103,19 @@ class Found:
 
 
 def keys_of(text: str) -> list[Any]:
-    """The values of `_id` that a text may mean: itself, what it is as JSON, an ObjectId."""
+    """
+    Return the values of `_id` that a text may mean: the text, its value as JSON, an ObjectId.
+
+    Raises:
+        CommandRefusedError: it is a regular expression, which a query would match with all keys.
+    """
     found: list[Any] = [text]
     with suppress(Exception):  # no JSON: then it is text; PyMongo raises what it likes, decimal's errors too
         value = json_util.loads(text, json_options=_JSON)
         bson.encode({"_id": value}, codec_options=_CODEC)  # else no document has it, and no query could name it
         found.append(value)
+    if isinstance(found[-1], Regex | re.Pattern):
+        raise CommandRefusedError("A key is the _id of a document, and no regular expression is one: name a whole key.")
     if ObjectId.is_valid(text):
         found.append(ObjectId(text))
     return found
@@ -125,7 +134,7 @@ def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> 
         names = _names(wiring)
         if selection.subscription is not None and selection.subscription not in names:
             raise CommandRefusedError(
-                f"Bridge {wiring.name} has no subscription {selection.subscription!r}"
+                f"Bridge {wiring.name} has no subscription {selection.subscription[:_QUOTED_CHARS]!r}"
                 f"{nearest(selection.subscription, names)}; it has {', '.join(names) or 'none'}."
             )
         for each in selection.ids:

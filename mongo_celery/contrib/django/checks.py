@@ -14,6 +14,7 @@ from django.apps import apps
 from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004 - Django's name
 from django.db import connections, router
 
+from mongo_celery.broker.connection import write_connection
 from mongo_celery.contrib.django.project import celery_app, place_of, project_settings
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import short, without_credentials
@@ -119,7 +120,7 @@ def _check_broker(app: Celery) -> Iterator[CheckMessage]:
             id="mongo_celery.W006",
         )
     try:
-        with app.connection_for_write() as connection:
+        with write_connection(app) as connection:
             kind = connection.transport.driver_type
     except Exception as error:  # noqa: BLE001 - every transport raises its own
         yield Error(

@@ -16,6 +16,7 @@ from celery import Celery
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
 from mongo_celery.broker.workers import WorkersSaid
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.examining import guarded
 from mongo_celery.mongo.redaction import short
@@ -57,7 +58,7 @@ def look_around(app: Celery) -> AppFacts:
     try:
         with bounded_connection(app, BROKER_SECONDS) as connection:
             found += check_server(connection)
-    except (KeyError, ImportError, ValueError) as failure:
+    except (ConfigurationError, KeyError, ImportError, ValueError) as failure:
         found.append(error("broker", f"Its URL is not usable ({short(failure)}); correct broker_url."))
     answers = not any(each.name == "broker" and each.level == "error" for each in found)
     return AppFacts(found, ask_about_sweeps(app) if answers else None)

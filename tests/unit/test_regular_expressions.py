@@ -1,0 +1,144 @@
+"""Every regular expression of the package takes linear time, whatever the text: `re` holds the interpreter lock."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from re import _constants, _parser  # type: ignore[attr-defined]
+from typing import Any
+
+import pytest
+
+import mongo_celery
+
+ROOT = Path(mongo_celery.__file__).parent
+METHODS = {"sub", "subn", "search", "match", "fullmatch", "findall", "finditer", "split"}
+LENGTH = 1_000_000
+SECONDS_MAX = 60  # for what takes a fraction of a second; a quadratic one takes hours
+GENERAL = ("a", "0", " ", "\n", ":", "@", "a://", "://a:b ", '"', "a=", "to execute command { a: ", "Authorization: ")
+
+
+@pytest.fixture(scope="module")
+def patterns() -> dict[str, tuple[re.Pattern[Any], set[str]]]:
+    """Give each expression with the methods by which it is used, by its place."""
+    return dict(found for path in sorted(ROOT.rglob("*.py")) for found in _patterns_of(path))
+
+
+def _patterns_of(path: Path) -> Iterator[tuple[str, tuple[re.Pattern[Any], set[str]]]]:
+    text = path.read_text(encoding="utf-8")
+    if "import re\n" not in text:
+        return
+    tree = ast.parse(text)
+    names = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("re."):
+            continue
+        method = ast.unparse(node.func).removeprefix("re.")
+        place = f"{path.relative_to(ROOT)}:{node.lineno}"
+        name = next((name for name, value in names.items() if value is node), None)
+        if method == "compile" and name is not None:
+            module = importlib.import_module(".".join(("mongo_celery", *path.relative_to(ROOT).with_suffix("").parts)))
+            yield place, (getattr(module, name), _methods_of(name))
+        elif method in {*METHODS, "compile"}:
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            flags = eval(ast.unparse(given["flags"]), {"re": re}) if "flags" in given else 0
+            yield place, (re.compile(ast.literal_eval(node.args[0]), flags), {method} & METHODS or {"sub"})
+
+
+def _methods_of(name: str) -> set[str]:
+    """By which methods a module uses an expression of this name; any search where nobody is seen to."""
+    return set(re.findall(rf"(?<!\w){name}\.(\w+)\(", _all_code())) & METHODS or {"sub"}
+
+
+@cache
+def _all_code() -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py"))
+
+
+def _example(parsed: Any) -> str:
+    """A text that the beginning of an expression matches, with two rounds of each repetition."""
+    text = ""
+    for kind, given in parsed:
+        if kind in {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT}:
+            least, most, inner = given
+            text += _example(inner) * max(least, min(int(most), 2))
+        elif kind is _constants.SUBPATTERN:
+            text += _example(given[-1])
+        elif kind is _constants.ATOMIC_GROUP:
+            text += _example(given)
+        elif kind is _constants.BRANCH:
+            text += _example(given[1][0])
+        elif kind is _constants.LITERAL:
+            text += chr(given)
+        elif kind is _constants.IN and given[0][0] is _constants.LITERAL:
+            text += chr(given[0][1])
+        elif kind is _constants.IN and given[0][0] is _constants.RANGE:
+            text += chr(given[0][1][0])
+        elif kind in {_constants.IN, _constants.ANY, _constants.NOT_LITERAL}:
+            text += "a"
+    return text
+
+
+def _texts(pattern: re.Pattern[Any]) -> Iterator[str]:
+    """Hostile beginnings: of urls, of blanks, and what the expression itself matches but for its end."""
+    given = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
+    example = _example(_parser.parse(given)) or "a"
+    yield from dict.fromkeys((*GENERAL, example, example[:-1] or "b", example[: len(example) // 2 + 1]))
+
+
+@contextmanager
+def _ended_after(seconds: int) -> Iterator[None]:
+    """Have an expression end: its engine looks for signals."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_slow(pattern: re.Pattern[Any], method: str, text: str, seconds: int, length: int = LENGTH) -> bool:
+    whole = text * (length // len(text)) + "\0"
+    given: Any = whole if isinstance(pattern.pattern, str) else whole.encode("latin-1", "replace")
+    replacing = ("" if isinstance(given, str) else b"",) if method in {"sub", "subn"} else ()
+    try:
+        with _ended_after(seconds):
+            found = getattr(pattern, method)(*replacing, given)
+            if method == "finditer":
+                list(found)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_every_expression_takes_linear_time(patterns: dict[str, tuple[re.Pattern[Any], set[str]]]) -> None:
+    """A new one is found by itself."""
+    slow = [
+        f"{place}: {method} on {text!r}"
+        for place, (pattern, methods) in patterns.items()
+        for method in methods
+        for text in _texts(pattern)
+        if _is_slow(pattern, method, text, SECONDS_MAX)
+    ]
+    assert slow == []
+
+
+def test_the_search_finds_expressions_and_the_slow_ones(
+    patterns: dict[str, tuple[re.Pattern[Any], set[str]]],
+) -> None:
+    """A checker that has never failed has not been tested."""
+    assert len(patterns) > 20
+    assert {place.partition(":")[0] for place in patterns} >= {"mongo/redaction.py", "tracing.py", "visible.py"}
+    assert _is_slow(re.compile(r"[^\s\"'(]+@"), "sub", "a", 1, 30_000)
+    assert _is_slow(re.compile(r" +$", re.MULTILINE), "sub", " ", 1, 30_000)
