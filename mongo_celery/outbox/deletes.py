@@ -11,6 +11,7 @@ from pymongo.read_concern import ReadConcern
 from pymongo.results import DeleteResult
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.pending import PendingField
 
 _ROUNDS = 3
@@ -27,15 +28,13 @@ class Deletes:
 
     Args:
         collection: the user's, with majority writes.
-        field: in which entries wait.
-        deliver: delivers what is pending in a document; says why something is left.
+        deliver: by the field of each outbox on the collection, what delivers a document's entries.
     """
 
-    def __init__(self, collection: Collection[Any], field: PendingField, deliver: Callable[[Any], str | None]) -> None:
+    def __init__(self, collection: Collection[Any], deliver: Mapping[PendingField, Callable[[Any], Delivery]]) -> None:
         self._collection = collection
         self._latest = collection.with_options(read_concern=ReadConcern("local"))
-        self._field = field
-        self._deliver = deliver
+        self._deliveries = deliver
 
     def one(self, filter: Mapping[str, Any], session: ClientSession | None, **options: Any) -> DeleteResult:  # noqa: A002
         """See `Outbox.delete_one`."""
@@ -167,7 +166,8 @@ class Deletes:
         session: ClientSession | None,
         options: Mapping[str, Any],
     ) -> Any:
-        where = {**filter, "$and": [*filter.get("$and", ()), {self._field.count: {"$gt": 0}}]}
+        waiting = [{field.count: {"$gt": 0}} for field in self._deliveries]
+        where = {**filter, "$and": [*filter.get("$and", ()), {"$or": waiting}]}
         return self._latest.find(where, {"_id": 1}, limit=limit, session=session, **_alike(options))
 
     def _kept_filling(self, deleted: int) -> OutboxRefusedError:
@@ -177,8 +177,13 @@ class Deletes:
         )
 
     def _guarded(self, filter: Mapping[str, Any]) -> Document:  # noqa: A002
-        empty = {self._field.count: {"$not": {"$gt": 0}}}
-        return {**filter, "$and": [*filter.get("$and", ()), empty]}
+        empty = [{field.count: {"$not": {"$gt": 0}}} for field in self._deliveries]
+        return {**filter, "$and": [*filter.get("$and", ()), *empty]}
+
+    def _deliver(self, document_id: Any) -> str | None:
+        """Deliver what is pending in a document; return why something is left."""
+        errors = [deliver(document_id).error for deliver in self._deliveries.values()]
+        return next(filter(None, errors), None)
 
 
 _HELD = "another relay holds them, or they wait to be tried again after a failure"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -24,6 +25,7 @@ from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id,
 from mongo_celery.outbox.entries import FIELD, Entry, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import SharedOptions, options_of
+from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.plain_values import PlainValues
 from mongo_celery.outbox.registry import OUTBOXES, AnyOutbox
 from mongo_celery.outbox.writes import explained_refusals
@@ -64,7 +66,7 @@ class Outbox(AnyOutbox):
         **options: Unpack[SharedOptions],
     ) -> None:
         super().__init__(app, collection, options_of(options, max_pending=max_pending, field=field))
-        self.field = self.backing.field
+        self.field = self.backing.field = replace(self.backing.field, beside=self._fields_beside)
         self._values = PlainValues(self.field, self._maker)
 
     # -- plain values ------------------------------------------------------------------------------
@@ -544,4 +546,13 @@ class Outbox(AnyOutbox):
 
     @property
     def _deletes(self) -> Deletes:
-        return Deletes(self.collection, self.field, lambda document_id: self.backing.deliver_now(document_id).error)
+        return Deletes(self.collection, {each.field: each.backing.deliver_now for each in (self, *self._beside())})
+
+    def _beside(self) -> list[Outbox]:
+        """Return the app's other outboxes that keep entries in the documents of this collection."""
+        others = [each for each in OUTBOXES.of(self.app) if isinstance(each, Outbox)]
+        names = (self.field.name, self.collection.full_name)
+        return [each for each in others if each.field.name != names[0] and each.collection.full_name == names[1]]
+
+    def _fields_beside(self) -> list[PendingField]:
+        return [each.field for each in self._beside()]

@@ -21,8 +21,9 @@ largest value there is: relays of the first edition, which would publish such an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -61,9 +62,11 @@ class PendingField:
 
     Args:
         name: of the field, at the top of the document.
+        beside: gives the fields of other outboxes on the collection, which a replacement keeps, too.
     """
 
     name: str = FIELD
+    beside: Callable[[], Sequence[PendingField]] = dataclass_field(default=tuple, compare=False)
 
     @property
     def count(self) -> str:
@@ -143,16 +146,28 @@ class PendingField:
         self, document: Mapping[str, Any], entries: Sequence[Entry], claim: Claim | None = None
     ) -> list[Mapping[str, Any]]:
         """
-        A pipeline that replaces a document and keeps its `_id` and what is pending.
+        A pipeline that replaces a document and keeps its `_id` and what is pending, of other outboxes, too.
 
         Args:
-            document: the new one; an `_id` in it must be the stored document's own, or the server refuses it.
+            document: the new one; an `_id` in it must be the stored document's own, or the server refuses it. It may
+                carry new entries of other outboxes.
             entries: to append; may be empty.
             claim: to claim, in the same write, a document without the field.
         """
-        own = [self.addition(entries, claim)] if entries else [self._kept()]
+        own = self.addition(entries, claim) if entries else self._kept()
+        beside = {other.name: other.kept_with(document.get(other.name)) for other in self.beside()}
         identity = [] if "_id" in document else [Addition("_id", {}, "$_id")]
-        return Replacement(document).amended(*identity, *own)
+        rest = {name: value for name, value in document.items() if name not in beside} if beside else document
+        return Replacement(rest).amended(*identity, own, *beside.values())
+
+    def kept_with(self, brought: Any) -> Addition:
+        """Return what keeps the pending entries, with those of a field's value in a new document, each once."""
+        events = brought.get("events") if isinstance(brought, Mapping) else None
+        if not isinstance(events, list) or not events:
+            return self._kept()
+        known = {"$in": ["$$entry.id", {"$ifNull": [f"${self.events}.id", []]}]}
+        new = {"$filter": {"input": literal(events), "as": "entry", "cond": {"$not": [known]}}}
+        return Addition(self.name, {}, self._appended(events, None, new))
 
     def addition(self, entries: Sequence[Entry], claim: Claim | None = None) -> Addition:
         """What the outbox writes to a document that is there: the entries appended, and the claim."""
@@ -176,12 +191,12 @@ class PendingField:
         fixed = {f"{self.claim}.owner": owner, f"{self.claim}.ttl": millis(ttl), f"{self.claim}.wait": Int64(0)}
         return {**pushed, "$set": fixed, "$currentDate": {f"{self.claim}.since": True}}
 
-    def _appended(self, events: Sequence[Document], claim: Claim | None) -> Document:
-        there = {"$ifNull": [f"${self.events}", []]}
+    def _appended(self, events: Sequence[Document], claim: Claim | None, new: Document | None = None) -> Document:
+        there, new = {"$ifNull": [f"${self.events}", []]}, new or literal(list(events))
         kept = {"$max": [f"${self.claim}", literal(UNCLAIMED)]}
         return {
-            "count": {"$add": [{"$size": there}, len(events)]},
-            "events": {"$concatArrays": [there, literal(list(events))]},
+            "count": {"$add": [{"$size": there}, {"$size": new}]},
+            "events": {"$concatArrays": [there, new]},
             "claim": claimed_by(*claim) if claim else kept,
             NOT_BEFORE: literal(MaxKey()) if are_bound_late(events) else f"${self.not_before}",
         }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from bson import ObjectId
-from pymongo import DeleteMany, DeleteOne, InsertOne, MongoClient, ReturnDocument, UpdateMany, UpdateOne
+from pymongo import DeleteMany, DeleteOne, InsertOne, MongoClient, ReplaceOne, ReturnDocument, UpdateMany, UpdateOne
 from pymongo.collation import Collation
 from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError, InvalidOperation
@@ -19,8 +20,9 @@ from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox import Write, writes
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.deletes import Deletes
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry, entries_of
-from mongo_celery.outbox.pending import NOBODY, PendingField
+from mongo_celery.outbox.pending import NOBODY, UNCLAIMED, PendingField
 from mongo_celery.outbox.replay import dead_letters, replay
 from tests.integration.outbox_rig import Rig, due_again, opened, pending
 
@@ -123,12 +125,13 @@ def test_a_delete_of_many_ends_where_others_keep_writing(database: Database[Docu
     orders, waiting = database["orders"], {"pendingEvents": {"count": 1}}
     orders.insert_one({"_id": 0, **waiting})
 
-    def deliver(identity: int) -> None:
+    def deliver(identity: int) -> Delivery:
         orders.update_one({"_id": identity}, {"$unset": {"pendingEvents": 1}})
         orders.insert_one({"_id": identity + 1, **waiting})
+        return Delivery(dispatched=1)
 
     with pytest.raises(OutboxRefusedError, match="faster than they are delivered; 0 were deleted"):
-        Deletes(orders, PendingField(), deliver).many({}, None)
+        Deletes(orders, {PendingField(): deliver}).many({}, None)
 
 
 def test_a_document_is_delivered_deleted_and_returned(rig: Rig, outbox: Outbox, database: Database[Document]) -> None:
@@ -506,3 +509,85 @@ def test_a_duplicate_is_pymongo_s_error(rig: Rig, outbox: Outbox) -> None:
     with pytest.raises(DuplicateKeyError):
         outbox.update_one({"_id": 1, "k": 2}, {"$set": {"a": 1}}, upsert=True, tasks=[lambda key: rig.add.s(key, 3)])
     assert delivered(rig, outbox) == [[1, 1]]
+
+
+# -- two outboxes on one collection ----------------------------------------------------------------
+
+
+@pytest.fixture(name="beside")
+def an_outbox_beside(rig: Rig, outbox: Outbox) -> Outbox:
+    """Give a second outbox on the collection, with one entry in each of two documents."""
+    assert outbox.field.name == "pendingEvents"
+    made = rig.outbox(name="beside", field="notices", at_once=False)
+    for key in (1, 2):
+        made.insert_one({"_id": key, "n": 0}, tasks=[rig.add.s(key, 0)])
+    return made
+
+
+REPLACEMENTS: dict[str, Callable[[Outbox, list[Any]], Any]] = {
+    "replace_one": lambda outbox, tasks: outbox.replace_one({"_id": 1}, {"n": 1}, tasks=tasks),
+    "replace_one of a filter": lambda outbox, tasks: outbox.replace_one({"_id": {"$lt": 2}}, {"n": 1}, tasks=tasks),
+    "find_one_and_replace": lambda outbox, tasks: outbox.find_one_and_replace({"_id": 1}, {"n": 1}, tasks=tasks),
+    "upsert": lambda outbox, tasks: outbox.replace_one({"_id": 1}, {"n": 1}, upsert=True, tasks=tasks),
+    "bulk_write": lambda outbox, tasks: outbox.bulk_write([Write(ReplaceOne({"_id": 1}, {"n": 1}), tasks=tasks)]),
+    "replacement": lambda outbox, tasks: outbox.collection.update_one({"_id": 1}, outbox.replacement({"n": 1}, tasks)),
+    "with_tasks": lambda outbox, tasks: outbox.collection.bulk_write(
+        [outbox.with_tasks(ReplaceOne({"_id": 1}, {"n": 1}), tasks)]
+    ),
+    "a pipeline": lambda outbox, tasks: outbox.update_one({"_id": 1}, [{"$set": {"n": 1}}], tasks=tasks),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_a_replacement_keeps_what_another_outbox_has_pending(
+    rig: Rig, outbox: Outbox, beside: Outbox, database: Database[Document], replace: str
+) -> None:
+    """With tasks of its own and without; a document without the other's field gets none."""
+    for tasks in ([rig.add.s(3, 3)], []):
+        REPLACEMENTS[replace](outbox, tasks)
+    assert delivered(rig, outbox) == [[3, 3]]
+    assert delivered(rig, beside) == [[1, 0], [2, 0]]
+    REPLACEMENTS[replace](outbox, [])
+    assert sorted(database["orders"].find(), key=repr) == [{"_id": 1, "n": 1}, {"_id": 2, "n": 0}]
+
+
+def test_a_replacement_may_carry_the_tasks_of_both(
+    rig: Rig, outbox: Outbox, beside: Outbox, database: Database[Document]
+) -> None:
+    """The other's new entries come behind those that wait, and none comes twice in a document that was read."""
+    carried = beside.with_tasks({"_id": 1, "n": 1}, [rig.add.s(1, 1)])
+    database["orders"].update_one({"_id": 1}, outbox.replacement(carried, [rig.add.s(5, 5)]))
+    read = database["orders"].find_one({"_id": 1}, {"pendingEvents": 0})
+    assert read is not None
+    outbox.replace_one({"_id": 1}, read)
+    beside.sweep(older_than=0)
+    assert [each for each in rig.sent() if each[0] == 1] == [[1, 0], [1, 1]]
+    outbox.sweep(older_than=0)
+    assert rig.sent() == [[5, 5]]
+    assert database["orders"].find_one({"_id": 1}) == {"_id": 1, "n": 1}
+
+
+DELETES: dict[str, Callable[[Outbox], Any]] = {
+    "delete_one": lambda outbox: outbox.delete_one({"_id": 1}).deleted_count,
+    "delete_many": lambda outbox: outbox.delete_many({"_id": 1}).deleted_count,
+    "find_one_and_delete": lambda outbox: len([outbox.find_one_and_delete({"n": 0}, sort=[("_id", 1)])]),
+    "bulk_write": lambda outbox: outbox.bulk_write([DeleteOne({"_id": 1})]).deleted_count,
+}
+
+
+@pytest.mark.parametrize("delete", DELETES)
+def test_a_delete_delivers_what_another_outbox_has_pending_or_is_refused(
+    rig: Rig, outbox: Outbox, beside: Outbox, database: Database[Document], delete: str
+) -> None:
+    """Also where its own has something pending, too; a relay that holds the other's keeps the document."""
+    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)])
+    held = {"owner": ObjectId(), "since": datetime.now(UTC), "ttl": 600_000, "wait": 0}
+    database["orders"].update_one({"_id": 1}, {"$set": {"notices.claim": held}})
+    with pytest.raises(OutboxRefusedError):
+        DELETES[delete](outbox)
+    database["orders"].update_one({"_id": 1}, {"$set": {"notices.claim": UNCLAIMED}})
+
+    assert DELETES[delete](outbox) == 1
+    assert sorted(rig.sent()) == [[1, 0], [1, 1]]
+    assert beside.status().pending == 1
+    assert [each["_id"] for each in database["orders"].find()] == [2]
