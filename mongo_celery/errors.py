@@ -129,8 +129,9 @@ class StreamRefusedError(StreamError):
 
 class UnreadableEventError(StreamError):
     """
-    A change event cannot be read: larger than 16 MB with its images, or a required image is missing.
-    Drop an image option (`full_document`, `full_document_before_change`) and start again.
+    A change event cannot be read, not even without its documents: the server says it is larger than 16 MB, or that a
+    required image is missing. If an image option is set (`full_document`, `full_document_before_change`), leave it out
+    and start again. Else move the handlers past it: `celery -A app changes rewind HANDLER --to now`.
     """
 
 

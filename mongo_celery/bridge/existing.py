@@ -43,6 +43,9 @@ PLACE_CHARS = 18
 LETTER = "00"
 """Begins the name of the dead letter of an existing document; before every token."""
 _VERSION_CHARS = 16
+_UNREAD_CHARS = 200
+_PLACE_CHARS = 1024
+_PLACE_KEPT = 960
 _SIZE_BYTES = 4
 
 
@@ -73,6 +76,25 @@ def is_existing(data: str) -> bool:
     return data[PLACE_CHARS : PLACE_CHARS + 1] == END
 
 
+def unread_place(data: str) -> str:
+    """
+    Return what stands for a token that is too large to be kept: its beginning, then `END`.
+
+    The beginning has time, place in the transaction and collection, so it compares with other tokens as the whole does.
+    """
+    return data[:_UNREAD_CHARS] + END
+
+
+def is_unread(data: str) -> bool:
+    """Return True if a comparable part of a token stands for one that is too large to be kept."""
+    return data.endswith(END) and not is_existing(data)
+
+
+def opens_stream(data: str) -> bool:
+    """Return True if a comparable part of a token is the server's own, so that a stream can be opened there."""
+    return END not in data
+
+
 def version_in(data: str) -> int | None:
     """The version of the term that has read an existing document, from its token; None where it is none's."""
     try:
@@ -81,15 +103,27 @@ def version_in(data: str) -> int | None:
         return None
 
 
+def place_of(data: str) -> str:
+    """
+    The place of a token within an `_id`, bounded: tokens carry the document's `_id`, which may have megabytes.
+
+    What is kept of a long one holds cluster time, number and collection, which no two events share: so places have the
+    order of their tokens. The place of a place is itself.
+    """
+    if len(data) <= _PLACE_CHARS:
+        return data
+    return f"{data[:_PLACE_KEPT]}{END}{hashlib.blake2b(data.encode(), digest_size=16).hexdigest()}"
+
+
 def letter_name(data: str, raw: bytes) -> str:
     """
     What names the dead letter of a change among those of its subscription: its token.
 
     That of an existing document is named by its key: read again, it has another token, and must not become a second
-    letter.
+    letter. A long token is shortened.
     """
     if not is_existing(data):
-        return data
+        return place_of(data)
     try:
         event = event_of(raw)
         key = b"".join(bytes(event[name].raw) for name in ("ns", "documentKey"))

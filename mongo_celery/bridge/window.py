@@ -32,6 +32,7 @@ from typing import Any
 
 from bson import Timestamp
 
+from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.refusal import Refusal
 
 OVERHEAD_BYTES = 200
@@ -196,6 +197,8 @@ class Window:
         if mark.data <= self._seen:
             return
         self._seen = mark.data
+        if not opens_stream(mark.data):
+            return  # the next place counts
         if not self._order:
             self.watermark = mark
         elif isinstance(self._order[-1], _Completed):
@@ -297,7 +300,9 @@ class Window:
 
     def _advance(self) -> None:
         while self._order and self._order[0].done:
-            self.watermark = self._order.popleft().mark
+            mark = self._order.popleft().mark
+            if opens_stream(mark.data):
+                self.watermark = mark
 
     def _fold(self) -> None:
         """Of neighbours that are done only the last place counts: what is left is at most twice what is not done."""
@@ -306,7 +311,8 @@ class Window:
             if not item.done:
                 folded.append(item)
             elif folded and folded[-1].done:
-                folded[-1] = _Completed(item.mark)
+                if opens_stream(item.mark.data):
+                    folded[-1] = _Completed(item.mark)
             else:
                 folded.append(_Completed(item.mark))
         self._order = folded

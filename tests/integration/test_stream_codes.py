@@ -145,7 +145,11 @@ def test_a_getmore_error_is_resumed(
     caplog: pytest.LogCaptureFixture,
     data: Document,
 ) -> None:
-    """P15: while it lasts there is one opening a record, and a pause before each but the first; nothing is lost."""
+    """
+    P15: while it lasts there is one opening a record, and a pause before each but the first; nothing is lost.
+
+    Where connections are cut, events are looked at one by one as well: one may be too large for an answer.
+    """
     with read() as reading:
         items.insert_one({"_id": 1})
         reading.wait_for_keys(1)
@@ -158,7 +162,8 @@ def test_a_getmore_error_is_resumed(
         reading.wait_for_keys(1, 2, 3)
         wait_for(lambda: not reading.reader.status.failures)
     records = reopenings(caplog)
-    assert commands.names.count("aggregate") == 1 + len(records) == reading.reader.status.openings
+    assert commands.names.count("aggregate") == reading.reader.status.openings
+    assert "closeConnection" in data or reading.reader.status.openings == 1 + len(records)
     assert [record.pause > 0 for record in records] == [index > 0 for index in range(len(records))]
     assert [record.failures for record in records] == list(range(1, len(records) + 1))
 

@@ -15,7 +15,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery.bridge.change import FLAGS
+from mongo_celery.bridge.change import FLAGS, namespace_of
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.stream.source import Scope, scope_of
@@ -106,6 +106,59 @@ def test_an_insert_that_is_too_large_by_itself_is_read_without_its_document(
     assert "fullDocument" not in event.document
     assert [each[FLAGS]["record"] for each in reading.events] == [True, False]
     assert event.mark.cluster_time is not None
+
+
+# -- an _id of some megabytes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("megabytes", [4.5, 8])
+def test_changes_of_a_document_with_a_giant_id_are_named_at_their_places_and_the_others_arrive(
+    read: Read, items: Collection[Document], caplog: pytest.LogCaptureFixture, megabytes: float
+) -> None:
+    """
+    P1, P12: the resume token holds the `_id` twice, so the server cannot hand over the event, or nobody can keep it.
+
+    The first one is the last entry of the oplog when it is read. In the transaction all have one cluster time.
+    """
+    giant, client = "k" * int(megabytes * 1e6), items.database.client
+    with read(scope_on(items.full_name, match={"$literal": True})) as reading:
+        items.insert_one({"_id": 1})
+        items.insert_one({"_id": giant})
+        wait_for(lambda: len(reading.events) == 2)
+        with client.start_session() as session, session.start_transaction():
+            items.insert_one({"_id": 2}, session=session)
+            items.replace_one({"_id": giant}, {"n": 0}, session=session)
+            items.insert_one({"_id": 3}, session=session)
+        items.update_one({"_id": giant}, {"$set": {"n": 1}})
+        items.insert_one({"_id": 4})
+        wait_for(lambda: len(reading.events) == 7, message=lambda: str(reading.failure))
+    assert [event.get("documentKey", {}).get("_id") for event in reading.events] == [1, None, 2, None, 3, None, 4]
+    assert reading.operations == ["insert", "insert", "insert", "replace", "insert", "update", "insert"]
+    events = [item for item in reading.items if isinstance(item, ChangeEvent)]
+    unread = [event for event in events if event.flaw is not None]
+    assert [namespace_of(event.document) for event in unread] == 3 * [items.full_name]
+    assert all("_id" in event.flaw.sentence and not event.flaw.only_match for event in unread if event.flaw is not None)
+    places = [event.mark.data for event in events]
+    assert places == sorted(set(places))
+    assert max(map(len, places)) < 1000
+    assert len({event.mark.cluster_time for event in events}) == 5
+    told = [record.levelname for record in caplog.records if getattr(record, "event", None) == "change_flawed"]
+    assert told == 3 * ["ERROR"]
+
+
+def test_changes_of_documents_with_a_long_id_arrive_however_they_meet_in_an_answer(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P1, P12: the server closes the connection where a batch and the token behind it are larger than an answer."""
+    first, second = (letter * 3_000_000 for letter in "ab")
+    with read(scope_on(items.full_name)) as reading:
+        items.insert_one({"_id": first})
+        items.insert_one({"_id": second, "text": "x" * 10 * MEGABYTE})
+        items.insert_one({"_id": 1})
+        reading.wait_for_keys(first, second, 1)
+    assert ["fullDocument" in event for event in reading.events] == [True, False, True]
+    assert list(reading.flaws) == [second]
+    assert "without its documents" in reading.flaws[second].sentence
 
 
 # -- an image that is missing ------------------------------------------------------------------------

@@ -7,6 +7,7 @@ refusal of one change, in the order of one partition (P12).
 | what goes wrong | partition | what happens |
 |---|---|---|
 | the event could not be read as asked for (`ChangeEvent.flaw`) | by document key | failure policy |
+| it was not read, since its `_id` is too large (`oversized`) | that of no key | a dead letter instead of `halt` |
 | nothing but this handler's `match` failed on it | by the rule | failure policy |
 | `partition_by` raises, or gives what has no hash | by document key | failure policy |
 | the bridge's pipeline has removed what the event is judged by | by document key | halt |
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import FLAGS, describe
 from mongo_celery.bridge.error_text import error_text
+from mongo_celery.bridge.existing import is_unread
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.refusal import Refusal
@@ -187,6 +189,8 @@ class Admission:
         entry = _entry(change.mark.data)
         if entry not in self._noted:
             self._noted[entry] = self._fresh[entry] = change.index
+        if is_unread(change.data):
+            return  # the reader has said so
         now = time.monotonic()
         if self._complained_at is not None and now - self._complained_at < _COMPLAINT_SECONDS:
             self._untold += 1

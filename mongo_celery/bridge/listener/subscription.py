@@ -11,7 +11,7 @@ from typing import Any
 from bson import Timestamp
 
 from mongo_celery.bridge.change import describe
-from mongo_celery.bridge.existing import is_existing
+from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import MOST_REFUSED, Admission, Notes
 from mongo_celery.bridge.listener.dispatcher import Dispatch
@@ -170,10 +170,8 @@ class Subscription:
         """Whether a place is left for the new layout, and read again; all behind it is too."""
         if self.until is None or mark.data <= self.until.data:
             return False
-        if self.left is None and self.window.seen < self.until.data and is_existing(self.until.data):
-            return (
-                False  # no stream is opened at the place of an existing document: it is read to one that is behind it
-            )
+        if self.left is None and self.window.seen < self.until.data and not opens_stream(self.until.data):
+            return False  # it is read to a place behind it, where a stream can be opened
         if self.left is None:
             self.left = mark.data
             self.window.pass_over(self.until)

@@ -160,7 +160,7 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
         if change is None:
             raise CommandRefusedError(sentence_on(image, _NOT_STORED))
         place = Place(generation, image.index, image.committed + 1, image.fence, change.hash)
-        *fuller, last = forms_of(change.raw, token)
+        *fuller, last = forms_of(change.raw)
         for form in (*fuller, last):
             found = form()
             letter = dead_letter(

@@ -22,7 +22,7 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.existing import is_existing
+from mongo_celery.bridge.existing import is_existing, opens_stream
 from mongo_celery.bridge.stream.cursor import Position, open_cursor, post_batch_token
 from mongo_celery.errors import AccessError, CommandRefusedError, DeploymentError
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog, time_of_token, token_before
@@ -132,11 +132,10 @@ def _token(text: str, token: Mapping[str, Any]) -> Asked:
     time = time_of_token(token, None)
     if time is None or time.time == 0:
         raise CommandRefusedError(f"{_short(text)} is no resume token of a change stream: {_FORMS}.")
-    if is_existing(token["_data"]):
+    if not opens_stream(token["_data"]):
         moment = datetime.fromtimestamp(time.time, UTC).isoformat()
-        raise CommandRefusedError(
-            f"{_short(text)} is the place of an existing document, where no stream opens: give its time, {moment}."
-        )
+        what = "an existing document" if is_existing(token["_data"]) else "a change that was too large to be read"
+        raise CommandRefusedError(f"{_short(text)} is the place of {what}. No stream opens there: give {moment}.")
     return Asked(text, time=time, token=token)
 
 

@@ -317,9 +317,14 @@ def _dead_letters(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reas
         yield degraded(
             "dead_letters",
             f"{number(count, 'change', 'changes')}{of} {'was' if count == 1 else 'were'} set aside: nobody handles "
-            f"{it} any more. {_parked_keys(status)}Look at {it}, then replay or discard {it}.",
+            f"{it} any more. {_oversized(status)}{_parked_keys(status)}Look at {it}, then replay or discard {it}.",
             line.changes("dead-letters", "list"),
         )
+
+
+def _oversized(status: Mapping[str, Any]) -> str:
+    """Return a sentence about a change that was too large to be read; empty where there is none."""
+    return f"One could not be read: {cut(status['oversized'])}. " if status["oversized"] else ""
 
 
 def _parked_keys(status: Mapping[str, Any]) -> str:

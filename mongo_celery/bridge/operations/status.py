@@ -90,6 +90,7 @@ class Facts:
     replaying: Mapping[str, int] = field(default_factory=dict)
     without_runs: frozenset[str] = frozenset()
     commits: Mapping[str, str] = field(default_factory=dict)
+    oversized: str | None = None
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -145,6 +146,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
     - a subscription's `new_layout`: while one is being prepared, how many `partitions` it will have, since when, and
       what it `waits` for.
+    - `oversized`: the error of one dead letter whose change was too large to be read; None where there is none.
     - `snapshots`: those that run, that have failed, and that have ended within the last hour: `id`, `handler`,
       `source`, `state` (`running`, `done`, `source gone`, `stopped`, `failed`), documents `done` of those `estimated`
       at the start (None where nobody could say), `rate` in documents a second, `remaining_seconds` (None where that is
@@ -188,6 +190,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         layouts=layouts,
         replaying=store.replays.count_selected(),  # first: one that ends in between was not set aside
         dead_letters=store.dead_letters.count(),
+        oversized=store.dead_letters.oversized(),
         snapshots=store.snapshots.read(),
         without_runs=frozenset(each.name for each in wiring.handlers if not _takes_runs(wiring, each)),
         commits={each.name: "inline" if each.commits_inline(options) else "chain" for each in wiring.handlers},
@@ -261,6 +264,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "reopenings": report.get("reopenings"),
         "spill": facts.stored.beside(report.get("spillLimit", facts.options.spill_bytes)),
         "dead_letters": sum(facts.dead_letters.values()),
+        "oversized": facts.oversized,
         "snapshots": snapshots_shown(facts.snapshots, facts.now, around),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "subscriptions": subscriptions,

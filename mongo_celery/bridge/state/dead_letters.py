@@ -39,7 +39,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import event_of, token_data
-from mongo_celery.bridge.existing import LETTER
+from mongo_celery.bridge.existing import END, LETTER, is_unread, place_of
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -194,6 +194,12 @@ class DeadLetters:
             found.append(str(next_["_id"]).split("/")[1])
             place = f"{self._bridge}/{found[-1]}0"  # behind all with a slash there
         return found
+
+    def oversized(self) -> str | None:
+        """Return the error of one whose change was too large to be read; None where there is none."""
+        place = {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0", "$regex": f"{END}$"}
+        found = self._table.find_one({"_id": place}, {"error": 1}, sort=[("_id", 1)])
+        return None if found is None else str(found.get("error"))
 
     def find(self, selection: Selection, subscriptions: Sequence[str], limit: int, *, skip: int = 0) -> list[Letter]:
         """
@@ -419,13 +425,13 @@ def dead_letter(
     One with the cause `parked` or `parked_behind` waits for its key.
 
     Args:
-        name: of `letter_name`; the token by default.
+        name: of `letter_name`; the place of the token by default.
         passed_over: as the claim has it: changes for which it stands.
     """
     hash_ = None if place.hash is None else Int64(signed(place.hash))
     waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
     return {
-        "_id": f"{bridge}/{subscription}/{name or token['_data']}",
+        "_id": f"{bridge}/{subscription}/{name or place_of(token_data(token))}",
         "bridge": bridge,
         "subscription": subscription,
         "partition": place.partition,
@@ -470,12 +476,12 @@ class KeptChange:
     kind: str
 
 
-def forms_of(change: bytes, token: Mapping[str, Any]) -> Iterator[Callable[[], KeptChange]]:
+def forms_of(change: bytes) -> Iterator[Callable[[], KeptChange]]:
     """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
     yield lambda: kept(change)
     if len(change) <= CHANGE_BYTES:
         yield lambda: KeptChange({**naming(change, "documentKey"), "bytes": Binary(change)}, "bytes")
-    yield lambda: KeptChange({"_id": {"_data": token_data(token)}}, "name")
+    yield lambda: KeptChange({}, "name")  # the letter has the token, which may be of some megabytes
 
 
 def kept(change: bytes) -> KeptChange:
@@ -489,9 +495,17 @@ def kept(change: bytes) -> KeptChange:
         return KeptChange(_named(change), "name")
     try:
         bson.decode(change)
-        return KeptChange(RawBSONDocument(change), "event")
+        return (
+            KeptChange(naming(change), "name") if _is_unread(change) else KeptChange(RawBSONDocument(change), "event")
+        )
     except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
         return KeptChange({**_named(change, "documentKey"), "bytes": Binary(change)}, "bytes")
+
+
+def _is_unread(change: bytes) -> bool:
+    """Return True if an event only stands for one that was too large to be read."""
+    token = event_of(change).token
+    return token is not None and is_unread(token_data(token))
 
 
 def _named(change: bytes, *without: str) -> Mapping[str, Any]:

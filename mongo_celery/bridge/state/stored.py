@@ -21,12 +21,11 @@ from bson.binary import Binary
 from bson.int64 import Int64
 
 from mongo_celery.bridge.change import token_data, token_of
+from mongo_celery.bridge.existing import place_of
 from mongo_celery.bridge.refusal import Refusal
 
 Document = dict[str, Any]
 
-_PLACE_CHARS = 1024
-_PLACE_KEPT = 960
 _ZIPPED_FROM = 1024
 _WORTH_IT = 0.9
 _SIZE_AND_RAW = 20  # both fields without the bytes themselves
@@ -78,18 +77,6 @@ class Amount:
 
 
 # -- places ----------------------------------------------------------------------------------------
-
-
-def place_of(data: str) -> str:
-    """
-    The place of a token within an `_id`, bounded: tokens carry the document's `_id`, which may have megabytes.
-
-    What is kept of a long one holds cluster time, number and collection, which no two events share: so places have the
-    order of their tokens. The place of a place is itself.
-    """
-    if len(data) <= _PLACE_CHARS:
-        return data
-    return f"{data[:_PLACE_KEPT]}{_END}{hashlib.blake2b(data.encode(), digest_size=16).hexdigest()}"
 
 
 def id_of(partition_id: str, data: str) -> str:
@@ -266,7 +253,7 @@ def _rare(change: StoredChange) -> Document:
 def _is_told(change: StoredChange) -> bool:
     """Whether `_id` and bytes together say what the token is: a long one is not in the `_id`."""
     try:
-        return len(change.data) <= _PLACE_CHARS and token_data(token_of(change.raw)) == change.data
+        return place_of(change.data) == change.data and token_data(token_of(change.raw)) == change.data
     except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
         return False
 

@@ -103,6 +103,11 @@ def wait_for(cursor: CommandCursor[RawBSONDocument], seconds: float) -> None:
     cursor._max_await_time_ms = int(seconds * 1000)  # noqa: SLF001 - as above: what it was opened with counts once
 
 
+def limit_batch(cursor: CommandCursor[RawBSONDocument], count: int) -> None:
+    """Let each `getMore` from the next one on return so many events at most; 0 for as many as the server likes."""
+    cursor._batch_size = count  # noqa: SLF001 - the public way makes 2 of 1
+
+
 def token_of(event: Mapping[str, Any]) -> dict[str, Any]:
     """
     The event's own resume token.

@@ -5,6 +5,9 @@ The stream is opened on that event alone, by narrower and narrower pipelines, un
 flags of `match`, then without look-up and images, at last without its documents. What is only too large to be sent is
 still judged by all of it. So nobody has to guess from an error which part has failed, and no other event is read with
 less.
+
+An event whose token is too large comes as a stand-in (`oversized`). The stream leaves such events out, and so reaches
+the place of the next event, or of its end, which is behind them.
 """
 
 from __future__ import annotations
@@ -14,13 +17,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import FLAGS, token_data
-from mongo_celery.bridge.stream.cursor import Position, token_of
+from mongo_celery.bridge.stream.cursor import (
+    AWAIT_SECONDS,
+    Position,
+    limit_batch,
+    post_batch_token,
+    token_of,
+    wait_for,
+)
 from mongo_celery.bridge.stream.fragments import SPLIT_STAGE, can_split, joined
-from mongo_celery.bridge.stream.reactions import concerns_an_event
-from mongo_celery.mongo.verdicts import Verdict, named, said, verdict_on
+from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED, explain_oversized, find_oversized, naming_stages
+from mongo_celery.bridge.stream.reactions import closes_connection, concerns_an_event
+from mongo_celery.mongo.verdicts import Code, Verdict, named, said, verdict_on
 
 if TYPE_CHECKING:
     from bson.raw_bson import RawBSONDocument
@@ -30,6 +41,8 @@ if TYPE_CHECKING:
 
 Open = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
 """Opens a stream: what, from where, and how many events its first batch may hold."""
+
+Token = Mapping[str, Any]
 
 _DOCUMENTS = ("fullDocument", "fullDocumentBeforeChange", "updateDescription")
 _WITHOUT_DOCUMENTS = {"$project": dict.fromkeys(_DOCUMENTS, 0)}
@@ -68,29 +81,63 @@ class Narrowing:
         self._open = open_
         self._version = version
 
-    def candidates(self, start: Position) -> Iterator[RawBSONDocument]:
+    def events(self, start: Position, told: str = "") -> Iterator[Reread | Token]:
         """
-        The next events that our own filters let through, without documents, until there are no more for now.
+        Read the next events that our own filters let through, with as much as the server can give of each.
+
+        An event that the user's pipeline leaves out comes as its token, and so does the place at the end. The iterator
+        ends when there are no more events for now, and behind events that are too large to be read.
+
+        Args:
+            told: comparable part of the token of the last stand-in that was given; empty for none.
 
         Raises:
             PyMongoError: these cannot be read either; then no single event is the reason.
         """
-        options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
-        bare = replace(self._scope, pipeline=(*self._scope.selection, _WITHOUT_DOCUMENTS), options=options, given=0)
-        with closing(self._open(bare, start, 1)) as cursor:
-            while cursor.alive and (document := cursor.try_next()) is not None:
-                yield document
+        last, time_ = token_data(start.token) if start.token is not None else "", start.time
+        is_passing, last = told > last, max(told, last)
+        with closing(self._open(self._bare(WITHOUT_OVERSIZED, _WITHOUT_DOCUMENTS), start, 1)) as cursor:
+            limit_batch(cursor, 1)
+            while cursor.alive:
+                candidate = cursor.try_next()
+                token = token_of(candidate) if candidate is not None else post_batch_token(cursor)
+                if token is None:
+                    return
+                while event := self._oversized(start if time_ is None else Position(None, time_), last, token):
+                    is_passing, last, time_ = True, token_data(event["_id"]), event["clusterTime"]
+                    yield Reread(event, explain_oversized(event))
+                yield token if candidate is None else self._read(candidate)
+                if is_passing and token_data(token) <= last:
+                    wait_for(cursor, AWAIT_SECONDS)  # for now the oplog ends with one that is too large
+                elif is_passing or candidate is None:
+                    return
+                else:
+                    last, time_ = token_data(token), candidate["clusterTime"]
 
-    def read(self, candidate: RawBSONDocument) -> Reread | None:
+    def _bare(self, *stages: Mapping[str, Any]) -> Scope:
+        """Return the scope with our own filters and some stages, without images."""
+        options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
+        return replace(self._scope, pipeline=(*self._scope.selection, *stages), options=options, given=0)
+
+    def _oversized(self, start: Position, after: str, until: Token) -> RawBSONDocument | None:
+        """Return the stand-in of the next event between two places that is too large; None if there is none."""
+        try:
+            with closing(self._open(self._bare(*naming_stages(after, token_data(until))), start, 1)) as cursor:
+                cursor.try_next()
+        except OperationFailure as error:
+            return find_oversized(error)
+        return None
+
+    def _read(self, candidate: RawBSONDocument) -> Reread | Token:
         """
-        The event with as much as the server can give of it; None where the user's pipeline leaves it out.
+        Return the event with as much as the server can give, or its token if the user's pipeline leaves it out.
 
         Raises:
             PyMongoError: what is no fault of this event.
         """
         try:
             whole = self._pinned(candidate, self._scope)
-            return None if whole is None else Reread(whole)
+            return token_of(candidate) if whole is None else Reread(whole)
         except PyMongoError as error:
             if not concerns_an_event(error):
                 raise
@@ -153,12 +200,33 @@ class Narrowing:
     def _pinned(
         self, candidate: RawBSONDocument, scope: Scope, *, in_fragments: bool = False
     ) -> RawBSONDocument | None:
-        """This event through a pipeline, and no other one; None where the pipeline leaves it out."""
+        """
+        Read this event alone through a pipeline; None if the pipeline leaves it out.
+
+        A server closes the connection if the event fits into an answer and its token does not. Asked for a second
+        event, which does not come, the server reads to the end of the oplog, and the token there is short.
+        """
+        closed: AutoReconnect | None = None
+        for count in (1, 2, 2):
+            try:
+                return self._pinned_once(candidate, scope, count, in_fragments=in_fragments)
+            except AutoReconnect as error:
+                if not closes_connection(error):
+                    raise
+                self._splits()  # asks the server, and raises if the network is the reason
+                closed = error
+        raise OperationFailure(
+            "the server closes the connection instead of answering", Code.BSONObjectTooLarge
+        ) from closed
+
+    def _pinned_once(
+        self, candidate: RawBSONDocument, scope: Scope, count: int, *, in_fragments: bool
+    ) -> RawBSONDocument | None:
         token = token_of(candidate)
         pin: Mapping[str, Any] = {"$match": {"_id._data": token_data(token)}}
         stages = (pin, *scope.pipeline, SPLIT_STAGE) if in_fragments else (pin, *scope.pipeline)
         start = Position(None, candidate["clusterTime"])
-        with closing(self._open(replace(scope, pipeline=stages), start, 1)) as cursor:
+        with closing(self._open(replace(scope, pipeline=stages), start, count)) as cursor:
             if in_fragments:
                 return joined(iter(cursor.try_next, None), token)
             document = cursor.try_next()

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from pymongo.errors import AutoReconnect, ConnectionFailure, InvalidOperation, OperationFailure, WTimeoutError
 from pymongo.errors import ConfigurationError as ClientConfigurationError
-from pymongo.errors import ConnectionFailure, InvalidOperation, OperationFailure, WTimeoutError
 
 from mongo_celery.errors import (
     AccessError,
@@ -94,6 +94,15 @@ def concerns_an_event(error: BaseException) -> bool:
     if getattr(error, "code", None) == Code.ChangeStreamFatalError:
         return False  # a pipeline that takes tokens away leaves nothing to go on from
     return isinstance(error, OperationFailure) and reaction_to(error, opening=False) in _ABOUT_AN_EVENT
+
+
+def closes_connection(error: BaseException) -> bool:
+    """
+    Return True if the connection was closed before the answer came.
+
+    A server does that, too, where an event and the token behind it are larger than an answer may be.
+    """
+    return type(error) is AutoReconnect  # a time-out and a deposed primary are subclasses
 
 
 def _to_the_server(error: OperationFailure, *, opening: bool) -> Reaction:

@@ -28,10 +28,12 @@ from pymongo import MongoClient
 from pymongo.errors import NetworkTimeout
 
 from mongo_celery.bridge.change import describe, event_of, token_data
+from mongo_celery.bridge.existing import is_unread
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
     HURRIED_SECONDS,
+    limit_batch,
     next_batch,
     open_cursor,
     post_batch_token,
@@ -40,10 +42,12 @@ from mongo_celery.bridge.stream.cursor import (
 )
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Flaw, Item, units_of
-from mongo_celery.bridge.stream.narrowing import Narrowing
+from mongo_celery.bridge.stream.narrowing import Narrowing, Reread
+from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, shorten
 from mongo_celery.bridge.stream.reactions import (
     UNKNOWN_LIMIT,
     Reaction,
+    closes_connection,
     concerns_an_event,
     final_error,
     reaction_to,
@@ -67,7 +71,7 @@ _FIRST_TIMEOUT = 5.0
 _LONGEST_TIMEOUT = 86_400.0
 _TOGETHER = 64
 """Items that are handed over at once: more would keep the first of them waiting, and gain nothing."""
-_SMALLEST_BATCH = 2  # PyMongo makes 2 of 1
+_SMALLEST_BATCH = 1
 _LARGEST_SMALL_BATCH = 4096
 _CANDIDATES_MAX = 200
 _FLAWS_AT_ONCE = 100
@@ -158,7 +162,7 @@ class StreamReader:
         self._limit = room
         self._sent = self._taken = 0  # each counted by one thread only
         self._room = threading.Event()
-        self._full_batch = max(batch_size, _SMALLEST_BATCH) if batch_size else 0  # 0: as many as the server likes
+        self._full_batch = batch_size or 0  # 0: as many as the server likes
         self._batch = self._full_batch
         self._comment = comment
         self._pauses = pauses
@@ -168,6 +172,7 @@ class StreamReader:
         self._flaws = 0  # in a row
         self._narrows = False
         self._is_hurried = False
+        self._told = ""  # token of the last stand-in, at which no stream can be opened
         self._refused: str | None = None  # the token that the server did not find; until it is passed, times count
         self._thread = threading.Thread(target=self._run, name="mongo_celery-reader", daemon=True)
 
@@ -245,7 +250,7 @@ class StreamReader:
         opened about once a second as long as it gets on, and ever more rarely if it does not. The steps that lead to a
         single event that may be the reason are free.
         """
-        searches = progress.may_be_about_an_event(error)
+        searches = progress.may_be_about_an_event(error) and not closes_connection(error)
         if progress.seconds >= self._pauses.longest or (progress.taken and searches):
             self.status.breaks = 0
         elif progress.taken:
@@ -290,7 +295,7 @@ class StreamReader:
         with self._open(client, self._scope, self._start()) as cursor:
             progress.begin()
             self._begin_after(post_batch_token(cursor))
-            cursor.batch_size(self._batch)
+            limit_batch(cursor, self._batch)
             left = self._batch
             while not self._stopping.is_set() and cursor.alive:
                 wait_for(cursor, HURRIED_SECONDS if self._is_hurried else AWAIT_SECONDS)
@@ -320,16 +325,15 @@ class StreamReader:
             lambda: client.server_info()["versionArray"],
         )
         progress.begin()
-        for number, candidate in enumerate(narrowing.candidates(self._start()), start=1):
-            event = narrowing.read(candidate)
+        for number, event in enumerate(narrowing.events(self._start(), self._told), start=1):
             self._has_read(progress)
-            if event is None:
-                progress.taken |= self._pass_marker(token_of(candidate))
-            else:
+            if isinstance(event, Reread):
                 flaw = None if event.complaint is None else Flaw(event.complaint, only_match=event.only_match)
                 self._take_all([event.document], progress, flaw)
-                if flaw is not None:
+                if flaw is not None and not is_unread(token_data(token_of(event.document))):
                     return
+            else:
+                progress.taken |= self._pass_marker(event)
             if self._stopping.is_set() or number == _CANDIDATES_MAX:
                 return
 
@@ -353,7 +357,7 @@ class StreamReader:
         self._batch *= 2
         if self._batch >= (self._full_batch or _LARGEST_SMALL_BATCH):
             self._batch = self._full_batch
-        cursor.batch_size(self._batch)
+        limit_batch(cursor, self._batch)
         return self._batch
 
     def _has_read(self, progress: _Progress) -> None:
@@ -388,6 +392,9 @@ class StreamReader:
 
     def _item(self, document: RawBSONDocument, before: Item | None, flaw: Flaw | None) -> ChangeEvent:
         event = event_of(document.raw)
+        if len(event.raw) > TOKEN_MAX and len(token_data(token_of(event))) > TOKEN_MAX:
+            event = event_of(shorten(event, token_data(token_of(event))).raw)
+            flaw = Flaw(explain_oversized(event))
         place = event.place
         mark = self._mark_of(event, before) if place is None else Mark(None, *place)
         item = ChangeEvent(mark, event, event.raw, flaw)
@@ -427,9 +434,13 @@ class StreamReader:
         self.status.succeeded()
         if not self._hand_over(items, units):
             return False
-        last = items[-1]
-        assert not isinstance(last, Failed), "nothing arrives behind the end"
-        mark = last if isinstance(last, Mark) else last.mark
+        marks = [_mark_in(item) for item in items]
+        places = [mark for mark in marks if not is_unread(mark.data)]
+        if len(places) < len(marks):
+            self._told = max(mark.data for mark in marks if is_unread(mark.data))
+        if not places:
+            return True
+        mark = places[-1]
         if self._refused is not None and mark.data <= self._refused:
             return False  # read by time, some come again; the token is asked for only behind the one that was refused
         self._refused = None
@@ -448,6 +459,11 @@ class StreamReader:
         self._sent += units
         self._deliver(items)
         return True
+
+
+def _mark_in(item: Item) -> Mark:
+    assert not isinstance(item, Failed), "nothing arrives behind the end"
+    return item if isinstance(item, Mark) else item.mark
 
 
 @dataclass(slots=True)
@@ -470,5 +486,10 @@ class _Progress:
         return time.monotonic() - self.opened_at if self.opened else 0.0
 
     def may_be_about_an_event(self, error: Exception) -> bool:
-        """Whether single events should be looked at: not when looking at them has failed."""
-        return self.opened and not self.narrows and concerns_an_event(error)
+        """
+        Whether single events should be looked at: not when looking at them has failed.
+
+        A server that closes the connection instead of giving the first answer may be unable to send it.
+        """
+        is_unsent = closes_connection(error) and not self.read
+        return self.opened and not self.narrows and (is_unsent or concerns_an_event(error))

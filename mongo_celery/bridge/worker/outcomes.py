@@ -21,7 +21,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
-from mongo_celery.bridge.existing import letter_name
+from mongo_celery.bridge.existing import is_unread, letter_name
 from mongo_celery.bridge.state.claims import PARKED_MAX
 from mongo_celery.bridge.state.dead_letters import (
     FAILED,
@@ -183,13 +183,15 @@ class Outcomes:
         policy, token = self._handler.policy(self._wiring.options), self._run.token_of(raw)
         if self._run.refusal is not None and self._run.refusal.halts:
             policy = "halt"
+        elif is_unread(token_data(token)) and policy in ("halt", "park_key"):
+            policy = "dead_letter"  # no retry can read it, and its key is not known
         claim, claims, text, ways = self._claim, self._claims, error_text(error), dict[str, Callable[[], bool]]()
         if policy == "park_key" and (objection := self._unparkable(text)):
             policy, text = "halt", objection
         if policy == "discard":
             ways["discard"] = lambda: claims.discard(claim, token)
         elif policy in _KEEPING:
-            for number, form in enumerate(forms_of(raw, token)):
+            for number, form in enumerate(forms_of(raw)):
                 ways[policy if number == 0 else f"{policy}, form {number + 1}"] = partial(
                     self._set_aside, token, raw, form, error, _KEEPING[policy]
                 )
@@ -220,7 +222,7 @@ class Outcomes:
         token = self._run.token_of(raw)
         ways: dict[str, Callable[[], bool]] = {
             f"behind, form {number + 1}": partial(self._behind, token, raw, form)
-            for number, form in enumerate(forms_of(raw, token))
+            for number, form in enumerate(forms_of(raw))
         }
         ways["halt"] = lambda: self._halt(raw, token, describe(raw), _BEHIND)
         ways["halt without text"] = self._plain_halt(raw, "what it waits for")

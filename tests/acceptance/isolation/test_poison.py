@@ -176,6 +176,7 @@ ODD_KEYS: dict[str, Any] = {
     "nested arrays": {"a": [[1, [2.0, {"b": None}]], []]},
     "a deep one": bson.decode(b"\x05\x00\x00\x00\x00"),
     "a long string": "x" * 200_000,
+    "one of 3 MB": "x" * 3_000_000,
     "null": None,
     "true": True,
     "a timestamp": Timestamp(1, 1),
@@ -220,6 +221,25 @@ def test_every_odd_key_reaches_its_handler_in_order_or_the_policy(rig: Rig) -> N
         event = RawBSONDocument(change["bytes"] if "bytes" in change else bson.encode(change))
         assert any(event["documentKey"].raw == raw.raw for raw in raws.values())
     assert rig.status()["state"] == "leading"
+
+
+def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_on(rig: Rig) -> None:
+    """P1, P9, P12: no server can pass it on, so nothing halts, and the verdict names it until it is discarded."""
+    rig.insert("halt", "k" * 8_000_000, customer=1)
+    rig.insert("skip", "k" * 3_000_000)  # the partition rule fails on it
+    for index in range(PARTITIONS):
+        rig.insert("halt", f"behind {index}", customer=_customer(index))
+    rig.wait_ids("halt", {f"behind {index}" for index in range(PARTITIONS)})
+    (letter,) = rig.wait_letters("halt", 1)
+    assert (letter["kept"], letter["cause"], letter["attempts"]) == ("name", "failed", 0)
+    assert rig.wait_letters("skip", 1)[0]["error"].startswith("RefusedChangeError: partition_by")
+    rig.wait_halted("halt", set())
+    names = ("`_id`", "insert", f"{rig.data.name}.halt", letter["change"]["clusterTime"].as_datetime().isoformat())
+    assert all(name in letter["error"] for name in names)
+    (reason,) = [each for each in rig.status()["reasons"] if each["code"] == "dead_letters"]
+    assert all(name in reason["sentence"] for name in names)
+    rig.command("dead-letters", "discard", "halt", "--yes")
+    assert rig.status()["oversized"] is None
 
 
 def test_the_name_of_an_updated_field_that_is_no_utf8_is_judged_like_others(rig: Rig) -> None:
