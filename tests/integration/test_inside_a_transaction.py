@@ -77,7 +77,7 @@ class Rig:
         for name in ("effects", "hot", "orders"):
             database.create_collection(name)
         self.app = Celery("shop", broker="memory://", set_as_current=False)
-        self.note = self.app.task(name="note")(_note)
+        self.note = self.app.task(name="note", shared=False)(_note)
         self.bridge = Bridge(self.app, url, name="inside", autodiscover=False, failure_policy="dead_letter")
 
         @self.bridge.on_change(f"{database.name}.orders", transactional=True, autoretry_for=(OSError,))
