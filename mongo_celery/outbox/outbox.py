@@ -17,6 +17,7 @@ from pymongo.results import BulkWriteResult, DeleteResult, InsertManyResult, Ins
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.opening import Source
+from mongo_celery.mongo.transaction.frames import after_commit, current, is_in_transaction
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.deletes import Deletes
@@ -448,6 +449,8 @@ class Outbox(AnyOutbox):
         """
         `task.delay(...)` for code that has a document at hand: the task is stored in the document, then dispatched.
 
+        Inside a transaction of `transactional` this is part of it.
+
         Args:
             document_id: `_id` of the document, or the document itself.
             task: a Celery task.
@@ -459,16 +462,18 @@ class Outbox(AnyOutbox):
 
         Raises:
             OutboxRefusedError: there is no such document, or the entry is refused.
+            ConfigurationError: a transaction of another client of the same cluster is open here.
         """
         if isinstance(document_id, Mapping) and "_id" in document_id:
             document_id = document_id["_id"]
         (entry,) = self._maker.entries([task.s(*args, **kwargs)], (), Home(document_id))
         write = DocumentWrite(filter={"_id": document_id}, update={}, options={})
-        claim = self.backing.may_claim(None)
-        written = self.backing.writer.write(write, [entry], session=None, claim=claim)
+        session = current(self.collection.database.client)  # without it the write would wait for the end of that one
+        claim = self.backing.may_claim(session)
+        written = self.backing.writer.write(write, [entry], session=session, claim=claim)
         if not written.matched:
             raise OutboxRefusedError(f"there is no document {document_id!r} in {self.collection.full_name}.")
-        self.backing.dispatch_at_once(written, None)
+        self.backing.dispatch_at_once(written, session)
         return self.app.AsyncResult(entry.id)
 
     def save(self, instance: Any, *, tasks: Sequence[object] = (), events: Sequence[Event] = ()) -> Any:
@@ -491,25 +496,27 @@ class Outbox(AnyOutbox):
 
     def dispatch(self, *document_ids: object) -> None:
         """
-        Have documents looked at that may have something pending: a hint, which never blocks and never fails.
+        Have the dispatcher look at documents that may have something pending. It never blocks and never fails.
 
-        For writes that carry tasks and that somebody else has carried out. Without it such a write is found by the
-        sweep.
+        For writes that carry tasks and that you have carried out. Inside a transaction of `transactional` it waits for
+        the commit. In a transaction of the driver's own, or of Django's, call it after the commit.
 
         Args:
             document_ids: their `_id`s; without any, the index is looked at.
         """
-        self.backing.dispatcher.hint(*document_ids)
+        after_commit(lambda: self.backing.dispatcher.hint(*document_ids))
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _expect(self, tasks: Sequence[Any], events: Sequence[Any]) -> None:
-        """Have the index looked at soon: a write that somebody else carries out will be found there."""
+        """Have the index looked at soon, and after a commit: there is what somebody else writes."""
         if not tasks and not events:
             return
         self.backing.watch.needed()
         if self.backing.at_once:
             self.backing.dispatcher.expect()
+            if is_in_transaction():
+                after_commit(self.backing.dispatcher.expect)
 
     def _write(
         self, write: DocumentWrite, tasks: Sequence[Any], events: Sequence[Any], session: ClientSession | None
