@@ -476,21 +476,28 @@ class Outbox(AnyOutbox):
         self.backing.dispatch_at_once(written, session)
         return self.app.AsyncResult(entry.id)
 
-    def save(self, instance: Any, *, tasks: Sequence[object] = (), events: Sequence[Event] = ()) -> Any:
+    def save(self, instance: Any, *, tasks: Sequence[object] = (), events: Sequence[Event] = (), **options: Any) -> Any:
         """
         Save an instance of a Django model (django-mongodb-backend) with its tasks and events.
 
-        Afterwards the instance is as after its own `save()`: it has its primary key, and Django's signals were sent.
+        This calls the instance's own `save()`, with Django's signals. The tasks are stored by the write inside of that.
+
+        Args:
+            instance: of a model.
+            tasks: as of `insert_one`.
+            events: as of `insert_one`.
+            options: of `save()`, such as `update_fields`.
 
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
             ConfigurationError: the instance is no Django model, or its collection is another.
+            DatabaseError: Django's own, as of `save()`.
         """
         from mongo_celery.outbox.django import save
 
         insert = partial(self.insert_one, tasks=tasks, events=events)
         update = partial(self.update_one, tasks=tasks, events=events)
-        return save(instance, self.collection.name, insert=insert, update=update)
+        return save(instance, self.collection.name, insert=insert, update=update, options=options)
 
     # -- delivery ----------------------------------------------------------------------------------
 
