@@ -17,6 +17,7 @@ from uuid import uuid4
 from celery import Celery, current_task
 from celery.backends.base import DisabledBackend
 from celery.canvas import Signature
+from celery.result import ResultBase
 from kombu.serialization import dumps, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
@@ -75,6 +76,11 @@ def signature_of(app: Celery, given: object) -> Signature:
     """
     if isinstance(given, Mapping) and not isinstance(given, Signature):
         given = Signature.from_dict(dict(given), app=app)
+    if isinstance(given, ResultBase):
+        raise OutboxRefusedError(
+            "a function of the _id has sent its task itself, so the task goes without the write. Return a signature: "
+            "lambda _id: send_receipt.s(_id)."
+        )
     if not isinstance(given, Signature):
         raise OutboxRefusedError(
             f"{type(given).__name__} is no Celery signature; pass task.s(...), or a chain, group or chord of them."
@@ -180,10 +186,11 @@ def encoded(app: Celery, signature: Any) -> tuple[str, str, Any]:
 
     Raises:
         OutboxRefusedError: arguments that the serializer of a task cannot encode, or that do not fit the
-            signature of a registered task, as `delay` would refuse them.
+            signature of a registered task, as `delay` would refuse them; or a change handler.
     """
     serializers, tasks = [], list(leaves(signature))
     for leaf in tasks:
+        _refuse_handler(app, leaf.task)
         serializers.append(_serializer(app, leaf))
         if len(tasks) > 1:
             _encode((tuple(leaf.args), dict(leaf.kwargs)), serializers[-1], leaf.task)
@@ -347,6 +354,13 @@ def _encode(value: object, serializer: str, task: str) -> tuple[str, str, Any]:
             task=task,
         ) from error
     return content_type, encoding, payload
+
+
+def _refuse_handler(app: Celery, name: str) -> None:
+    """Refuse a change handler, as its own `delay` does."""
+    refusal = getattr(app.tasks.get(name), "refused_to_send", None)
+    if refusal is not None:
+        raise OutboxRefusedError(refusal(), task=name)
 
 
 def _check_arguments(app: Celery, head: Any) -> None:

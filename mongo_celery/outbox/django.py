@@ -1,21 +1,25 @@
 """
 Saving instances of Django models (django-mongodb-backend) with their tasks, and the session of Django's transactions.
 
-Nothing of Django is imported before an instance of a model arrives. The values are those that Django's own `save`
-would write: `pre_save` of each field, then its value for the database.
+Nothing of Django is imported before an instance of a model arrives. An instance is saved by its own `save`, which may
+be overridden. Only Django's write inside of that is the outbox's. The values are those that Django would write:
+`pre_save` of each field, then its value for the database.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from pymongo.client_session import ClientSession
 from pymongo.errors import DuplicateKeyError
 from pymongo.results import InsertOneResult, UpdateResult
 
-from mongo_celery.errors import ConfigurationError
+from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 from mongo_celery.mongo.transaction.frames import current, part_of
 
 Insert = Callable[..., InsertOneResult]
@@ -79,23 +83,45 @@ def mongodb_alias(using: str | None = None) -> str:
     return alias
 
 
-def save(instance: Any, collection: str, *, insert: Insert, update: Update) -> Any:
+@dataclass(slots=True)
+class _Saving:
     """
-    Save an instance through an outbox.
+    An instance that is being saved through an outbox.
+
+    Attributes:
+        instance: of a model.
+        insert: the outbox's `insert_one`, with what is to follow.
+        update: the outbox's `update_one`, with what is to follow.
+        is_written: whether Django has come to its write.
+    """
+
+    instance: Any
+    insert: Insert
+    update: Update
+    is_written: bool = False
+
+
+_SAVING: ContextVar[_Saving | None] = ContextVar("mongo_celery_outbox_saving", default=None)
+
+
+def save(instance: Any, collection: str, *, insert: Insert, update: Update, options: Mapping[str, Any]) -> Any:
+    """
+    Call an instance's own `save`, and write through an outbox where Django would write the instance.
+
+    Inside `django_mongodb_backend.transaction.atomic` its session is used, and nothing is dispatched before the
+    commit. If `save` writes the instance more than once, the first write carries the tasks.
 
     Args:
         instance: of a model.
         collection: name of the outbox's collection.
         insert: the outbox's `insert_one`, with what is to follow.
         update: the outbox's `update_one`, with what is to follow.
-
-    Inside `django_mongodb_backend.transaction.atomic` its session is used, and nothing is dispatched before the
-    commit. Afterwards the instance has its primary key, and `pre_save` and `post_save` were sent.
+        options: of the instance's `save`.
 
     Raises:
         ConfigurationError: it is no instance of a model, one of another collection, or has an expression as a value.
-        IntegrityError: Django's; a value that must be unique is there already.
-        OutboxRefusedError: nothing was written.
+        IntegrityError, DatabaseError: Django's, as of its own `save`.
+        OutboxRefusedError: nothing was written; also where the instance's `save` has not saved it.
     """
     meta = getattr(instance, "_meta", None)
     if meta is None or not hasattr(meta, "concrete_fields"):
@@ -107,46 +133,88 @@ def save(instance: Any, collection: str, *, insert: Insert, update: Update) -> A
         )
     if len(meta.get_parent_list()) and not meta.proxy:
         raise ConfigurationError(f"{type(instance).__name__} inherits from a model with a collection of its own.")
-
-    from django.db import IntegrityError, connections, router
-    from django.db.models.signals import post_save, pre_save
-
-    model = type(instance)
-    instance._prepare_related_fields_for_save(operation_name="save")  # noqa: SLF001 - as Django's own `save` does first
-    alias = router.db_for_write(model, instance=instance)
-    connection = connections[alias]
-    pre_save.send(sender=model, instance=instance, raw=False, using=alias, update_fields=None)
+    _install()
+    saving = _Saving(instance, insert, update)
+    token = _SAVING.set(saving)
     try:
-        created = _write(instance, connection, insert, update)
-    except DuplicateKeyError as error:
-        raise IntegrityError(str(error)) from error
-    instance._state.adding, instance._state.db = False, alias  # noqa: SLF001 - Django's own place for it
-    post_save.send(sender=model, instance=instance, created=created, raw=False, using=alias, update_fields=None)
+        instance.save(**options)
+    finally:
+        _SAVING.reset(token)
+    if not saving.is_written:
+        raise OutboxRefusedError(
+            f"save() of {type(instance).__name__} has not saved the instance, so its tasks and events are not stored."
+        )
     return instance
 
 
-def _write(instance: Any, connection: Any, insert: Insert, update: Update) -> bool:
-    """Whether the document is new."""
-    adding = instance._state.adding  # noqa: SLF001
-    meta = instance._meta  # noqa: SLF001
-    session = getattr(connection, "session", None)
+def _install() -> None:
+    """Have Django's write of an instance ask for an outbox; a second time changes nothing."""
+    from django.db.models import Model
+
+    own: Any = Model._save_table  # noqa: SLF001 - where Django writes, between its own `save` and its signals
+    if getattr(own, "_mongo_celery_outbox", False):
+        return
+
+    @wraps(own)
+    def save_table(self: Any, raw: bool = False, cls: Any = None, *rest: Any, **options: Any) -> Any:
+        saving = _SAVING.get()
+        if saving is None or saving.instance is not self or saving.is_written:
+            return own(self, raw, cls, *rest, **options)
+        saving.is_written = True
+        return _write(saving, *rest, **options)
+
+    save_table._mongo_celery_outbox = True  # type: ignore[attr-defined] # noqa: SLF001
+    Model._save_table = save_table  # noqa: SLF001
+
+
+def _write(
+    saving: _Saving,
+    force_insert: Any = False,
+    force_update: bool = False,
+    using: str | None = None,
+    update_fields: Collection[str] | None = None,
+) -> bool:
+    """Write an instance as Django would; return True if it was there."""
+    from django.db import DatabaseError, IntegrityError, connections
+
+    instance, connection = saving.instance, connections[using]
+    meta, session = instance._meta, getattr(connection, "session", None)  # noqa: SLF001
+    must_be_there = bool(force_update or update_fields)
+    if must_be_there and instance.pk is None:
+        raise ValueError("Cannot force an update in save() with no primary key.")  # Django's own words
+    is_new = force_insert or (instance._state.adding and meta.pk.has_default())  # noqa: SLF001 - as Django takes it
+    is_inserted = not must_be_there and (is_new or instance.pk is None)
+    adding = bool(is_inserted or instance._state.adding)  # noqa: SLF001
+    values = _values_of(instance, connection, update_fields, adding=adding)
+    column = meta.pk.column
+    try:
+        if is_inserted:
+            identity = {} if instance.pk is None else {column: meta.pk.get_db_prep_save(instance.pk, connection)}
+            inserted = saving.insert({**identity, **values}, session=session)
+            instance.pk = meta.pk.to_python(inserted.inserted_id)
+            return False
+        this = {column: meta.pk.get_db_prep_save(instance.pk, connection)}
+        done = saving.update(this, {"$set": values}, upsert=not must_be_there, session=session)
+    except DuplicateKeyError as error:
+        raise IntegrityError(str(error)) from error
+    if must_be_there and not done.matched_count:
+        raise DatabaseError("Forced update did not affect any rows.")  # Django's own words
+    return bool(done.matched_count)
+
+
+def _values_of(
+    instance: Any, connection: Any, update_fields: Collection[str] | None, *, adding: bool
+) -> dict[str, Any]:
+    """Return what Django would write, but the primary key, by column."""
     values = {}
-    for field in meta.concrete_fields:
+    for field in instance._meta.concrete_fields:  # noqa: SLF001
+        is_left_out = update_fields and not {field.name, field.attname} & set(update_fields)
+        if field.primary_key or is_left_out or getattr(field, "generated", False):
+            continue
         value = field.pre_save(instance, adding)
         if hasattr(value, "resolve_expression"):
             raise ConfigurationError(
                 f"{field.name} is a database expression, such as F(); use outbox.update_one with an update operator."
             )
-        prepared = field.get_db_prep_save(value, connection)
-        if not field.primary_key:
-            values[field.column] = prepared
-    column = meta.pk.column
-    if instance.pk is None:
-        inserted = insert(values, session=session)
-        instance.pk = meta.pk.to_python(inserted.inserted_id)
-        return True
-    identity = meta.pk.get_db_prep_save(instance.pk, connection)
-    if adding and meta.pk.has_default():  # Django takes it for a new one, too
-        insert({column: identity, **values}, session=session)
-        return True
-    return update({column: identity}, {"$set": values}, upsert=True, session=session).matched_count == 0
+        values[field.column] = field.get_db_prep_save(value, connection)
+    return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -32,6 +33,8 @@ FIELD = "pendingEvents"
 """The field of a document that holds its entries; the name comes from the technique's source."""
 
 _REPRESENTATION_CHARS = 200
+_SENDS = ("delay", "apply_async", "apply")
+"""Methods of tasks and signatures that are no functions of the `_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,11 +246,27 @@ def listed(given: Any) -> list[Any]:
     What a user gave as tasks or as events, to be gone through more than once.
 
     Raises:
-        OutboxRefusedError: it is one task or event, or nothing that can be gone through.
+        OutboxRefusedError: it is one task or event, or nothing that can be gone through; or one of them would send its
+            task instead of making a signature.
     """
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-    return list(given)
+    found = list(given)
+    for each in found:
+        _refuse_sender(each)
+    return found
+
+
+def _refuse_sender(given: Any) -> None:
+    function = given.func if isinstance(given, partial) else given
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, (Task, Signature)) and name in _SENDS:
+        task = owner.name if isinstance(owner, Task) else owner.task
+        raise OutboxRefusedError(
+            f"{task}.{name} sends the task immediately, whatever happens to the write. Pass a signature, "
+            f"{task}.s(...), or {task}.s itself to have the document's _id as its argument.",
+            task=task,
+        )
 
 
 def are_bound_late(events: Iterable[Mapping[str, Any]]) -> bool:

@@ -17,6 +17,7 @@ from pymongo.results import BulkWriteResult, DeleteResult, InsertManyResult, Ins
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.opening import Source
+from mongo_celery.mongo.transaction.frames import after_commit, current, is_in_transaction
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.deletes import Deletes
@@ -448,6 +449,8 @@ class Outbox(AnyOutbox):
         """
         `task.delay(...)` for code that has a document at hand: the task is stored in the document, then dispatched.
 
+        Inside a transaction of `transactional` this is part of it.
+
         Args:
             document_id: `_id` of the document, or the document itself.
             task: a Celery task.
@@ -459,57 +462,68 @@ class Outbox(AnyOutbox):
 
         Raises:
             OutboxRefusedError: there is no such document, or the entry is refused.
+            ConfigurationError: a transaction of another client of the same cluster is open here.
         """
         if isinstance(document_id, Mapping) and "_id" in document_id:
             document_id = document_id["_id"]
         (entry,) = self._maker.entries([task.s(*args, **kwargs)], (), Home(document_id))
         write = DocumentWrite(filter={"_id": document_id}, update={}, options={})
-        claim = self.backing.may_claim(None)
-        written = self.backing.writer.write(write, [entry], session=None, claim=claim)
+        session = current(self.collection.database.client)  # without it the write would wait for the end of that one
+        claim = self.backing.may_claim(session)
+        written = self.backing.writer.write(write, [entry], session=session, claim=claim)
         if not written.matched:
             raise OutboxRefusedError(f"there is no document {document_id!r} in {self.collection.full_name}.")
-        self.backing.dispatch_at_once(written, None)
+        self.backing.dispatch_at_once(written, session)
         return self.app.AsyncResult(entry.id)
 
-    def save(self, instance: Any, *, tasks: Sequence[object] = (), events: Sequence[Event] = ()) -> Any:
+    def save(self, instance: Any, *, tasks: Sequence[object] = (), events: Sequence[Event] = (), **options: Any) -> Any:
         """
         Save an instance of a Django model (django-mongodb-backend) with its tasks and events.
 
-        Afterwards the instance is as after its own `save()`: it has its primary key, and Django's signals were sent.
+        This calls the instance's own `save()`, with Django's signals. The tasks are stored by the write inside of that.
+
+        Args:
+            instance: of a model.
+            tasks: as of `insert_one`.
+            events: as of `insert_one`.
+            options: of `save()`, such as `update_fields`.
 
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
             ConfigurationError: the instance is no Django model, or its collection is another.
+            DatabaseError: Django's own, as of `save()`.
         """
         from mongo_celery.outbox.django import save
 
         insert = partial(self.insert_one, tasks=tasks, events=events)
         update = partial(self.update_one, tasks=tasks, events=events)
-        return save(instance, self.collection.name, insert=insert, update=update)
+        return save(instance, self.collection.name, insert=insert, update=update, options=options)
 
     # -- delivery ----------------------------------------------------------------------------------
 
     def dispatch(self, *document_ids: object) -> None:
         """
-        Have documents looked at that may have something pending: a hint, which never blocks and never fails.
+        Have the dispatcher look at documents that may have something pending. It never blocks and never fails.
 
-        For writes that carry tasks and that somebody else has carried out. Without it such a write is found by the
-        sweep.
+        For writes that carry tasks and that you have carried out. Inside a transaction of `transactional` it waits for
+        the commit. In a transaction of the driver's own, or of Django's, call it after the commit.
 
         Args:
             document_ids: their `_id`s; without any, the index is looked at.
         """
-        self.backing.dispatcher.hint(*document_ids)
+        after_commit(lambda: self.backing.dispatcher.hint(*document_ids))
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _expect(self, tasks: Sequence[Any], events: Sequence[Any]) -> None:
-        """Have the index looked at soon: a write that somebody else carries out will be found there."""
+        """Have the index looked at soon, and after a commit: there is what somebody else writes."""
         if not tasks and not events:
             return
         self.backing.watch.needed()
         if self.backing.at_once:
             self.backing.dispatcher.expect()
+            if is_in_transaction():
+                after_commit(self.backing.dispatcher.expect)
 
     def _write(
         self, write: DocumentWrite, tasks: Sequence[Any], events: Sequence[Any], session: ClientSession | None

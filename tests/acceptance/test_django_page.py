@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.documentation.pages import ROOT, addressed, blocks
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
 
 PAGE = ROOT / "docs/django.md"
@@ -128,6 +130,51 @@ def test_the_project_of_the_page_runs(
         {"outbox": f"{database.name}.shop_outbox/pendingEvents"},
     )
     wait_for(lambda: swept.count_documents(ours) == 1, message="without a beat, the listener asks for sweeps")
+
+
+VIEW = """
+import re, sys
+from types import ModuleType
+from celery import Celery
+from django.conf import settings
+from django.test import RequestFactory
+from mongo_celery import Bridge
+from tests.acceptance.documentation.pages import blocks
+from tests.acceptance.test_django_page import PAGE
+from tests.fixtures.process import wait_for
+
+url, broker = sys.argv[1:]
+settings.configure()
+app = Celery("shop", broker=broker)
+bridge = Bridge(app, url, database="mongo_celery_view")
+shop, tasks = ModuleType("shop.celery"), ModuleType("shop.tasks")
+shop.bridge, shop.orders = bridge, bridge.outbox("shop.orders", name="orders")
+
+@app.task(name="confirm")
+def confirm(order): ...
+
+tasks.confirm = confirm
+sys.modules |= {"shop.celery": shop, "shop.tasks": tasks}
+(code,) = (block.code for block in blocks(PAGE, "python") if block.code.startswith("# shop/views.py"))
+names = {}
+exec(code, names)
+answer = names["place"](RequestFactory().post("/orders", {"customer": "Ann"}))
+assert answer.status_code == 201, answer.content
+wait_for(lambda: shop.orders.status().pending == 0)
+assert bridge.client.shop.orders.find_one({}, {"_id": 0}) == {"customer": "Ann", "status": "new"}
+"""
+"""The page's view for projects without models, and what has come of a request."""
+
+
+def test_the_view_of_the_page_sends_its_task(
+    mongo_client: MongoClient[Any], mongo_url: str, redis_url: str, redis_client: Any, processes: Processes
+) -> None:
+    """It answers with the id, and the dispatcher is told of it."""
+    done = processes.python("view", "-c", VIEW, mongo_url, redis_url)
+    assert done.wait() == 0, done.text
+    assert redis_client.llen("celery") == 1
+    for name in ("shop", "mongo_celery_view"):
+        empty(mongo_client, name)
 
 
 def test_the_commands_of_the_page_are_those_of_django() -> None:

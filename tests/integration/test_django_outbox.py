@@ -140,6 +140,54 @@ for ends in (False, True):
     assert Other.objects.count() == moving.status().pending == 1, moving.status()
 moving.backing.close()
 
+class Page(models.Model):
+    title = models.CharField(max_length=20)
+    slug = models.CharField(max_length=20, default="")
+    views = models.IntegerField(default=0)
+    class Meta:
+        app_label = "shop"
+        db_table = "pages"
+    def save(self, *args, **options):
+        if self.title == "draft":
+            return
+        self.slug = self.title.lower()
+        if "update_fields" in options:
+            options["update_fields"] = [*options["update_fields"], "slug"]
+        super().save(*args, **options)
+        if self.title == "Twice":
+            Page(title="Beside").save()
+            self.views += 1
+            super().save(update_fields=["views"])
+
+with connection.schema_editor() as editor:
+    editor.create_model(Page)
+pages = Outbox(app, lambda: connection.get_collection("pages"), name="pages", sweep_every=None, at_once="wait")
+desk = pages.save(Page(title="Desk"), tasks=[receipt.s("slug")])
+assert Page.objects.get(pk=desk.pk).slug == "desk"
+Page.objects.update(views=7)
+desk.title, desk.views = "Table", 0
+pages.save(desk, tasks=[receipt.s("fields")], update_fields=["title"])
+again = Page.objects.get(pk=desk.pk)
+assert (again.title, again.slug, again.views) == ("Table", "table", 7), again.__dict__
+twice = pages.save(Page(title="Twice"), tasks=[receipt.s("once")])
+assert Page.objects.get(pk=twice.pk).views == 1 and Page.objects.count() == 3
+assert pages.status().pending == 0
+from django.db import DatabaseError
+from mongo_celery import OutboxRefusedError
+for instance, options, error in (
+    (Page(title="draft"), {}, OutboxRefusedError),
+    (Page(pk=kept.pk, title="gone"), {"force_update": True}, DatabaseError),
+    (Page(title="gone"), {"update_fields": ["title"]}, ValueError),
+    (Page(pk=desk.pk, title="twice"), {"force_insert": True}, IntegrityError),
+):
+    try:
+        pages.save(instance, tasks=[receipt.s("never")], **options)
+        raise SystemExit(f"{instance.title} was saved")
+    except error:
+        pass
+desk.save()
+pages.backing.close()
+
 for wrong in (Other(), object()):
     try:
         outbox.save(wrong, tasks=[receipt.s("wrong")])
@@ -154,11 +202,13 @@ print(json.dumps({"signals": sent, "orders": Order.objects.count()}))
 def test_instances_of_a_django_model_are_saved_with_their_tasks(
     processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
 ) -> None:
-    """New, changed, rolled back and committed; as Django's own save, with values, key and signals."""
+    """New, changed, rolled back and committed; by the model's own save, with its options, values, key and signals."""
     saved = processes.python("django", "-c", PROGRAM, mongo_url, database.name, redis_url)
     assert saved.wait() == 0, saved.text
 
     assert json.loads(saved.text.splitlines()[-1]) == {"signals": [True, False, True, True], "orders": 2}
     messages = redis_client.lrange("celery", 0, -1)
     sent = [json.loads(message)["headers"]["argsrepr"] for message in reversed(messages)]
-    assert sent == [f"('{each}',)" for each in ("new", "changed", "basket", "renamed", "committed")]
+    assert sent == [
+        f"('{each}',)" for each in ("new", "changed", "basket", "renamed", "committed", "slug", "fields", "once")
+    ]

@@ -32,6 +32,8 @@ from mongo_celery import (
     Change,
     Changes,
     ConfigurationError,
+    Outbox,
+    OutboxCollection,
     Participant,
     TransactionCanceledError,
     TwoPhaseCommit,
@@ -41,6 +43,7 @@ from mongo_celery import (
 )
 from mongo_celery.errors import TransactionRequiredError
 from mongo_celery.locking import after_commit, current
+from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.testing import BridgeRunner
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from tests.fixtures.process import wait_for
@@ -148,6 +151,8 @@ def rig(database: Database[Document], mongo_url: str) -> Iterator[Rig]:
     made = Rig(database, mongo_url)
     with made.other, BridgeRunner(made.bridge, url=mongo_url) as made.runner:
         yield made
+        for each in OUTBOXES.of(made.app):
+            each.backing.close()
 
 
 @dataclass(frozen=True)
@@ -473,7 +478,76 @@ ONCE_ROWS = [
     Row("once in a transaction of another client with own=True", _step_in_a_nested_one, REFUSED),
 ]
 
-OUTBOX_ROWS: list[Row] = []
+
+def _outbox(rig: Rig, client: Any = None) -> Outbox:
+    name = "in the document" if client is None else "of the other client"
+    found = OUTBOXES.find(rig.app, name)
+    made = found or Outbox(rig.app, lambda: rig.effects(client), name=name, sweep_every=None)
+    assert isinstance(made, Outbox)
+    return made
+
+
+def _leaving(rig: Rig) -> OutboxCollection:
+    found = OUTBOXES.find(rig.app, "leaving")
+    made = found or OutboxCollection(
+        rig.app, lambda: rig.client[rig.database.name].leaving, sweep_every=None, name="leaving"
+    )
+    assert isinstance(made, OutboxCollection)
+    return made
+
+
+def _insert_with_task(rig: Rig, session: Any) -> None:
+    _outbox(rig).insert_one({}, tasks=[rig.note.s()], session=session)
+
+
+def _write_plain_values(rig: Rig) -> None:
+    done = rig.effects().insert_one(_outbox(rig).with_tasks({}, [rig.note.s()]), session=rig.session)
+    _outbox(rig).dispatch(done.inserted_id)
+
+
+def _delay(rig: Rig) -> None:
+    done = rig.effects().insert_one({}, session=rig.session)
+    _outbox(rig).delay(done.inserted_id, rig.note)
+
+
+def _collect(rig: Rig) -> None:
+    with _leaving(rig).collect(rig.session):
+        rig.note.delay()
+    _insert(rig, rig.session)
+
+
+def _sent(rig: Rig) -> int:
+    """How many tasks were sent, if a document was written with each; else none of the expected numbers."""
+    sent = len(rig.runner.sent())
+    return sent if rig.database["effects"].count_documents({}) == sent else -1
+
+
+def _sent_alone(rig: Rig) -> int:
+    return len(rig.runner.sent())
+
+
+OUTBOX_ROWS: list[Row] = [
+    Row("Outbox with session=", lambda rig: _insert_with_task(rig, rig.session), JOINS, count=_sent),
+    Row("Outbox without session=", lambda rig: _insert_with_task(rig, None), ALONE, count=_sent),
+    Row(
+        "Outbox of another client",
+        lambda rig: _outbox(rig, rig.other).insert_one({}, tasks=[rig.note.s()], session=rig.session),
+        InvalidOperation,
+    ),
+    Row("with_tasks and dispatch", _write_plain_values, JOINS, count=_sent),
+    Row("Outbox.delay", _delay, JOINS, count=_sent),
+    Row("Outbox.delay of another client", lambda rig: _outbox(rig, rig.other).delay(1, rig.note), REFUSED),
+    Row(
+        "OutboxCollection.add with session=",
+        lambda rig: _leaving(rig).add([rig.note.s()], session=rig.session),
+        JOINS,
+        count=_sent_alone,
+    ),
+    Row(
+        "OutboxCollection.add without session=", lambda rig: _leaving(rig).add([rig.note.s()]), ALONE, count=_sent_alone
+    ),
+    Row("OutboxCollection.collect", _collect, JOINS, count=_sent),
+]
 
 ROWS = [*TRANSACTION_ROWS, *TRANSFER_ROWS, *ONCE_ROWS, *OUTBOX_ROWS]
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mongoengine
 import pytest
 from bson import ObjectId
+from celery import Signature, chain, chord, group
 from pymongo import AsyncMongoClient, DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, UpdateOne
+from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import WriteError
 
-from mongo_celery import STORED_ID, Event, Outbox, OutboxRefusedError
+from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, OutboxCollection, OutboxRefusedError, transactional
+from mongo_celery.outbox import dispatcher
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
@@ -264,6 +268,10 @@ REFUSED: dict[str, tuple[str, Make]] = {
     "an operator of nothing": ("takes a document", lambda outbox, task: outbox.with_tasks({"$max": 5}, [task])),
     "no list at all": ("are lists", lambda outbox, _: outbox.with_tasks({"a": 1}, None)),  # type: ignore[arg-type]
     "a task, no list": ("are lists", lambda outbox, task: outbox.with_tasks({"a": 1}, task)),
+    "delay, no list": ("are lists", lambda outbox, task: outbox.with_tasks({"a": 1}, task.type.delay)),
+    "delay": (r"add\.s", lambda outbox, task: outbox.with_tasks({"a": 1}, [task.type.delay])),
+    "apply_async": (r"add\.s", lambda outbox, task: outbox.with_tasks({"a": 1}, [partial(task.type.apply_async, 1)])),
+    "delay of a signature": (r"add\.s", lambda outbox, task: outbox.with_tasks({"a": 1}, [task.delay])),
 }
 
 
@@ -273,6 +281,51 @@ def test_what_cannot_carry_tasks_is_refused_in_one_sentence(outbox: Outbox, rig:
     with pytest.raises(OutboxRefusedError, match=words) as caught:
         make(outbox, rig.add.s(1, 1))
     assert "\n" not in str(caught.value)
+    assert rig.drain() == []
+
+
+def test_a_function_that_sends_its_task_itself_is_told_what_it_has_to_return(outbox: Outbox, rig: Rig) -> None:
+    """It cannot be taken back, and nothing is written."""
+    with pytest.raises(OutboxRefusedError, match="signature"):
+        outbox.insert_one({"_id": 1}, tasks=[lambda _id: rig.add.delay(_id, 1)])
+    assert rig.sent() == [[1, 1]]
+    assert outbox.collection.count_documents({}) == 0
+
+
+HANDLERS: dict[str, Callable[[Rig, Any], Any]] = {
+    "a signature": lambda _, handler: handler.s(1),
+    "by name": lambda rig, handler: rig.app.signature(handler.name, args=(1,)),
+    "as a function of the _id": lambda _, handler: handler.s,
+    "in a chain": lambda rig, handler: chain(rig.add.s(1, 1), handler.s()),
+    "in a group": lambda rig, handler: group(rig.add.s(1, 1), handler.s(1)),
+    "as the body of a chord": lambda rig, handler: chord([rig.add.s(1, 1)], handler.s()),
+    "as a link": lambda rig, handler: rig.add.s(1, 1).on_error(handler.s()),
+}
+
+
+@pytest.mark.parametrize("make", HANDLERS.values(), ids=HANDLERS)
+def test_a_change_handler_is_refused_by_every_write(
+    outbox: Outbox, rig: Rig, database: Database[Document], mongo_url: str, make: Callable[[Rig, Any], Any]
+) -> None:
+    """As by its `delay()`: only the listener sends it."""
+    bridge = Bridge(rig.app, mongo_url, name="refused", autodiscover=False)
+
+    @bridge.on_change(f"{database.name}.orders")
+    def handle(_change: Change) -> None:
+        """Never called."""
+
+    leaving = OutboxCollection(rig.app, database["leaving"], sweep_every=None, at_once=False)
+    task = make(rig, handle)
+    for write in (
+        lambda: outbox.with_tasks({"_id": 1}, [task]),
+        lambda: outbox.insert_one({"_id": 1}, tasks=[task]),
+        lambda: outbox.bulk_write([(InsertOne({"_id": 1}), [task])]),
+        lambda: outbox.delay(1, handle, 1),
+        lambda: leaving.add([task(1) if callable(task) and not isinstance(task, Signature) else task]),
+    ):
+        with pytest.raises(OutboxRefusedError, match="change handler"):
+            write()
+    assert database["orders"].count_documents({}) == 0
 
 
 def test_the_field_may_have_another_name(rig: Rig, database: Database[Document]) -> None:
@@ -407,6 +460,35 @@ def test_what_somebody_else_has_written_is_dispatched_soon(rig: Rig, database: D
     assert sorted(message.args for message in messages) == [[1, 1], [2, 1], [3, 2]]
     assert len({message.id for message in messages}) == 3
     wait_for(lambda: orders.count_documents({"pendingEvents": {"$exists": True}}) == 0, message="no residue")
+
+
+@pytest.mark.parametrize("ids", [("slow",), (), None], ids=["dispatch(id)", "dispatch()", "with_tasks alone"])
+def test_what_a_slow_transaction_writes_is_dispatched_after_its_commit(
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch, ids: tuple[str, ...] | None
+) -> None:
+    """All looks that a write plans are over before the commit, and nobody sweeps. An aborted one dispatches nothing."""
+    monkeypatch.setattr(dispatcher, "LOOKS_AFTER", (0.0, 0.01, 0.02))
+    outbox, looks = rig.outbox(at_once=True), []
+    waiting = outbox.backing.due
+    monkeypatch.setattr(outbox.backing, "due", lambda *given, **more: looks.append(1) or waiting(*given, **more))
+    database.create_collection("orders")
+
+    @transactional(database.client)
+    def write(fails: bool, *, session: ClientSession) -> None:
+        order = outbox.with_tasks({"_id": "slow"}, [rig.add.s(1, int(fails))])
+        database["orders"].insert_one(order, session=session)
+        if ids is not None:
+            outbox.dispatch(*ids)
+        wait_for(lambda: looks and outbox.backing.dispatcher._looks.next is None, message="all looks")
+        looks.clear()
+        if fails:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write(True)
+    write(False)
+    wait_for(lambda: outbox.status().pending == 0, 20, "no sweep")
+    assert rig.sent() == [[1, 0]]
 
 
 def test_client_bulk_writes_keep_their_namespace(outbox: Outbox) -> None:

@@ -219,9 +219,13 @@ class ChangeTask(SealedMessages):
 
     def apply_async(self, *_args: Any, **_options: Any) -> Any:
         """Refused: the listener dispatches changes."""
-        raise HandlerUsageError(
+        raise HandlerUsageError(self.refused_to_send())
+
+    def refused_to_send(self) -> str:
+        """Return why nobody but the listener sends it; an outbox asks, too."""
+        return (
             f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
-            "watched collection, or call the function with a Change.",
+            "watched collection, or call the function with a Change."
         )
 
     def replace(self, *_args: Any, **_kwargs: Any) -> Any:
