@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -223,6 +224,19 @@ def test_more_clients_than_there_is_room_for_are_told_to_come_later(
         each.join()
     assert found == [200, 200]
     wait_for(lambda: ask(served)[0] == 200, message="there is room again")
+
+
+def test_clients_that_send_no_request_keep_nobody_out(serve: Callable[..., HttpListener]) -> None:
+    """A liveness probe is answered while more sockets are open than there is room for, and while more come."""
+    served = serve()
+    address = (served.address.host, served.address.port)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * server.CONNECTIONS_MAX):
+            slow = stack.enter_context(socket.create_connection(address, timeout=20))
+            slow.sendall(b"GET /healthz HTTP/1.1\r\nX-More: ")
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(address, timeout=20))
+            assert ask(served)[0] == 200
 
 
 # -- readings --------------------------------------------------------------------------------------

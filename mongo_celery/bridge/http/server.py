@@ -27,7 +27,7 @@ from mongo_celery.errors import ConfigurationError
 logger = logging.getLogger("mongo_celery.http")
 
 CONNECTIONS_MAX = 32
-"""At so many at a time the next one is told to come later."""
+"""At so many at a time the next one ends the oldest that has sent no request yet, or else has to come later."""
 
 REQUEST_SECONDS = 5.0
 """For so long a client may take to send its request, and again to take the answer."""
@@ -123,6 +123,8 @@ class _BoundedServer(ThreadingMixIn, HTTPServer):
         self.address = address
         self.answer = answer
         self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._unread: dict[Any, None] = {}
+        self._unread_lock = threading.Lock()
         super().__init__(place, _Requests)
 
     def server_bind(self) -> None:
@@ -131,22 +133,41 @@ class _BoundedServer(ThreadingMixIn, HTTPServer):
         self.server_name, self.server_port = self.address.host, self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
+        if not self._room.acquire(blocking=False) and not self._make_room():
             with suppress(OSError):
                 request.settimeout(_POLL_SECONDS)
                 request.sendall(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n")
             self.shutdown_request(request)
             return
+        with self._unread_lock:
+            self._unread[request] = None
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread can be started
+            self.has_been_read(request)
             self._room.release()
             self.shutdown_request(request)
+
+    def _make_room(self) -> bool:
+        """End the oldest connection whose request is not complete; return False if all are being answered."""
+        with self._unread_lock:
+            oldest = next(iter(self._unread), None)
+            self._unread.pop(oldest, None)
+            if oldest is not None:
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        return oldest is not None and self._room.acquire(timeout=_POLL_SECONDS)
+
+    def has_been_read(self, request: Any) -> None:
+        """Note that the request of a connection is complete, or will never be."""
+        with self._unread_lock:
+            self._unread.pop(request, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.has_been_read(request)
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -164,6 +185,7 @@ class _Requests(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_InTime(self.connection, time.monotonic() + REQUEST_SECONDS))
 
     def do_GET(self) -> None:
+        self.server.has_been_read(self.connection)
         self._send(self._answer())
 
     do_HEAD = do_GET  # noqa: N815
