@@ -309,7 +309,7 @@ class Bank(TwoPhaseCommit):
         return -Bank.paid(rig) // 10
 
     @staticmethod
-    def stored(rig: Rig, condition: Document) -> int:
+    def added(rig: Rig, condition: Document) -> int:
         """How many new transactions meet a condition; if any was done, none."""
         assert Bank.paid(rig) == 0
         return rig.database["transactions"].count_documents(condition)
@@ -317,7 +317,7 @@ class Bank(TwoPhaseCommit):
     @staticmethod
     def queued(rig: Rig) -> int:
         """How many are queued, each with its message."""
-        count = Bank.stored(rig, {"queuedAt": {"$exists": True}})
+        count = Bank.added(rig, {"queuedAt": {"$exists": True}})
         assert count == len(rig.runner.sent())
         return count
 
@@ -355,13 +355,13 @@ TRANSFER_ROWS = [
         "a transfer that cannot be paid",
         _pay_too_much,
         JOINS,
-        lambda rig: Bank.stored(rig, {"state": "canceled"}) / 2,
+        lambda rig: Bank.added(rig, {"state": "canceled"}) / 2,
     ),
     _row_of_transfers(
         "transfer(run=False)",
         lambda rig: _transfer(rig, run=False),
         JOINS,
-        lambda rig: Bank.stored(rig, {"state": "initial", "value": 10}),
+        lambda rig: Bank.added(rig, {"state": "initial", "value": 10}),
     ),
     _row_of_transfers(
         "delay", lambda rig: Bank.of(rig).delay(_transfer(rig, run=False)), JOINS, Bank.queued, handler=True
@@ -373,7 +373,7 @@ TRANSFER_ROWS = [
         "cancel",
         lambda rig: Bank.of(rig).cancel(Bank.next(rig, "initial")),
         JOINS,
-        lambda rig: Bank.stored(rig, {"state": "canceled"}),
+        lambda rig: Bank.added(rig, {"state": "canceled"}),
     ),
     _row_of_transfers(
         "compensate",
@@ -386,13 +386,13 @@ TRANSFER_ROWS = [
         "compensate(run=False)",
         lambda rig: Bank.of(rig).compensate(Bank.next(rig, "done"), run=False),
         JOINS,
-        lambda rig: Bank.stored(rig, {"_id.compensates": {"$exists": True}, "state": "initial"}),
+        lambda rig: Bank.added(rig, {"_id.compensates": {"$exists": True}, "state": "initial"}),
     ),
     _row_of_transfers(
         "compensate of a transfer inside",
         lambda rig: Bank.of(rig).compensate(_transfer(rig)),
         JOINS,
-        lambda rig: Bank.stored(rig, {"_id.compensates": {"$exists": True}, "state": "done"}),
+        lambda rig: Bank.added(rig, {"_id.compensates": {"$exists": True}, "state": "done"}),
     ),
     _row_of_transfers("transfer, own=True", lambda rig: _alone(rig, _transfer), ALONE),
     _row_of_transfers("transfer of another client", lambda rig: _transfer(rig, "other"), REFUSED, handler=True),

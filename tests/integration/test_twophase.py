@@ -171,7 +171,7 @@ def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database
     before = list(database["transactions"].find())
 
     one = Participant(database["accounts"], "A", {"$inc": {"balance": -1}})
-    for again in (
+    others: list[Callable[[], object]] = [
         lambda: bank.transfer("A", "B", 2, id=1),
         lambda: bank.transfer("A", "B", 1.0, id=1),
         lambda: bank.transfer("B", "A", 1, id=1),
@@ -179,7 +179,8 @@ def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database
         lambda: bank.transfer("A", "B", 1, id=1, run=False, require={}),
         lambda: bank.begin([one], id=1),
         lambda: bank.transfer("A", "B", 1, id=2),
-    ):
+    ]
+    for again in others:
         with pytest.raises(TransactionStateError, match="already"):
             again()
     other = TwoPhaseCommit(None, database["transactions"], application="other")
@@ -593,7 +594,8 @@ def test_a_participant_that_is_deleted_in_the_middle_leaves_the_sum_of_the_other
 
 def test_options_that_cannot_work_are_refused(database: Database[Document]) -> None:
     transactions = database["transactions"]
-    for options in ({"application": ""}, {"older_than": 0}, {"timeout": -1}, {"accounts": 3}):
+    unfit: list[Document] = [{"application": ""}, {"older_than": 0}, {"timeout": -1}, {"accounts": 3}]
+    for options in unfit:
         with pytest.raises(ConfigurationError):
             TwoPhaseCommit(None, transactions, **{"application": "bank", **options})
     with pytest.raises(ConfigurationError, match="transactions"):

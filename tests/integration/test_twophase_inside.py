@@ -187,8 +187,7 @@ def test_a_coroutines_transaction_is_no_place_to_pay(
 
         async def body(session: Any) -> None:
             await mongo[database.name]["orders"].insert_one({"_id": 1}, session=session)
-            for pay in (bank.transfer, bank.begin, bank.compensate, bank.delay, bank.cancel, bank.run):
-                arguments: Any = {bank.transfer: ("A", "B", 10), bank.begin: (parts,)}.get(pay, (1,))
+            for pay, arguments in calls:
                 with pytest.raises(ConfigurationError, match="client"):
                     pay(*arguments)
                 with pytest.raises(ConfigurationError, match="session="):
@@ -201,7 +200,11 @@ def test_a_coroutines_transaction_is_no_place_to_pay(
         finally:
             await mongo.close()
 
-    parts = [Participant(bank.accounts, "A", {"$inc": {"balance": -10}})]
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (bank.transfer, ("A", "B", 10)),
+        (bank.begin, ([Participant(bank.accounts, "A", {"$inc": {"balance": -10}})],)),
+        *((each, (1,)) for each in (bank.compensate, bank.delay, bank.cancel, bank.run)),
+    ]
     asyncio.run(run())
     assert (orders(bank), database["transactions"].count_documents({})) == ([1], 0)
 
