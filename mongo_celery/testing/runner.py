@@ -138,7 +138,7 @@ class BridgeRunner:
         self._known: set[str] = set()
         self._began = self._limit = 0
         self._options = {"retries": True, "duplicates": False}
-        self._stack = contextlib.ExitStack()
+        self._stack, self._leading = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         global _running  # noqa: PLW0603 - queues and connections are the process's
@@ -152,9 +152,10 @@ class BridgeRunner:
             for wiring in self._wirings:
                 self._place(wiring, stack)
             stack.callback(await_ends, set(threading.enumerate()))
+            stack.enter_context(self._leading)
             for wiring in self._wirings:
                 self._terms.append(SteppedTerm(wiring))
-                stack.enter_context(self._terms[-1].led())
+                self._leading.enter_context(self._terms[-1].led())
             self._stack = stack.pop_all()
         return self
 
@@ -391,11 +392,11 @@ class BridgeRunner:
             term.look()
         if busy:
             return True
-        if all(term.has_read_all() for term in self._terms):
-            if self._end_waits():
-                return True
-            if not any(term.has_snapshots() for term in self._terms):
-                return False
+        has_read_all = all(term.has_read_all() for term in self._terms)
+        if (has_read_all or any(term.reads_snapshot() for term in self._terms)) and self._end_waits():
+            return True
+        if has_read_all and not any(term.has_snapshots() for term in self._terms):
+            return False
         time.sleep(_PAUSE_SECONDS)  # the reader's thread is under way
         return True
 

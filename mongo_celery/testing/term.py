@@ -118,6 +118,10 @@ class SteppedTerm:
         self._asked.update(each.id for each in asked if each.id is not None)
         self.leader.look_for_snapshots()
 
+    def reads_snapshot(self) -> bool:
+        """Return True if a snapshot is under way; it may wait for the retry of one of its own rows."""
+        return self.leader.reads_snapshot
+
     def has_snapshots(self) -> bool:
         """
         Whether a snapshot that was asked for still runs.

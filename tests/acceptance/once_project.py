@@ -21,7 +21,12 @@ URL = os.environ.get("ONCE_MONGO", "mongodb://localhost/")
 BROKER = os.environ.get("ONCE_BROKER", "memory://")
 
 app = Celery("once_project", broker=BROKER, backend=None if BROKER == "memory://" else BROKER)
-app.conf.update(task_acks_late=True, task_reject_on_worker_lost=True, worker_prefetch_multiplier=1)
+app.conf.update(
+    task_acks_late=True,
+    task_reject_on_worker_lost=True,
+    worker_prefetch_multiplier=1,
+    worker_soft_shutdown_timeout=0.5,
+)
 
 
 @functools.cache

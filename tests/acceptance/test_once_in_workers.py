@@ -30,9 +30,12 @@ _CLAIM_SECONDS = 6
 class Project:
     """A worker of the project, and its database."""
 
-    def __init__(self, database: Database[Document], broker: str, worker: ProjectProcess) -> None:
+    def __init__(
+        self, database: Database[Document], broker: str, worker: ProjectProcess, environment: dict[str, str]
+    ) -> None:
         self.database = database
         self.worker = worker
+        self.environment = environment
         self.app = Celery("writer", broker=broker, backend=broker)
         self.outbox = Outbox(self.app, database["orders"], at_once=False, sweep_every=None, foreign_tasks=True)
 
@@ -43,19 +46,41 @@ class Project:
         return list(self.database["notes"].find({"step": step}, {"_id": 0, "step": 0}))
 
 
+def start_worker(processes: Processes, environment: dict[str, str], name: str) -> ProjectProcess:
+    """A worker of the project that is ready."""
+    worker = processes.celery(PROJECT, "worker", *QUIET, "-c", "3", "-l", "INFO", name=name, environment=environment)
+    worker.wait_for_output("ready")
+    return worker
+
+
 @pytest.fixture
 def project(
     processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str
 ) -> Iterator[Project]:
     name = f"once_{uuid4().hex[:8]}"
     environment = {"ONCE_NAME": name, "ONCE_MONGO": mongo_url, "ONCE_BROKER": redis_url}
-    worker = processes.celery(PROJECT, "worker", *QUIET, "-c", "3", "-l", "INFO", name="once", environment=environment)
-    worker.wait_for_output("ready")
-    made = Project(mongo_client[name], redis_url, worker)
+    worker = start_worker(processes, environment, "once")
+    made = Project(mongo_client[name], redis_url, worker, environment)
     yield made
     made.outbox.publisher.close()
     made.app.backend.result_consumer._pubsub = None  # type: ignore[attr-defined] # results that are collected when Redis has gone would complain
     empty(mongo_client, name)
+
+
+def test_a_run_that_a_soft_shutdown_cuts_is_made_up_for_once(project: Project, processes: Processes) -> None:
+    """Its time is used up in the function: another worker runs it, and what comes after that is a duplicate."""
+    task = project.task("stand_still", task_id="t1")
+    task.apply_async()
+    wait_for(lambda: project.notes("stand_still"))
+    os.kill(project.worker.pid, signal.SIGQUIT)
+    assert project.worker.wait() == 0, project.worker.text
+    other = start_worker(processes, project.environment, "other")
+    wait_for(lambda: len(project.notes("stand_still")) == 2)
+    project.database["signs"].insert_one({})
+    other.wait_for_output(r"stand_still\[t1\] succeeded")
+    task.apply_async()
+    wait_for(lambda: len(re.findall(r"stand_still\[t1\] succeeded", other.text)) == 2)
+    assert len(project.notes("stand_still")) == 2
 
 
 @pytest.mark.parametrize("first", ["charge", "charge_in_transaction"])

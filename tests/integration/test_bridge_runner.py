@@ -512,6 +512,18 @@ def test_a_backfill_has_the_fences_of_the_product(shop: Shop, run: Run, database
         assert runner.deliver().calls == ()
 
 
+def test_a_backfill_waits_for_no_retry(database: Database[Document], run: Run) -> None:
+    """Its documents are retried as changes are, their time moved into the past."""
+    shop = Shop(database, partitions=1)
+    shop.handle(autoretry_for=(ConnectionError,), default_retry_delay=3600)
+    shop.orders.insert_many([{"_id": number} for number in range(3)])
+    with run(shop) as runner:
+        runner.snapshot("note")
+        shop.failing = [ConnectionError("away")]
+        assert len(runner.deliver().retries) == 1
+    assert sorted(shop.seen) == [("snapshot", number) for number in range(3)]
+
+
 @pytest.mark.parametrize("policy", ["halt", "dead_letter"])
 def test_a_backfill_ends_where_its_handler_fails(shop: Shop, run: Run, policy: Any) -> None:
     """With the handler's own error, as of any change, also where its partition stands."""

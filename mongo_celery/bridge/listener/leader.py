@@ -198,6 +198,11 @@ class Leader:
             return False
         return self._inbox.look() is None and self._snapshots.is_idle
 
+    @property
+    def reads_snapshot(self) -> bool:
+        """True while a snapshot is under way."""
+        return self._snapshots.is_active
+
     def look_now(self) -> None:
         """Have the next turn read all partitions, as they are by then, whenever that would have been due."""
         self._store.partitions.flush()

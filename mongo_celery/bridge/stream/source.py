@@ -216,7 +216,26 @@ def filter_of(
             "bookkeeping=True does nothing beside fields=, which alone say what an update has to touch; add the field "
             "to them, or leave one of the two out.",
         )
+    if fields is not None and not asked & {"update", ALL}:
+        raise ConfigurationError(
+            "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
+            "or leave fields out.",
+        )
+    if not asked & (TAKES_DOCUMENTS | {ALL}) and _reads_document(match):
+        raise ConfigurationError(
+            f"match= reads $fullDocument, and a change of {', '.join(sorted(asked))} has no fullDocument: read "
+            "$documentKey, or $fullDocumentBeforeChange where the bridge asks for it.",
+        )
     return Filter(asked, frozenset(fields) if fields is not None else None, match, bookkeeping)
+
+
+def _reads_document(expression: Any) -> bool:
+    """Return True if an expression names the document that a change leaves."""
+    if isinstance(expression, Mapping):
+        return any(_reads_document(value) for name, value in expression.items() if name != "$literal")
+    if isinstance(expression, (list, tuple)):
+        return any(map(_reads_document, expression))
+    return isinstance(expression, str) and f"{expression}.".startswith("$fullDocument.")
 
 
 def _are_names(value: object) -> bool:
