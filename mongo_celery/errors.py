@@ -104,9 +104,9 @@ class ServerUnavailableError(DeploymentError):
 
 class ForeignBridgeError(DeploymentError):
     """
-    Another app has a bridge of this name on the same MongoDB, or leads one on the same broker with another MongoDB.
-    Give one of them another name, or another broker; or, if it is the same app under another name, stop its listeners
-    and run `celery -A app changes adopt`.
+    Another app or environment has a bridge of this name on the same MongoDB, or leads one on the same broker with
+    another MongoDB. Give one of them another name, state database or broker. If the broker, the collection or the app's
+    name has moved, run `celery -A app listener --take-over`.
     """
 
 

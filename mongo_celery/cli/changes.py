@@ -39,7 +39,6 @@ def changes(ctx: click.Context, **_: Any) -> None:
     del ctx
 
 
-changes.add_command(names.adopt)
 changes.add_command(dead_letters.dead_letters)
 changes.add_command(dead_letters.set_aside)
 changes.add_command(grants)

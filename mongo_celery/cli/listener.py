@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,15 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from mongo_celery.bridge.listener.process import Beside
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What this start was asked for."""
+
+    bridges: tuple[str, ...]
+    on_history_lost: str | None
+    take_over: bool
 
 
 @click.command(cls=CeleryDaemonCommand)
@@ -29,6 +39,14 @@ if TYPE_CHECKING:
     cls=CeleryOption,
     help_group="Listener Options",
     help="For this start: what to do when the oplog no longer reaches back to the stored position.",
+)
+@click.option(
+    "--take-over",
+    is_flag=True,
+    cls=CeleryOption,
+    help_group="Listener Options",
+    help="For this start: lead also where the bridge has another broker, database or app, which has moved. Never "
+    "for a second environment.",
 )
 @click.option(
     "-l",
@@ -54,6 +72,7 @@ def listener(
     ctx: click.Context,
     bridges: tuple[str, ...],
     on_history_lost: str | None,
+    take_over: bool,
     http: str | None,
     loglevel: int,
     detach: bool,
@@ -76,12 +95,13 @@ def listener(
     from mongo_celery.cli.apps import app_of
 
     app = app_of(ctx, BRIDGES)
+    chosen = _Start(bridges, on_history_lost, take_over)
     beside = _serving(ctx, http)
     if not detach:
         maybe_drop_privileges(uid=uid, gid=gid)
-        ctx.exit(_run(app, bridges, on_history_lost, beside, loglevel, logfile, pidfile))
+        ctx.exit(_run(app, chosen, beside, loglevel, logfile, pidfile))
     with detached(logfile, pidfile, uid, gid, umask or 0, ctx.obj.workdir):
-        ctx.exit(_run(app, bridges, on_history_lost, beside, loglevel, logfile, pidfile))
+        ctx.exit(_run(app, chosen, beside, loglevel, logfile, pidfile))
 
 
 def _serving(ctx: click.Context, given: str | None) -> Beside | None:
@@ -97,8 +117,7 @@ def _serving(ctx: click.Context, given: str | None) -> Beside | None:
 
 def _run(
     app: Celery,
-    bridges: tuple[str, ...],
-    on_history_lost: str | None,
+    start: _Start,
     beside: Beside | None,
     loglevel: int,
     logfile: str | None,
@@ -120,7 +139,7 @@ def _run(
         with ExitStack() as stack:
             if pidfile:
                 stack.callback(create_pidlock(pidfile).release)
-            return run_listeners(app, bridges, on_history_lost, beside=beside)
+            return run_listeners(app, start.bridges, start.on_history_lost, take_over=start.take_over, beside=beside)
     except MongoCeleryError as error:
         click.secho(f"Error: {visible(without_credentials(str(error)))}", fg="red", err=True)
         return 1

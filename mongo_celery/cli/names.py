@@ -1,9 +1,8 @@
-"""`celery -A app changes rename | forget | adopt`: whose positions they are."""
+"""`celery -A app changes rename | forget`: whose positions they are."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import click
 
@@ -98,37 +97,3 @@ def forget(
         click.echo(json.dumps({"bridge": wiring.name, "dry_run": dry_run, **plan.plain()}))
     elif not dry_run:
         say(f"{handler}: forgotten")
-
-
-@click.command()
-@REASON
-@YES
-@DRY_RUN
-@BRIDGE
-@JSON
-@click.pass_context
-def adopt(ctx: click.Context, reason: str | None, yes: bool, dry_run: bool, bridge: str | None, as_json: bool) -> None:
-    """
-    Let this app lead a bridge that has served another app.
-
-    For an app that got another name, or entirely new handlers: its listeners are refused, as another app's
-    are. Stop all listeners of the bridge first.
-    """
-    from mongo_celery.bridge.operations import lease_commands
-    from mongo_celery.cli.positions_view import adoption_lines
-
-    wiring = one_bridge(ctx, bridge)
-    with one_sentence_errors():
-        adoption = lease_commands.plan_adoption(wiring)
-    for line in adoption_lines(wiring.name, adoption):
-        say(line, err=not dry_run or as_json)
-    if not dry_run:
-        if not yes:
-            click.confirm(f"Let this app lead bridge {wiring.name} from its present positions?", abort=True, err=True)
-        with one_sentence_errors():
-            lease_commands.adopt(wiring, reason)
-    if as_json:
-        answer = {"bridge": wiring.name, "adopted": not dry_run, "dry_run": dry_run}
-        click.echo(json.dumps({**answer, **asdict(adoption)}))
-    elif not dry_run:
-        say(f"{wiring.name}: adopted.")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.quantities import moment, number
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.operations.lease_commands import Adoption
     from mongo_celery.bridge.operations.renaming import NamePlan
     from mongo_celery.bridge.operations.rewinding import RewindPlan
     from mongo_celery.bridge.operations.selected_replays import ReplayPlan
@@ -130,18 +129,6 @@ def replayed_lines(plan: ReplayPlan) -> Iterator[str]:
     waits = "" if plan.leader is not None else "; no listener leads: they run as soon as one does"
     text = f"{plan.subscription}: {count} to be run again{waits}. `dead-letters list` shows what is left of them"
     yield from wrapped(text)
-
-
-def adoption_lines(bridge: str, adoption: Adoption) -> Iterator[str]:
-    """What adopting a bridge would mean."""
-    yield from wrapped(f"{bridge} serves app {adoption.owner or 'without a name'}, and would serve this one")
-    for names, what in (
-        (adoption.going_on, "go on where they stand"),
-        (adoption.new, "are new, and begin as their start_from says"),
-        (adoption.left, "are not in this app: `changes rename` or `changes forget` them"),
-    ):
-        if names:
-            yield from wrapped(f"  {', '.join(names)}: {what}", "    ")
 
 
 def name_lines(plan: NamePlan) -> Iterator[str]:

@@ -118,8 +118,6 @@ def _listener(listener: Mapping[str, Any] | None) -> str:
     if listener is None:
         return "no listener"
     who = f"listener on {listener['host']}, pid {listener['pid']}, since {moment(listener['since'])}"
-    if listener["handlers"] is None:
-        return f"{who}, which does not say whose handlers it serves"
     return f"{who}, serving {number(len(listener['handlers']), 'handler', 'handlers')} of app {listener['app'] or '?'}"
 
 

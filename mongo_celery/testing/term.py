@@ -18,8 +18,8 @@ from typing import Any
 from bson import Timestamp
 from pymongo.collection import Collection
 
+from mongo_celery.bridge.identity import identity_of
 from mongo_celery.bridge.listener.activity import Activity
-from mongo_celery.bridge.listener.candidacy import Candidacy
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.listener import check_app
 from mongo_celery.bridge.listener.renewal import Renewal
@@ -68,17 +68,14 @@ class SteppedTerm:
         selectors, scope = wiring.stream()
         check_topology(wiring.client)
         leases.ensure()
-        candidacy = Candidacy(wiring, selectors)
-        candidacy.renew()
-        term = candidacy.acquire()
+        term = leases.acquire(identity_of(wiring).plain())
         if term is None:
             raise LeaseLostError
-        renewal = self._renewal = Renewal(leases, term, wiring.options.lease_ttl, dict, candidacy.definitions)
+        renewal = self._renewal = Renewal(leases, term, wiring.options.lease_ttl, dict)
         renewal.start()
         log = logging.getLogger("mongo_celery.listener")
         log.addFilter(_is_news)
         try:
-            leases.serve(term, candidacy.definitions)
             activity = Activity(wiring.name, [handler.name for handler in wiring.handlers], wiring.options.lease_ttl)
             leader = Leader(
                 wiring, renewal, selectors, scope, threading.Event(), wiring.options.on_history_lost, activity
@@ -91,7 +88,7 @@ class SteppedTerm:
             self._leader = None
             log.removeFilter(_is_news)
             renewal.stop()
-            leases.release(renewal.term, candidacy.definitions)
+            leases.release(renewal.term)
 
     @property
     def leader(self) -> Leader:

@@ -196,7 +196,6 @@ def operate(wiring: Wiring) -> str:
         lambda: snapshot_commands.start(wiring, "record"),
         lambda: [snapshot_commands.stop(wiring, each["id"]) for each in snapshot_commands.listed(wiring, "record")],
         lambda: lease_commands.rotate_key(wiring, 0),
-        lambda: lease_commands.adopt(wiring),
         lambda: going_on.go_on(wiring, going_on.read_lost(wiring, "record"), "oldest"),
         lambda: rewind(wiring, plan_rewind(wiring, "letters", parse_place("oldest")), asked="oldest", reason=None),
         lambda: _rename(wiring, "gone", "fresh"),

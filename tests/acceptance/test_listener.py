@@ -128,7 +128,8 @@ def test_what_a_frozen_leader_had_on_its_way_is_refused(
     scene.write("held")
     proxy.wait_until_held()
     zombie.pause()
-    scene.leader("second")
+    both = f"{redis_server.url};{proxy.redis_url}"  # a broker under two addresses: it stays the same one
+    scene.leader("second", added={"PROJECT_BROKER": both})
     wait_for(lambda: any(start.key == "held" for start in scene.starts))
     scene.write("held", "held")
     scene.settle()

@@ -19,7 +19,7 @@ from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import judge
 from tests.fixtures.process import wait_for
-from tests.unit.test_status import NOON, SERVED, facts, image, lease, subscription
+from tests.unit.test_status import NOON, facts, image, lease, subscription
 
 Document = dict[str, Any]
 
@@ -111,7 +111,7 @@ def resized(shown: Shown, width: int) -> None:
 
 def test_what_stands_is_shown_with_the_command_that_cures_it(shown: Shown) -> None:
     """A healthy bridge, one whose partition has halted, one that nobody leads; one page goes from one to the next."""
-    shown.told = told(lease=lease(**{**SERVED, "definitions": {"summarise": "1"}}))
+    shown.told = told(lease=lease())
     shown.open()
     assert shown.text(".top h1") == "shop"
     assert shown.text(".top .pill") == "healthy"

@@ -20,7 +20,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
-from tests.fixtures.samples import DEFINITIONS
+from tests.fixtures.samples import IDENTITY
 
 Document = dict[str, Any]
 
@@ -53,16 +53,16 @@ class Stage:
     def lead(self) -> None:
         """Begin a term, as a listener does."""
         self.store.leases.ensure()
-        self.term = self.store.leases.acquire(DEFINITIONS)
+        self.term = self.store.leases.acquire(IDENTITY, (self.store.leases.read() or {}).get("identity"))
         assert self.term is not None, "the lease is free"
-        renewal = Renewal(self.store.leases, self.term, 10.0, dict, DEFINITIONS)
+        renewal = Renewal(self.store.leases, self.term, 10.0, dict)
         takeover = take_over(self.store, renewal, self.bridge.options, self.bridge.handlers)
         self.version, self.generation = takeover.version, takeover.layouts[self.handler].generation
 
     def release(self) -> None:
         """End the term."""
         assert self.term is not None, "it leads"
-        assert self.store.leases.release(self.term, DEFINITIONS)
+        assert self.store.leases.release(self.term)
 
     def write(self, count: int) -> None:
         """So many changes, which are handled one after the other; the watermark follows."""

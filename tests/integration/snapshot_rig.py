@@ -32,7 +32,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.envelope import Run
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import DEFINITIONS
+from tests.fixtures.samples import IDENTITY
 from tests.integration.term_rig import KilledError
 
 Document = dict[str, Any]
@@ -244,9 +244,9 @@ def _renewal(world: World, wiring: Wiring) -> tuple[Renewal]:
     leases = wiring.store.leases
     leases.ensure()
     world.client[world.state]["leases"].update_one({"_id": "shop"}, {"$set": {"expiresAt": None}})
-    term = leases.acquire(DEFINITIONS)
+    term = leases.acquire(IDENTITY)
     assert term is not None, "the lease has lapsed"
-    return (Renewal(leases, term, TTL, dict, DEFINITIONS),)
+    return (Renewal(leases, term, TTL, dict),)
 
 
 def _handler(_change: Any) -> None:

@@ -22,7 +22,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
 from mongo_celery.bridge.window import Mark
-from tests.fixtures.samples import DEFINITIONS
+from tests.fixtures.samples import IDENTITY
 
 Document = dict[str, Any]
 
@@ -148,10 +148,10 @@ def begin_term(
     store = Store(client, options)
     store.leases.ensure()
     client[database]["leases"].update_one({"_id": BRIDGE}, {"$set": {"expiresAt": None}})
-    term = store.leases.acquire(DEFINITIONS)
+    term = store.leases.acquire(IDENTITY)
     assert term is not None, "the lease has lapsed"
     handlers = [_handler(name, options, partition_by, (starts or {}).get(name)) for name in names]
-    return TermRig(store, Renewal(store.leases, term, TTL, dict, DEFINITIONS), options, handlers, client[database])
+    return TermRig(store, Renewal(store.leases, term, TTL, dict), options, handlers, client[database])
 
 
 def _handler(

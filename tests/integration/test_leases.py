@@ -27,7 +27,7 @@ from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import DEFINITIONS
+from tests.fixtures.samples import IDENTITY
 from tests.integration.partition_rig import layouts
 
 Document = dict[str, Any]
@@ -71,7 +71,7 @@ def documents(mongo_client: MongoClient[Document], state_database: str) -> Colle
 
 def acquired(leases: Leases) -> Term:
     """A term; a lease that should have been free fails the test."""
-    term = leases.acquire(DEFINITIONS)
+    term = leases.acquire(IDENTITY)
     assert term is not None, "the lease was free"
     return term
 
@@ -90,7 +90,7 @@ def cluster_seconds(client: MongoClient[Document]) -> int:
 def test_a_free_lease_is_acquired_once(leases: Leases, documents: Collection[Document]) -> None:
     """Rule 1: the second attempt finds it held; the document names the holder by the source's field names."""
     term = acquired(leases)
-    assert leases.acquire(DEFINITIONS) is None
+    assert leases.acquire(IDENTITY) is None
     document = stored(documents)
     assert document["listenerId"] == term.listener_id
     assert document["version"] == term.version
@@ -101,7 +101,7 @@ def test_an_expired_lease_can_be_acquired_and_not_a_moment_before(short_leases: 
     """P10: the server's clock decides: refused while a ttl has not passed since the acquisition was answered."""
     started = time.monotonic()
     first = acquired(short_leases)
-    second = wait_for(lambda: short_leases.acquire(DEFINITIONS))
+    second = wait_for(lambda: short_leases.acquire(IDENTITY))
     assert time.monotonic() - started >= SHORT_TTL * 0.95
     assert second.version > first.version
     assert second.listener_id != first.listener_id
@@ -113,7 +113,7 @@ def test_every_acquisition_raises_the_version(leases: Leases) -> None:
     for _ in range(20):
         term = acquired(leases)
         versions.append(term.version)
-        assert leases.release(term, DEFINITIONS)
+        assert leases.release(term)
     assert versions == sorted(set(versions))
 
 
@@ -128,7 +128,7 @@ def test_the_version_does_not_start_again_after_the_document_was_deleted(
 ) -> None:
     """P4: not even when it is deleted and made again within the same second, in which many had led."""
     for _ in range(10):
-        assert leases.release(acquired(leases), DEFINITIONS)
+        assert leases.release(acquired(leases))
     old = acquired(leases)
     documents.delete_one({"_id": BRIDGE})
     leases.ensure()
@@ -141,15 +141,15 @@ def test_the_version_does_not_start_again_after_the_database_was_dropped(
 ) -> None:
     """P4: dropped and made again at once; the old holder can neither renew nor release."""
     for _ in range(10):
-        assert leases.release(acquired(leases), DEFINITIONS)
+        assert leases.release(acquired(leases))
     old = acquired(leases)
     documents.database.client.drop_database(documents.database)
-    assert leases.renew(old, {}, DEFINITIONS) is None
+    assert leases.renew(old, {}) is None
     leases.ensure()
     new = acquired(leases)
     assert new.version > old.version
-    assert leases.renew(old, {}, DEFINITIONS) is None
-    assert not leases.release(old, DEFINITIONS)
+    assert leases.renew(old, {}) is None
+    assert not leases.release(old)
 
 
 def test_a_fence_does_not_start_again_after_the_database_was_dropped(
@@ -174,23 +174,33 @@ def test_a_fence_does_not_start_again_after_the_database_was_dropped(
 
 
 def test_release_keeps_the_document_and_everything_in_it(leases: Leases, documents: Collection[Document]) -> None:
-    """Rule 3: only the holder and the expiry are emptied, and its place among the candidates."""
-    leases.announce(DEFINITIONS)
+    """Rule 3: only the holder and the expiry are emptied; whose bridge it is stays known while nobody leads."""
     term = acquired(leases)
     before = stored(documents)
-    assert leases.release(term, DEFINITIONS, "history_lost", "the oplog is too short")
+    assert leases.release(term, "history_lost", "the oplog is too short")
     after = stored(documents)
-    for document in (before, after):
-        del document["candidates"]
+    assert after["identity"] == IDENTITY
     changed = {"listenerId": None, "expiresAt": None, "state": "history_lost", "error": "the oplog is too short"}
     assert after == {**before, **changed}
+
+
+def test_an_identity_that_was_not_compared_is_not_replaced(leases: Leases, documents: Collection[Document]) -> None:
+    """P1: two environments begin at the same moment. Only what was read may be replaced, and a take-over notes it."""
+    other = {**IDENTITY, "app": "billing"}
+    assert leases.release(acquired(leases))
+    assert leases.acquire(other) is None
+    assert leases.acquire(other, {**IDENTITY, "app": "third"}) is None
+    assert stored(documents)["identity"] == IDENTITY
+    assert leases.acquire(other, IDENTITY, intervention={"act": "take-over"}) is not None
+    assert stored(documents)["identity"] == other
+    assert [each["act"] for each in stored(documents)["interventions"]] == ["take-over"]
 
 
 def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, documents: Collection[Document]) -> None:
     """Rule 2: the expiry moves, by the server's clock; nothing else of the term does."""
     term = acquired(leases)
     before = stored(documents)
-    renewed = leases.renew(term, {"outstanding": 3}, DEFINITIONS)
+    renewed = leases.renew(term, {"outstanding": 3})
     assert renewed is not None
     assert (renewed.listener_id, renewed.version) == (term.listener_id, term.version)
     assert renewed.trusted_until > term.trusted_until
@@ -201,18 +211,18 @@ def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, docu
 
 def test_a_report_may_hold_strings_that_look_like_expressions(leases: Leases, documents: Collection[Document]) -> None:
     """The report goes through `$literal`: a value with `$` in front is stored as it is."""
-    assert leases.renew(acquired(leases), {"error": "$version", "note": "$$NOW"}, DEFINITIONS)
+    assert leases.renew(acquired(leases), {"error": "$version", "note": "$$NOW"})
     assert stored(documents)["report"] == {"error": "$version", "note": "$$NOW"}
 
 
 def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: Collection[Document]) -> None:
     """Rule 2, P3: renewal, release, pin, layout, position, version and gap of a term that has ended."""
     old = acquired(leases)
-    assert leases.release(old, DEFINITIONS)
+    assert leases.release(old)
     acquired(leases)
     before = stored(documents)
-    assert leases.renew(old, {}, DEFINITIONS) is None
-    assert not leases.release(old, DEFINITIONS)
+    assert leases.renew(old, {}) is None
+    assert not leases.release(old)
     assert leases.raise_version(old, 1 << 60) is None
     assert leases.pin_start(old, Timestamp(1, 1)) is None
     assert leases.pin_start(old, Timestamp(1, 1), replace=True) is None
@@ -227,8 +237,8 @@ def test_a_late_renewal_does_not_take_back_a_lease_that_nobody_took(
 ) -> None:
     """Rule 1: after a release there is nothing to renew, although the lease is free."""
     term = acquired(leases)
-    assert leases.release(term, DEFINITIONS)
-    assert leases.renew(term, {}, DEFINITIONS) is None
+    assert leases.release(term)
+    assert leases.renew(term, {}) is None
     assert stored(documents)["listenerId"] is None
 
 
@@ -236,8 +246,8 @@ def test_an_expired_lease_that_nobody_took_can_still_be_renewed(short_leases: Le
     """Rule 2: renewal asks who holds it, not how late it is: the version has not moved, so nobody led meanwhile."""
     term = acquired(short_leases)
     wait_for(lambda: (short_leases.read() or {}).get("live") is False)
-    assert short_leases.renew(term, {}, DEFINITIONS) is not None
-    assert short_leases.acquire(DEFINITIONS) is None
+    assert short_leases.renew(term, {}) is not None
+    assert short_leases.acquire(IDENTITY) is None
 
 
 def test_two_acquisitions_at_the_same_instant_have_one_winner(
@@ -251,7 +261,7 @@ def test_two_acquisitions_at_the_same_instant_have_one_winner(
     def race(leases: Leases) -> Term | None:
         barrier.wait(BARRIER_SECONDS_MAX)
         leases.ensure()
-        return leases.acquire(DEFINITIONS)
+        return leases.acquire(IDENTITY)
 
     with ThreadPoolExecutor(2) as pool:
         for _ in range(RACES):
@@ -277,7 +287,7 @@ def test_an_impossible_expiry_is_replaced_after_twice_its_ttl_and_no_sooner(
     assert short_leases.suspicious() is None
     seen = wait_for(short_leases.suspicious)
     assert time.monotonic() - started > 2 * SHORT_TTL
-    new = short_leases.acquire(DEFINITIONS, observed=seen)
+    new = short_leases.acquire(IDENTITY, observed=seen)
     assert new is not None
     assert new.version > old.version
     assert short_leases.suspicious() is None
@@ -293,7 +303,7 @@ def test_an_impossible_expiry_that_changes_is_given_more_time(
     assert short_leases.suspicious() is None
     seen = wait_for(short_leases.suspicious)
     _spoil(documents, 3700)
-    assert short_leases.acquire(DEFINITIONS, observed=seen) is None, "it is no longer as it was seen"
+    assert short_leases.acquire(IDENTITY, observed=seen) is None, "it is no longer as it was seen"
     assert short_leases.suspicious() is None, "its time begins again"
 
 
@@ -325,7 +335,7 @@ def test_trust_is_counted_from_the_start_of_the_call(
         term = acquired(leases)
         answered = time.monotonic()
         renewal_started = time.monotonic()
-        renewed = leases.renew(term, {}, DEFINITIONS)
+        renewed = leases.renew(term, {})
         renewal_answered = time.monotonic()
     assert renewed is not None
     assert started <= term.trusted_until - TTL * 0.9 <= answered - DELAY * 0.95
@@ -335,7 +345,7 @@ def test_trust_is_counted_from_the_start_of_the_call(
 def test_the_own_clock_never_outlasts_the_servers(short_leases: Leases) -> None:
     """Rule 4: when another one can acquire, the old holder has already stopped to trust its lease."""
     first = acquired(short_leases)
-    wait_for(lambda: short_leases.acquire(DEFINITIONS))
+    wait_for(lambda: short_leases.acquire(IDENTITY))
     assert time.monotonic() > first.trusted_until
 
 
@@ -353,7 +363,7 @@ def test_raising_the_version_passes_the_given_number_and_keeps_the_holder(
     again = leases.raise_version(raised, 5)
     assert again is not None
     assert again.version > raised.version
-    assert leases.renew(term, {}, DEFINITIONS) is None, "the number before is an old term's"
+    assert leases.renew(term, {}) is None, "the number before is an old term's"
 
 
 def test_the_signing_key_is_made_once(leases: Leases, documents: Collection[Document]) -> None:
@@ -364,7 +374,7 @@ def test_the_signing_key_is_made_once(leases: Leases, documents: Collection[Docu
     term = acquired(leases)
     installation = stored(documents)["installation"]
     assert installation
-    assert leases.release(term, DEFINITIONS)
+    assert leases.release(term)
     leases.ensure()
     acquired(leases)
     assert stored(documents)["signingKey"] == key
@@ -406,7 +416,7 @@ def gap_terms(leases: Leases) -> Iterator[Term]:
     """Give a term, and release it."""
     term = acquired(leases)
     yield term
-    leases.release(term, DEFINITIONS)
+    leases.release(term)
 
 
 def test_gaps_are_remembered_and_bounded(leases: Leases, gap_terms: Term) -> None:
@@ -424,16 +434,15 @@ def test_a_term_that_a_frozen_server_began_unseen_is_ended_by_its_process(
     own = make_replica_set()
     leases = store_of(make_client(own.url), "state", lease_ttl=LONG_TTL).leases
     leases.ensure()
-    leases.announce(DEFINITIONS)
     assert leases.read() is not None
     own.pause()
     with pytest.raises(PyMongoError), pymongo.timeout(1):
-        leases.acquire(DEFINITIONS)
+        leases.acquire(IDENTITY)
     own.resume()
     unseen = wait_for(lambda: (leases.read() or {})["listenerId"])
-    assert leases.acquire(DEFINITIONS) is None
+    assert leases.acquire(IDENTITY) is None
     assert leases.end_unanswered()
     assert not leases.end_unanswered()
-    term = leases.acquire(DEFINITIONS)
+    term = leases.acquire(IDENTITY)
     assert term is not None
     assert term.listener_id != unseen

@@ -34,7 +34,7 @@ from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.findings import Finding
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
-from tests.fixtures.samples import DEFINITIONS
+from tests.fixtures.samples import IDENTITY
 from tests.integration.guarded import GuardedMongo
 from tests.integration.term_rig import mark_at
 
@@ -94,10 +94,10 @@ class Led:
         self.bridge = bridge
         self.store = Store(bridge.client, bridge.options)
         self.store.leases.ensure()
-        term = self.store.leases.acquire(DEFINITIONS)
+        term = self.store.leases.acquire(IDENTITY)
         assert term is not None, "the lease is free"
         self.term: Term = term
-        renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict, DEFINITIONS)
+        renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict)
         takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)
         self.version = takeover.version
         self.generations = {name: layout.generation for name, layout in takeover.layouts.items()}
@@ -164,17 +164,17 @@ def test_the_status_follows_the_lease(led: Led) -> None:
     assert status["listener"]["expires"] > status["listener"]["since"]
     assert [each["index"] for each in status["partitions"]] == [0, 1, 2]
     assert [each["queue"] for each in status["partitions"]] == ["shop.0", "shop.1", "shop.2"]
-    led.store.leases.release(led.term, DEFINITIONS, "history_lost", "too late")
+    led.store.leases.release(led.term, "history_lost", "too late")
     status = read_status(led.bridge.wiring)
     assert (status["state"], status["error"], status["listener"]) == ("history_lost", "too late", None)
 
 
 def test_the_status_follows_the_reports_of_the_listener(led: Led) -> None:
     """Lag is zero only for a listener that says it has caught up."""
-    led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True}, DEFINITIONS)
+    led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
     status = read_status(led.bridge.wiring)
     assert (status["outstanding"], status["buffered"]) == (2, 5)
-    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True}, DEFINITIONS)
+    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
     assert read_status(led.bridge.wiring)["lag_seconds"] == 0
 
 
@@ -305,7 +305,7 @@ def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge:
     def audit(change: object) -> None:
         del change
 
-    led.store.leases.release(led.term, DEFINITIONS, "idle", None)
+    led.store.leases.release(led.term, "idle", None)
     again = Led(both)
     again.halt()
     again.park(1)
@@ -342,7 +342,7 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     with pytest.raises(CommandRefusedError, match="then skip it"):
         commands.retry(led.bridge.wiring, "summarise", 0)
     assert led.partition()["state"] == "halted"
-    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]}, DEFINITIONS)
+    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
     commands.retry(led.bridge.wiring, "summarise", 0)
     assert led.partition()["state"] == "flowing"
 
@@ -515,7 +515,7 @@ def test_the_status_counts_what_is_stored_where_no_listener_says(storing: Storin
     assert status["subscriptions"][0]["spilled"] == {"partitions": 1, "count": 3, "bytes": size}
     one = {"partition": storing.partition_id, "count": 7, "size": 700, "missing": False}
     report = {"spilled": [one], "spilledCount": 9, "spilledBytes": 900, "spillBytesPerSecond": 1.5}
-    assert storing.led.store.leases.renew(storing.led.term, report, DEFINITIONS)
+    assert storing.led.store.leases.renew(storing.led.term, report)
     status = read_status(storing.wiring)
     assert (status["spill"]["count"], status["spill"]["bytes"], status["spill"]["bytes_per_second"]) == (9, 900, 1.5)
     assert status["partitions"][0]["spilled"]["count"] == 7
@@ -645,7 +645,7 @@ def test_a_check_finds_what_is_said_to_be_stored_and_is_not(storing: Storing) ->
 def test_a_check_says_how_long_the_oplog_holds_what_is_stored(storing: Storing) -> None:
     """P13: by its size, beside the rate that the listener reports."""
     report = {"spilled": [], "spilledCount": 3, "spilledBytes": 900, "spillBytesPerSecond": 1e9}
-    assert storing.led.store.leases.renew(storing.led.term, report, DEFINITIONS)
+    assert storing.led.store.leases.renew(storing.led.term, report)
     assert by_name(check(storing.wiring))["spill_oplog"].level == "warning"
 
 

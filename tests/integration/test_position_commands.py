@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from pymongo.database import Database
 
 from mongo_celery import Bridge
-from mongo_celery.cli.names import adopt, forget, rename
+from mongo_celery.cli.names import forget, rename
 from mongo_celery.cli.positions import history, replay, rewind
 from tests.integration.positions_rig import HANDLER, Stage, bridge_on, data_of, staged
 
@@ -101,7 +101,7 @@ def test_a_replay_shows_what_it_asks_for(stage: Stage) -> None:
     assert "replay summarise" in run(stage.bridge, history).stdout
 
 
-def test_names_are_changed_forgotten_and_adopted(stage: Stage) -> None:
+def test_names_are_changed_and_forgotten(stage: Stage) -> None:
     """Each shows what it is about, asks, and says what it did."""
     stage.release()
     url, state = stage.bridge.wiring.url, stage.bridge.options.database
@@ -109,10 +109,8 @@ def test_names_are_changed_forgotten_and_adopted(stage: Stage) -> None:
     assert "2 partitions" in run(renamed, rename, HANDLER, "totals", "--dry-run").stdout
     assert run(renamed, rename, HANDLER, "totals", answer="n\n").exit_code == 1
     assert "totals now" in run(renamed, rename, HANDLER, "totals", answer="y\n").stdout
-    assert "totals: are not in this app" in " ".join(run(emptied, adopt, "--dry-run").stdout.split())
-    assert plain(emptied, adopt, "--yes")["left"] == ["totals"]
     assert plain(emptied, forget, "totals", "--dry-run")["partitions"] == 2
     assert run(emptied, forget, "totals", answer="y\n").stdout == "totals: forgotten\n"
-    assert [each["act"] for each in plain(emptied, history)["interventions"]] == ["rename", "adopt", "forget"]
+    assert [each["act"] for each in plain(emptied, history)["interventions"]] == ["rename", "forget"]
     for bridge in (renamed, emptied):
         bridge.client.close()

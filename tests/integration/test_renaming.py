@@ -10,7 +10,6 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge, CommandRefusedError
 from mongo_celery.bridge.operations import commands, letter_commands, renaming, snapshot_commands
-from mongo_celery.bridge.operations.lease_commands import adopt, plan_adoption
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import read_history
 from mongo_celery.bridge.operations.selected_replays import Asking, plan_replay, replay
@@ -347,22 +346,8 @@ def test_a_listener_that_serves_it_keeps_it(stage: Stage, emptied: Bridge) -> No
     """This app may be another one than that which leads."""
     stage.lead()
     plan = renaming.plan_forget(emptied.wiring, HANDLER, letters=True)
-    with pytest.raises(CommandRefusedError, match="serves summarise, or does not say"):
+    with pytest.raises(CommandRefusedError, match="serves summarise"):
         renaming.forget(emptied.wiring, plan, letters=True, reason=None)
-    stage.state["leases"].update_one({}, [{"$set": {"servedBy": "$listenerId", "definitions": {HANDLER: "1"}}}])
-    with pytest.raises(CommandRefusedError, match="serves summarise, or does not say"):
-        renaming.forget(emptied.wiring, plan, letters=True, reason=None)
-    stage.state["leases"].update_one({}, {"$set": {"definitions": {OTHER: "1"}}})
+    stage.state["leases"].update_one({}, {"$rename": {f"identity.handlers.{HANDLER}": f"identity.handlers.{OTHER}"}})
     renaming.forget(emptied.wiring, plan, letters=True, reason=None)
     assert not ids(stage, HANDLER)
-
-
-@pytest.mark.usefixtures("stage")
-def test_adopting_says_what_goes_on_what_is_new_and_what_is_left(renamed: Bridge) -> None:
-    """And who did it is known."""
-    found = plan_adoption(renamed.wiring)
-    assert (found.going_on, found.new, found.left) == ([], [NEW], [HANDLER])
-    adopt(renamed.wiring, "the app has another name")
-    assert [(act["act"], act["reason"]) for act in read_history(renamed.wiring)] == [
-        ("adopt", "the app has another name")
-    ]

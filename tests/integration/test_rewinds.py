@@ -25,7 +25,7 @@ from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 from mongo_celery.mongo.oplog import token_before
-from tests.fixtures.samples import DEFINITIONS
+from tests.fixtures.samples import IDENTITY
 from tests.integration.positions_rig import HANDLER, NAME, Stage, data_of, staged
 from tests.integration.test_replays import letter_of
 
@@ -330,7 +330,7 @@ def test_a_listener_that_begins_within_a_rewind_waits_for_it_or_stops_it(
     def slow(self: Positions, *arguments: Any) -> Any:
         with MongoClient[Document](stage.bridge.wiring.url, timeoutMS=1000) as other:
             try:
-                begun.append(Store(other, stage.bridge.options).leases.acquire(DEFINITIONS))
+                begun.append(Store(other, stage.bridge.options).leases.acquire(IDENTITY))
             except Exception as error:  # noqa: BLE001 - it waits for the lock until its time is over
                 begun.append(error)
         return original(self, *arguments)

@@ -15,7 +15,7 @@ from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.dropping import Dropper, named_by_itself
-from tests.fixtures.samples import DEFINITIONS
+from tests.fixtures.samples import IDENTITY
 
 Document = dict[str, Any]
 
@@ -37,13 +37,13 @@ def documents(mongo_client: MongoClient[Document], state_database: str) -> Colle
 
 
 def _led(store: Store) -> Term:
-    term = store.leases.acquire(DEFINITIONS)
+    term = store.leases.acquire(IDENTITY)
     assert term is not None
     return term
 
 
 def _renewed(store: Store, term: Term) -> Term:
-    renewed = store.leases.renew(term, {}, DEFINITIONS)
+    renewed = store.leases.renew(term, {})
     assert renewed is not None
     return renewed
 

@@ -44,6 +44,7 @@ from tests.unit.test_status import (
     facts,
     image,
     lease,
+    serving,
     subscription,
 )
 
@@ -117,10 +118,8 @@ def test_who_commits_inline_is_named() -> None:
     assert "commit inline" not in shown(view_of(shape(facts(commits={"summarise": "chain"})), everything=False))
 
 
-def test_a_listener_that_does_not_say_whose_handlers_it_serves_is_not_said_to_serve_none() -> None:
-    """One of an earlier version."""
-    silent = shown(view_of(shape(facts()), everything=False))
-    assert "which does not say whose handlers it serves" in silent
+def test_the_listener_is_shown_with_its_app_and_the_number_of_its_handlers() -> None:
+    """As the lease keeps them."""
     says = shown(view_of(shape(facts(lease=lease(**SERVED))), everything=False))
     assert "serving 2 handlers of app shop" in says
 
@@ -174,7 +173,12 @@ def test_a_paused_handler_is_one_line_and_very_many_partitions_are_counted() -> 
     assert "    summarise 0-2, 7 paused\n" in text
     names = [f"handler_{number:03}" for number in range(200)]
     images = [replace(image(index, state="halted"), subscription=name) for name in names for index in range(16)]
-    many = facts(registered=tuple(names), subscriptions=[subscription(name) for name in names], images=images)
+    many = facts(
+        lease=lease(**serving(*names)),
+        registered=tuple(names),
+        subscriptions=[subscription(name) for name in names],
+        images=images,
+    )
     lines = shown(view_of(shape(many), everything=False)).splitlines()
     assert len(lines) < 80
     assert "    and 180 more handlers; --all shows them" in lines

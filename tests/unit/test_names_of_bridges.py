@@ -9,8 +9,8 @@ import pytest
 from celery import Celery
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.definitions import definitions_of
-from mongo_celery.bridge.state.candidates import Definitions, is_other_app
+from mongo_celery.bridge.identity import HandlerIdentity, Identity, identity_of
+from mongo_celery.broker.address import BrokerAddress
 from mongo_celery.errors import ConfigurationError
 
 URL = "mongodb://localhost:1"
@@ -63,60 +63,116 @@ def test_a_second_bridge_of_an_app_needs_a_name() -> None:
         Bridge(app, URL)
 
 
-def _definitions(app: str | None, **tasks: str) -> Definitions:
-    return Definitions(app, tasks, dict.fromkeys(tasks, "digest"), "all")
+def _broker(url: str | list[str], **options: str) -> BrokerAddress:
+    app = Celery("shop", broker=url, broker_transport_options=options, set_as_current=False)
+    found = BrokerAddress.of(app)
+    assert found is not None
+    assert BrokerAddress.of_plain(found.plain()) == found
+    return found
+
+
+SOCKET = "redis+socket:///run/redis.sock"
 
 
 @pytest.mark.parametrize(
-    ("mine", "is_other"),
+    ("one", "other"),
     [
-        (_definitions("shop", summarise="shop.changes.summarise"), False),
-        (_definitions("shop", summarise="moved.elsewhere.summarise"), False),
-        (_definitions("shop", renamed="shop.changes.renamed"), False),
-        (_definitions(None, summarise="shop.changes.summarise"), False),
-        (_definitions("billing", summarise="shop.changes.summarise"), True),
-        (_definitions("shop", invoice="billing.changes.invoice"), True),
-        (_definitions(None, invoice="billing.changes.invoice"), True),
+        ("memory://", "memory://"),
+        ("redis://localhost", "redis://:secret@LOCALHOST:6379/0"),
+        ("redis://a:6379/3", "rediss://user:secret@a:6379/3?ssl_cert_reqs=required"),
+        (SOCKET, f"{SOCKET}?virtual_host=0"),
+        ("sentinel://a:26379;sentinel://b:26379", "sentinel://:secret@b:26379"),
+        ("amqp://", "amqp://guest:guest@localhost//"),
+        ("amqp://a/shop", "pyamqp://user:secret@a:5672/shop"),
+        (["amqp://a/shop", "amqp://b/shop"], ["amqp://user:secret@c/shop", "amqp://b/shop"]),
     ],
 )
-def test_another_app_is_told_by_its_name_or_by_having_nothing_in_common(mine: Definitions, is_other: bool) -> None:
-    """A deploy that renames or moves a handler is no other app; a lease of an earlier version says nothing."""
-    lease = {"app": "shop", "tasks": {"summarise": "shop.changes.summarise"}}
-    assert is_other_app(lease, mine) is is_other
-    assert not is_other_app({}, mine)
+def test_one_broker_is_known_under_each_of_its_addresses(one: str | list[str], other: str | list[str]) -> None:
+    """With TLS or without, whatever the login; a cluster that has one host in common is the same."""
+    assert _broker(one).is_same(_broker(other))
+    assert "secret" not in f"{_broker(other)}{_broker(other).plain()}"
 
 
-def _defined(options: Mapping[str, Any] | None = None, **handler: object) -> Definitions:
+@pytest.mark.parametrize(
+    ("one", "other", "options"),
+    [
+        ("redis://a/0", "redis://a/1", {}),
+        ("redis://a/0", "redis://b/0", {}),
+        ("redis://a/0", "redis://a:6380/0", {}),
+        ("redis://localhost/0", "redis://127.0.0.1/0", {}),
+        ("redis://a/0", "redis://a/0", {"global_keyprefix": "staging:"}),
+        (SOCKET, f"{SOCKET}?virtual_host=1", {}),
+        ("amqp://a/shop", "amqp://a/staging", {}),
+        ("amqp://a", "redis://a", {}),
+        ("memory://", "redis://localhost", {}),
+    ],
+)
+def test_another_host_database_or_prefix_is_another_broker(one: str, other: str, options: dict[str, str]) -> None:
+    """An alias of a host, too: nobody can know that it is one."""
+    assert not _broker(one).is_same(_broker(other, **options))
+
+
+def test_a_broker_whose_url_cannot_be_read_is_no_difference() -> None:
+    """The first connection names it."""
+    assert BrokerAddress.of(Celery("shop", broker="nosuch://a", set_as_current=False)) is None
+
+
+def _identity(
+    app: str | None, broker: BrokerAddress | None = None, databases: tuple[str, ...] = ("shop",), **tasks: str
+) -> Identity:
+    return Identity(app, broker, {name: HandlerIdentity(task, databases, "1") for name, task in tasks.items()})
+
+
+A, B = (BrokerAddress("redis", (host,), "0", {}) for host in ("a:6379", "b:6379"))
+STORED = _identity("shop", A, ("shop", "audit"), summarise="shop.changes.summarise").plain()
+
+
+@pytest.mark.parametrize(
+    ("mine", "named"),
+    [
+        (_identity("shop", A, summarise="shop.changes.summarise"), ()),
+        (_identity("shop", A, summarise="moved.elsewhere.summarise"), ()),
+        (_identity("shop", A, ("staging",), renamed="shop.changes.renamed"), ()),
+        (_identity("shop", A, ("*",), summarise="shop.changes.summarise"), ()),
+        (_identity("shop", None, summarise="shop.changes.summarise"), ()),
+        (_identity(None, A, summarise="shop.changes.summarise"), ()),
+        (_identity("billing", A, summarise="shop.changes.summarise"), ("shop", "billing")),
+        (_identity("shop", A, invoice="billing.changes.invoice"), ("summarise",)),
+        (_identity(None, A, invoice="billing.changes.invoice"), ("summarise",)),
+        (_identity("shop", B, summarise="shop.changes.summarise"), ("redis://a:6379/0", "redis://b:6379/0")),
+        (
+            _identity("shop", A, ("staging",), summarise="shop.changes.summarise"),
+            ("shop, audit", "staging", "summarise"),
+        ),
+    ],
+)
+def test_another_app_or_environment_is_told_by_name_broker_and_databases(
+    mine: Identity, named: tuple[str, ...]
+) -> None:
+    """P9: both are named. A deploy that renames, moves, adds or removes handlers is no other environment."""
+    difference = mine.difference(STORED)
+    assert (difference is None) is (not named)
+    assert all(each in (difference or "") for each in named)
+    assert mine.difference(None) is None
+
+
+def _defined(options: Mapping[str, Any] | None = None, **handler: object) -> Identity:
     bridge = Bridge(celery_app("shop"), URL, autodiscover=False, **(options or {}))
     bridge.on_change("shop.orders", **{"name": "summarise", **handler})(handle)  # type: ignore[arg-type]
-    return definitions_of(bridge.wiring, bridge.wiring.stream()[0])
+    return identity_of(bridge.wiring)
 
 
 def test_definitions_are_the_same_in_every_process_and_other_after_every_change() -> None:
     """Sets have no order, and what two processes both do must not look different."""
     plain = _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]})
     assert plain == _defined(operations={"update", "insert"}, match={"$gt": ["$x", 1]})
+    assert plain.changed_handlers(plain.plain()) == []
     others = [
         _defined(operations=["insert"], match={"$gt": ["$x", 1]}),
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 2]}),
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, fields={"x"}),
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, transactional=True),
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, failure_policy="skip"),
-        _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, name="other"),
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, group="slow"),
     ]
-    assert len({plain.digest, *(each.digest for each in others)}) == len(others) + 1
-
-
-def test_an_option_of_the_stream_makes_other_definitions() -> None:
-    """Each one that decides what is read, or where it runs."""
-    options: list[dict[str, Any]] = [
-        {},
-        {"partitions": 5},
-        {"queues": 3},
-        {"full_document": "whenAvailable"},
-        {"full_document_before_change": "whenAvailable"},
-        {"show_expanded_events": True},
-        {"pipeline": [{"$match": {"operationType": "insert"}}]},
-    ]
-    assert len({_defined(each).digest for each in options}) == len(options)
+    assert all(each.changed_handlers(plain.plain()) == ["summarise"] for each in others)

@@ -16,7 +16,7 @@ from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.cli.top_view import Glance, top_view
-from tests.unit.test_status import NOON, SERVED, facts, image, lease
+from tests.unit.test_status import NOON, facts, image, lease
 
 Document = dict[str, Any]
 
@@ -68,7 +68,7 @@ def glance(status: Document, name: str = "shop") -> Glance:
 
 
 def test_a_healthy_bridge_is_a_few_lines() -> None:
-    calm = status_of(lease=lease(**{**SERVED, "definitions": {"summarise": "1"}}))
+    calm = status_of(lease=lease())
     lines = lines_of(top_view([glance(calm)]), 80)
     assert lines[0].startswith("shop is healthy")
     assert "led by one, pid 42" in lines[1]

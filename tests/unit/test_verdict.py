@@ -15,13 +15,13 @@ from bson import Timestamp
 from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
+from mongo_celery.bridge.identity import HandlerIdentity, Identity
 from mongo_celery.bridge.operations.amounts import StoredAmounts
 from mongo_celery.bridge.operations.reasons import (
     CODES,
     LAG_SECONDS,
     LAYOUT_SECONDS,
     PARKED_SECONDS,
-    SETTLING_SECONDS,
     UNLED_SECONDS,
     UNREAD_SECONDS,
     UNTAKEN_SECONDS,
@@ -33,6 +33,7 @@ from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreada
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.broker.address import BrokerAddress
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.oplog import Oplog
 from tests.unit.test_status import (
@@ -46,6 +47,7 @@ from tests.unit.test_status import (
     facts,
     image,
     lease,
+    serving,
     subscription,
 )
 
@@ -60,11 +62,15 @@ REJECTED = {"partition": "summarise 1", "key": "shop.orders insert 1", "bytes": 
 QUICK = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseconds=20)}
 NEW_LAYOUT = {"subscription": "summarise", "partitions": 7, "waits": "waits for a claim"}
 NONE_ANSWERED = warning("no_worker", "none")
-SERVING = {**SERVED, "definitions": {"summarise": "1"}}
+MINE = Identity("shop", None, {"summarise": HandlerIdentity("shop.changes.summarise", ("shop",), "1")})
+OLDER = replace(MINE, handlers={"summarise": replace(MINE.handlers["summarise"], digest="0")})
+
+HERE = replace(MINE, broker=BrokerAddress("redis", ("a:1",), "0", {}))
+ELSEWHERE = BrokerAddress("redis", ("b:1",), "0", {})
 
 
 def reporting(**changes: Any) -> dict[str, Any]:
-    return lease(**SERVING, report={**IDLE_REPORT, **changes})
+    return lease(report={**IDLE_REPORT, **changes})
 
 
 def since(seconds: int) -> Any:
@@ -135,7 +141,7 @@ CASES: dict[str, list[Case]] = {
             "degraded",
             START,
             "in a deploy",
-            without={"lease": lease(**SERVING)},
+            without={"lease": lease()},
         ),
         Case({"lease": lease(live=False, state="failed", error="no right")}, "failing", START, "ended with: no right."),
     ],
@@ -161,7 +167,17 @@ CASES: dict[str, list[Case]] = {
         Case(behind(0.91), "failing", None, "lie behind summarise", without=behind(0.45)),
         Case(behind(0.55), "degraded", None, "Enlarge the oplog"),
     ],
-    "app": [Case({}, "failing", None, "another app", (error("app", "another app"),), {})],
+    "identity": [
+        Case({"lease": lease(**serving("summarise", database="staging"))}, "failing", None, "staging"),
+        Case({"lease": lease(**serving("summarise", app="billing"))}, "failing", None, "process 42 on one"),
+        Case(
+            {"lease": lease(**serving("summarise", broker=ELSEWHERE.plain())), "identity": HERE},
+            "failing",
+            None,
+            "redis://b:1/0",
+            without={"lease": lease(**serving("summarise", broker=HERE.plain()["broker"])), "identity": HERE},
+        ),
+    ],
     "foreign_leader": [Case({}, "failing", None, "two lead", (error("foreign_leader", "two lead"),), {})],
     "foreign_bridge": [Case({}, "failing", None, "foreign", (error("foreign_bridge", "foreign"),), {})],
     "layout": [Case({}, "degraded", None, "16, this app 4", (warning("layout", "16, this app 4"),), {})],
@@ -295,14 +311,8 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "definitions": [
-        Case(
-            {"lease": lease(acquiredAt=since(SETTLING_SECONDS))},
-            "degraded",
-            None,
-            "of an earlier version",
-            without={"lease": lease(acquiredAt=since(SETTLING_SECONDS - 1))},
-        ),
-        Case({"registered": ("bill", "summarise")}, "degraded", START, "does not know bill"),
+        Case({"registered": ("bill", "summarise")}, "degraded", START, "(process 42 on one) does not have bill"),
+        Case({"identity": OLDER}, "degraded", START, "(process 42 on one) has another definition of summarise"),
     ],
     "parked": [
         Case(
@@ -363,7 +373,7 @@ ALL = [pytest.param(code, case, id=f"{code}-{index}") for code, of in CASES.item
 
 
 def calm(**changes: Any) -> Facts:
-    return facts(**{"lease": lease(**SERVING), **changes})
+    return facts(**{"identity": MINE, **changes})
 
 
 def judged(case: Case) -> BridgeVerdict:
@@ -488,7 +498,7 @@ def test_very_many_reasons_are_a_few_lines(state: str) -> None:
     layouts = {name: Layout(0, 16, "") for name in names}
     status = shape(
         calm(
-            lease=lease(**{**SERVED, "definitions": dict.fromkeys(names, "1")}),
+            lease=lease(**serving(*names)),
             registered=tuple(names),
             subscriptions=[subscription(name) for name in names],
             images=images,
@@ -534,6 +544,7 @@ def test_check_says_what_the_verdict_says() -> None:
     told = {each.name: each for each in found}
     assert {name: each.level for name, each in told.items()} == {
         "listener": "ok",
+        "definitions": "ok",
         "halted": "error",
         "dead_letters": "warning",
     }

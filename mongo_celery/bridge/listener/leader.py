@@ -150,7 +150,7 @@ class Leader:
 
     def lead(self) -> None:
         """
-        Lead until told to stop, until newer definitions stand by, or until the lease is no longer trusted.
+        Lead until told to stop, or until the lease is no longer trusted.
 
         Raises:
             LeaseLostError: somebody else leads.
@@ -160,8 +160,6 @@ class Leader:
             while not self._stopping.is_set():
                 if not self._renewal.trusted():
                     raise LeaseLostError
-                if self._renewal.overtaken:
-                    return
                 self.turn()
                 self._wait()
 

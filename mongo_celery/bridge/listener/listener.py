@@ -9,25 +9,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import pymongo
 from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.identity import Identity, identity_of, ways_out
 from mongo_celery.bridge.listener.activity import Activity
-from mongo_celery.bridge.listener.candidacy import Candidacy, ForeignMessages
+from mongo_celery.bridge.listener.foreign_messages import ForeignMessages
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.mark import MarkKeeper, refuse_foreign_leader
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
+from mongo_celery.bridge.state.positions import make_intervention
 from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.source import Scope, Selector
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import (
     ConfigurationError,
+    ForeignBridgeError,
     HistoryLostError,
     LeaseLostError,
     MongoCeleryError,
@@ -59,18 +62,21 @@ class Listener:
     Args:
         wiring: of the bridge to listen for.
         on_history_lost: takes the place of the option, for this process.
+        take_over: lead once also where the lease has the identity of another environment or app.
 
     Attributes:
         activity: what it does, for whoever looks on; callable from any thread.
     """
 
-    def __init__(self, wiring: Wiring, on_history_lost: str | None = None) -> None:
+    def __init__(self, wiring: Wiring, on_history_lost: str | None = None, *, take_over: bool = False) -> None:
         self._wiring = wiring
         self._on_history_lost = on_history_lost
+        self._takes_over = take_over
         self._options = wiring.options
         self._stopping = threading.Event()
         self._leader: Leader | None = None
         self._suspected_at = 0.0
+        self._waits_for: object = None
         names = [handler.name for handler in wiring.handlers]
         self.activity = Activity(wiring.name, names, wiring.options.lease_ttl)
 
@@ -90,21 +96,20 @@ class Listener:
 
         Raises:
             ConfigurationError: nothing to listen for, or an option or source is wrong.
-            DeploymentError: a wrong topology, a missing right, servers that stay away, or another app's bridge
-                of this name, on the same MongoDB or leading on the same broker.
+            DeploymentError: a wrong topology, a missing right, servers that stay away, or a bridge of this name of
+                another app or environment, on the same MongoDB or leading on the same broker.
             StreamError: the stream cannot go on; also HistoryLostError.
         """
         check_app(self._wiring.app)
         selectors, scope = self._plan()
         self._wait_for_servers()
         leases = self._wiring.store.leases
-        candidacy = Candidacy(self._wiring, selectors)
-        candidacy.refuse_forgotten_name()
+        identity = identity_of(self._wiring)
         refuse_foreign_leader(self._wiring, self._stopping)
         while not self._stopping.is_set():
-            term = self._stand_by(leases, candidacy)
+            term = self._stand_by(leases, identity)
             if term is not None:
-                self._lead(leases, term, candidacy.definitions, selectors, scope)
+                self._lead(leases, term, selectors, scope)
                 self._pause()  # whatever ended the term may end the next one as soon: no hot loop
 
     def _plan(self) -> tuple[list[Selector], Scope]:
@@ -148,12 +153,18 @@ class Listener:
             return "the broker", short(error)
         return None
 
-    def _stand_by(self, leases: Leases, candidacy: Candidacy) -> Term | None:
-        """One attempt to acquire the lease, then a short pause."""
+    def _stand_by(self, leases: Leases, identity: Identity) -> Term | None:
+        """
+        One attempt to acquire the lease, then a short pause.
+
+        Raises:
+            ForeignBridgeError: the bridge is that of another app or environment.
+        """
         self.activity.turns()
         try:
-            candidacy.renew()
-            term = candidacy.acquire()
+            lease = leases.read() or {}
+            difference = self._compare(lease, identity)
+            term = None if lease.get("live") else self._acquire(leases, identity, lease, difference)
             if term is None and leases.end_unanswered():
                 logger.info(
                     "ended a term of this process whose acquisition got no answer", extra={"event": "unanswered_ended"}
@@ -167,11 +178,10 @@ class Listener:
                         "the lease's expiry is impossible; taking it over as seen",
                         extra={"event": "lease_expiry_impossible"},
                     )
-                    term = candidacy.acquire(observed=impossible)
-                if term is None:
-                    candidacy.say()
+                    term = self._acquire(leases, identity, lease, difference, observed=impossible)
             if term is not None:
                 return term
+            self._log_standby(lease, identity)
         except PyMongoError as error:
             final = explained(error, self._wiring.state_concern)
             if final is not None:
@@ -180,12 +190,64 @@ class Listener:
         self._pause()
         return None
 
+    def _compare(self, lease: Mapping[str, Any], identity: Identity) -> str | None:
+        """
+        Compare the identity that the lease keeps; return the difference that this process may pass over.
+
+        Raises:
+            ForeignBridgeError: there is one, and this process may not.
+        """
+        difference = identity.difference(lease.get("identity"))
+        if difference is None or self._takes_over:
+            return difference
+        leader = (
+            f"process {lease['pid']} on {lease['host']} leads it" if lease.get("live") else "no listener is running"
+        )
+        raise ForeignBridgeError(
+            f"bridge {self._wiring.name} in the state database {self._options.database} is that of another app or "
+            f"environment: {difference} ({leader}). {ways_out()}",
+        )
+
+    def _acquire(
+        self,
+        leases: Leases,
+        identity: Identity,
+        lease: Mapping[str, Any],
+        difference: str | None,
+        *,
+        observed: Mapping[str, Any] | None = None,
+    ) -> Term | None:
+        note = make_intervention("take-over", self._wiring.name, difference, {}) if difference else None
+        term = leases.acquire(identity.plain(), lease.get("identity"), observed=observed, intervention=note)
+        if term is not None:
+            self._takes_over, self._waits_for = False, None
+        if term is not None and difference:
+            logger.warning(
+                "took over bridge %s from another app or environment: %s",
+                self._wiring.name,
+                difference,
+                extra={"event": "bridge_taken_over"},
+            )
+        return term
+
+    def _log_standby(self, lease: Mapping[str, Any], identity: Identity) -> None:
+        """Log once for each term of another listener that this one stands by."""
+        if not lease.get("live") or lease["listenerId"] == self._waits_for:
+            return
+        self._waits_for = lease["listenerId"]
+        lacking = sorted(identity.handlers.keys() - lease["identity"]["handlers"].keys())
+        logger.info(
+            "standing by: another listener leads (process %s on %s)%s",
+            lease["pid"],
+            lease["host"],
+            f"; it does not have {', '.join(lacking)}, which nobody handles until it ends" if lacking else "",
+            extra={"event": "standing_by"},
+        )
+
     def _pause(self) -> None:
         self._stopping.wait(_STANDBY_PAUSES.nth())
 
-    def _lead(
-        self, leases: Leases, term: Term, definitions: Definitions, selectors: list[Selector], scope: Scope
-    ) -> None:
+    def _lead(self, leases: Leases, term: Term, selectors: list[Selector], scope: Scope) -> None:
         """One term, from its acquisition to its end."""
         logger.info(
             "leading bridge %s with version %d",
@@ -193,7 +255,7 @@ class Listener:
             term.version,
             extra={"event": "lease_acquired", "version": term.version},
         )
-        renewal = Renewal(leases, term, self._options.lease_ttl, self._report, definitions, ForeignMessages().notice)
+        renewal = Renewal(leases, term, self._options.lease_ttl, self._report, ForeignMessages().notice)
         mark = MarkKeeper(self._wiring, sealing_of(term.document).installation)
         requests = PeriodicRequests(self._wiring.app)
         mark.start()
@@ -202,13 +264,7 @@ class Listener:
         self.activity.begins_term(term.version)
         ended_by: Exception | None = None
         try:
-            if not leases.serve(term, definitions):
-                raise LeaseLostError
             self._lead_by(renewal, selectors, scope)
-            if renewal.overtaken and not self._stopping.is_set():
-                logger.info(
-                    "stepping down for a listener with newer definitions of the handlers", extra={"event": "overtaken"}
-                )
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
@@ -228,7 +284,7 @@ class Listener:
             renewal.stop()
             mark.stop()
             requests.stop()
-            self._release(leases, renewal, ended_by, definitions)
+            self._release(leases, renewal, ended_by)
 
     def _lead_by(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
         self._leader = Leader(
@@ -242,10 +298,10 @@ class Listener:
         )
         self._leader.lead()
 
-    def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None, definitions: Definitions) -> None:
+    def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None) -> None:
         state = "idle" if ended_by is None else ("history_lost" if isinstance(ended_by, HistoryLostError) else "failed")
         try:
-            if leases.release(renewal.term, definitions, state, _sentence(ended_by)):
+            if leases.release(renewal.term, state, _sentence(ended_by)):
                 logger.info("lease released", extra={"event": "lease_released"})
         except PyMongoError as failure:
             logger.warning(

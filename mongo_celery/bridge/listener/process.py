@@ -127,6 +127,7 @@ def run_listeners(
     names: Sequence[str],
     on_history_lost: str | None = None,
     *,
+    take_over: bool = False,
     pauses: Pauses = FAILED_BRIDGE,
     beside: Beside | None = None,
 ) -> int:
@@ -143,6 +144,7 @@ def run_listeners(
             logging once more, in the place of Celery's.
         names: of bridges; none for all.
         on_history_lost: takes the place of the option of that name.
+        take_over: lead once also where a bridge is that of another environment or app.
         pauses: before a failed bridge is started again.
         beside: runs as long as the listeners do.
 
@@ -153,7 +155,9 @@ def run_listeners(
         ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong; or what `beside` raises.
     """
     app.finalize()
-    listeners = [(wiring.name, Listener(wiring, on_history_lost)) for wiring in BRIDGES.named(app, names)]
+    listeners = [
+        (wiring.name, Listener(wiring, on_history_lost, take_over=take_over)) for wiring in BRIDGES.named(app, names)
+    ]
     threads = ListenerThreads(listeners, pauses, ends_with_all=True)
 
     received: list[int] = []

@@ -15,7 +15,6 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.mongo.verdicts import brief
 
@@ -34,7 +33,6 @@ class Renewal:
         term: as acquired.
         ttl: seconds.
         report: gives what `status` shows of this listener.
-        definitions: what the term serves.
         read: is shown the lease as each renewal finds it.
     """
 
@@ -44,14 +42,12 @@ class Renewal:
         term: Term,
         ttl: float,
         report: Callable[[], Mapping[str, Any]],
-        definitions: Definitions,
         read: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> None:
         self._leases = leases
         self._term = term
         self._ttl = ttl
         self._report = report
-        self._definitions = definitions
         self._read = read
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -67,11 +63,6 @@ class Renewal:
     def start(self) -> None:
         """Begin to renew."""
         self._thread.start()
-
-    @property
-    def overtaken(self) -> bool:
-        """Whether a listener with newer definitions stands by, as of the last renewal."""
-        return bool(self._term.document.get("overtaken"))
 
     def trusted(self) -> bool:
         """Whether this process may act as the listener at this moment. Asks nobody."""
@@ -107,7 +98,7 @@ class Renewal:
                 return
             try:
                 with self._lock:
-                    renewed = self._leases.renew(self._term, self._report(), self._definitions)
+                    renewed = self._leases.renew(self._term, self._report())
                     if renewed is None:
                         self._lost = True
                         return

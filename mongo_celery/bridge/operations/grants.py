@@ -165,7 +165,7 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     state = options.database
     stream = "`changes check` cannot try the change stream, and says so; `replay` and tokens for `rewind` are refused"
     found = [
-        Right(state, "leases", _UPDATE, "status; `rotate-key`, `adopt` and whatever moves positions write it"),
+        Right(state, "leases", _UPDATE, "status; `rotate-key` and whatever moves positions write it"),
         Right(state, "subscriptions", _ALL, "status; `go-on` and `rewind` write it, `rename` and `forget` remove some"),
         Right(state, "partitions", _ALL, "status; commands write it, `rename` and `forget` remove some"),
         Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `rename` and `forget` move it"),

@@ -1,4 +1,4 @@
-"""Preflight of the lease: whose handlers it serves, and what its workers have dropped."""
+"""Preflight of the lease: other listeners on its broker, its layout, and what its workers have dropped."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.definitions import definitions_of
-from mongo_celery.bridge.state.candidates import Definitions, is_of_this_term, is_other_app
 from mongo_celery.bridge.state.drops import FOREIGN, FORGED, TAMPERED
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, error, warning
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -28,8 +26,7 @@ def check_lease(wiring: Wiring) -> Iterator[Finding]:
     except PyMongoError:  # what MongoDB lacks is found, and said, by its own part of the preflight
         return
     if lease is not None:
-        selectors, _ = wiring.stream()
-        yield from judge_lease(lease, definitions_of(wiring, selectors), datetime.now(UTC))
+        yield from judge_lease(lease, datetime.now(UTC))
         yield from judge_layout(lease, wiring.options.partitions)
 
 
@@ -44,39 +41,14 @@ def judge_layout(lease: Mapping[str, Any], partitions: int) -> Iterator[Finding]
         )
 
 
-def judge_lease(lease: Mapping[str, Any], mine: Definitions, now: datetime) -> Iterator[Finding]:
+def judge_lease(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
     """
     Findings from a lease.
 
     Args:
         lease: as read, with its verdict `live`.
-        mine: the definitions of this process.
         now: when; what was dropped more than an hour ago is no finding.
     """
-    if is_other_app(lease, mine):
-        yield error(
-            "app",
-            f"This name belongs to the bridge of another app: {lease.get('app') or 'without a name'}, with handlers "
-            f"{', '.join(sorted(lease['tasks']))}. Give Bridge another name='...'; or, if it is the same app, stop its "
-            "listeners and run `changes adopt`.",
-        )
-    elif lease.get("live") and not is_of_this_term(lease):
-        yield warning(
-            "definitions",
-            f"The listener that leads (process {lease.get('pid')} on {lease.get('host')}) does not say whose handlers "
-            "it serves. One that has just begun says it in a moment; one of an earlier version of mongo_celery never "
-            "does, and does not step down for newer code either: end it once that is deployed.",
-        )
-    elif lease.get("live"):
-        unserved = sorted(mine.handlers.keys() - lease["definitions"].keys())
-        if unserved:
-            yield warning(
-                "definitions",
-                f"The listener that leads (process {lease.get('pid')} on {lease.get('host')}) does not know "
-                f"{', '.join(unserved)}: deploy this code where listeners run.",
-            )
-        else:
-            yield ok("definitions", "The listener that leads knows every handler of this app.")
     yield from _foreign_leader(lease, now)
     yield from _dropped(lease, now)
 

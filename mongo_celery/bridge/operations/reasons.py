@@ -23,9 +23,6 @@ UNLED_SECONDS = 30
 UNREAD_SECONDS = 30
 """An election takes no longer: from then on a stream that is not read is failing."""
 
-SETTLING_SECONDS = 30
-"""A listener that has just begun says in a moment whose handlers it serves."""
-
 UNTAKEN_SECONDS = 60
 """A change that waits for so long while no worker has one in hand says that there is no worker."""
 
@@ -47,7 +44,7 @@ CODES = (
     "handlers",
     "history_lost",
     "history_at_risk",
-    "app",
+    "identity",
     "foreign_leader",
     "foreign_bridge",
     "spill_missing",

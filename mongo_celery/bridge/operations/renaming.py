@@ -11,7 +11,6 @@ from pymongo.errors import PyMongoError
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.rewinding import (
     LOCKED,
-    intervention,
     leader_in,
     reached,
     refuse_led,
@@ -19,7 +18,7 @@ from mongo_celery.bridge.operations.rewinding import (
 )
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.names import COPIED_BY, RENAMED, Holdings
-from mongo_celery.bridge.state.positions import is_locked
+from mongo_celery.bridge.state.positions import is_locked, make_intervention
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.errors import CommandRefusedError
@@ -123,7 +122,7 @@ def rename(wiring: Wiring, plan: NamePlan, reason: str | None, progress: Progres
             version = _begin(wiring, store, plan)
             for count in store.names.copy(plan.name, plan.to, plan.generation, version):
                 progress(done := done + count)
-            note = intervention("rename", plan.name, reason, {"to": plan.to})
+            note = make_intervention("rename", plan.name, reason, {"to": plan.to})
             result = store.names.put_in_force(plan.name, plan.to, version, note)
             if result == "asked":
                 _refuse_own(plan.name, plan.to, store.names.own(plan.to))
@@ -215,22 +214,21 @@ def forget(
     Afterwards one of that name is new, and begins as its `start_from` says.
 
     Raises:
-        CommandRefusedError: the listener that leads serves it, or does not say whom it serves; nothing is changed.
+        CommandRefusedError: the listener that leads serves it; nothing is changed.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     details = {"count": plan.holdings.stored + plan.holdings.letters}
     with reached(wiring) as store:
         try:
-            version = store.names.forget(plan.name, intervention("forget", plan.name, reason, details))
+            version = store.names.forget(plan.name, make_intervention("forget", plan.name, reason, details))
         except PyMongoError as error:
             if is_locked(error):
                 raise CommandRefusedError(LOCKED) from error
             raise
         if version is None:
             raise CommandRefusedError(
-                f"The listener that leads ({plan.leader or 'it has just begun'}) serves {plan.name}, or does not say "
-                "whom it serves: nothing is changed. Deploy the code without the handler there, then repeat the "
-                "command.",
+                f"The listener that leads ({plan.leader or 'it has just begun'}) serves {plan.name}: nothing is "
+                "changed. Deploy the code without the handler there, then repeat the command.",
             )
         done = 0
         for count in store.names.remove(plan.name, version, letters=letters):

@@ -11,8 +11,6 @@ running before cannot write over it. Forward: what lies between is passed over, 
 
 from __future__ import annotations
 
-import getpass
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,13 +22,12 @@ from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
 from mongo_celery.bridge.operations.passed_over import PassedOver, passed_over
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked
+from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked, make_intervention
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _READ_SECONDS = 10.0
-_REASON_CHARS = 500
 LOCKED = (
     "A partition is locked by an open transaction, most often of a worker that died: nothing is changed; repeat the "
     "command when the server has ended it, which takes a minute at most."
@@ -208,7 +204,7 @@ def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None) 
     }
     with reached(wiring) as store:
         refuse_led(wiring, store)
-        note = intervention("forward" if plan.forward else "rewind", plan.subscription, reason, details)
+        note = make_intervention("forward" if plan.forward else "rewind", plan.subscription, reason, details)
         try:
             moved = store.positions.move(plan.move, note)
         except PyMongoError as error:
@@ -245,26 +241,6 @@ def _when(at: object) -> str | None:
 
 
 # -- what commands on positions share --------------------------------------------------------------
-
-
-def intervention(act: str, subscription: str, reason: str | None, details: Mapping[str, Any]) -> dict[str, Any]:
-    """What is noted of an act: who, what, and why."""
-    return {
-        "act": act,
-        "subscription": subscription,
-        "by": _who(),
-        "reason": None if reason is None else storable(reason)[:_REASON_CHARS],
-        **details,
-    }
-
-
-def _who() -> str:
-    """The user of this process, and its machine."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # of a user without a name
-        user = "unknown"
-    return storable(f"{user}@{socket.gethostname()}")
 
 
 def leader_in(lease: Mapping[str, Any]) -> str | None:

@@ -36,11 +36,11 @@ from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.keys import key_of, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, PassedPlace, Reach, StreamPlace, iso, place_of, read_from
 from mongo_celery.bridge.operations.rename_check import refuse_renaming
-from mongo_celery.bridge.operations.rewinding import intervention, leader_in, reached, refuse_unknown
+from mongo_celery.bridge.operations.rewinding import leader_in, reached, refuse_unknown
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Letter, Place, dead_letter, kept, unsigned
 from mongo_celery.bridge.state.leases import layouts_in_force
-from mongo_celery.bridge.state.positions import Passed
+from mongo_celery.bridge.state.positions import Passed, make_intervention
 from mongo_celery.bridge.state.replays import REQUESTS_MAX
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -190,7 +190,7 @@ def replay(wiring: Wiring, plan: ReplayPlan, *, over_newer: bool, reason: str | 
         "count": len(plan.letters),
         "over_newer": over_newer,
     }
-    note = intervention("replay", plan.subscription, reason, details)
+    note = make_intervention("replay", plan.subscription, reason, details)
     with reached(wiring) as store:
         refuse_renaming(store, [plan.subscription])
         passed = _passed(plan)

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.bridge.state.partitions import MOVING, Image, mostly_stand, state_of
 from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
@@ -25,7 +24,7 @@ class Surroundings:
     Attributes:
         is_led: whether somebody leads.
         registered: the handlers of this app.
-        served: those of who leads; None where that is not known, or nobody does.
+        served: those of the listener that leads; None where none is running.
         report: of the term that leads.
         lost: the subscriptions whose history is lost.
         images: the partitions of the layouts in force.
@@ -88,11 +87,10 @@ def surroundings(
     """What is around the snapshots, from the lease with its verdict, the app's handlers, and what is stored."""
     held = lease or {}
     is_led = bool(held.get("live")) and held.get("listenerId") is not None
-    says = is_led and is_of_this_term(held)  # as one of an earlier version does not
     return Surroundings(
         is_led=is_led,
         registered=registered,
-        served=held["definitions"] if says else None,
+        served=held["identity"]["handlers"] if is_led else None,
         report=(is_led and held.get("report")) or {},
         lost={name_in(each) for each in subscriptions if lost_in(each)},
         images=images,

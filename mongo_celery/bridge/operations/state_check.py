@@ -44,6 +44,8 @@ def judge_state(
     codes = {reason.code for reason in verdict.reasons}
     if status["state"] == "leading":
         yield ok("listener", f"One leads on {status['listener']['host']}, pid {status['listener']['pid']}.")
+        if not codes & {"identity", "definitions"}:
+            yield ok("definitions", "The listener that leads has every handler of this app.")
     if not codes & _STANDING:
         yield ok("partitions", "None is halted or paused, waits for infrastructure, or is parked for long.")
     yield from (each for each in judge_spill(status) if each.name not in codes)

@@ -20,6 +20,7 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.identity import Identity, identity_of
 from mongo_celery.bridge.listener.activity import times_of
 from mongo_celery.bridge.listener.evidence import token_seconds
 from mongo_celery.bridge.listener.run_gain import run_gain
@@ -27,13 +28,13 @@ from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
 
@@ -71,6 +72,7 @@ class Facts:
         snapshots: all that are stored.
         without_runs: of the registered subscriptions, those that `run_size` is not for.
         commits: who writes the positions of the registered subscriptions, by name: `chain` or `inline`.
+        identity: of the bridge in this process; None where a source cannot be had.
     """
 
     options: BridgeOptions
@@ -91,6 +93,7 @@ class Facts:
     without_runs: frozenset[str] = frozenset()
     commits: Mapping[str, str] = field(default_factory=dict)
     oversized: str | None = None
+    identity: Identity | None = None
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -107,8 +110,9 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       first start.
     - `lag_seconds`: from the watermark to the cluster's latest operation, the largest of the registered
       subscriptions; 0 when the listener has read everything and nothing is left to do.
-    - `listener`: who leads; its `app`, `handlers` and `defined` are None where it does not say whose handlers it
-      serves, as one of an earlier version.
+    - `difference`: why the bridge is that of another app or environment than this process; None where it is not.
+    - `listener`: who leads, its `app` and `handlers`, and which of these have another definition in this process
+      (`changed`).
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
@@ -184,6 +188,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         options=options,
         registered=tuple(handler.name for handler in wiring.handlers),
         groups={handler.name: handler.group for handler in wiring.handlers},
+        identity=_identity(wiring),
         lease=lease,
         subscriptions=subscriptions,
         images=images,
@@ -200,6 +205,13 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         stored=reported(_report(lease or {})) or counted(store.spill, _marked(store, layouts, images)),
         heads=_stored_heads(store, layouts, images),
     )
+
+
+def _identity(wiring: Wiring) -> Identity | None:
+    try:
+        return identity_of(wiring)
+    except ConfigurationError:  # `check` names the source that cannot be had
+        return None
 
 
 def _marked(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, str]:
@@ -239,7 +251,8 @@ def shape(facts: Facts) -> dict[str, Any]:
         "at": _iso(facts.now),
         "state": _state(lease, live=live),
         "error": lease.get("error") if not live else None,
-        "listener": _listener(lease) if live else None,
+        "difference": facts.identity and facts.identity.difference(lease.get("identity")),
+        "listener": _listener(lease, facts.identity) if live else None,
         "unled_seconds": None if live else _lag(_place_of(lease.get("renewedAt")), facts.now),
         "version": int(lease.get("version", 0)),
         "lag_seconds": max((lag for lag in lags if lag is not None), default=None),
@@ -298,17 +311,17 @@ def _state(lease: Mapping[str, Any], *, live: bool) -> str:
     return str(lease["state"]) if lease.get("state") in _FAILURES else "idle"
 
 
-def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
-    says = is_of_this_term(lease)
+def _listener(lease: Mapping[str, Any], mine: Identity | None) -> dict[str, Any]:
+    identity = lease["identity"]
     return {
         "id": lease["listenerId"],
         "host": lease.get("host"),
         "pid": lease.get("pid"),
         "since": _iso(lease.get("acquiredAt")),
         "expires": _iso(lease.get("expiresAt")),
-        "app": lease.get("app") if says else None,
-        "handlers": sorted(lease["definitions"]) if says else None,
-        "defined": _iso(lease.get("definedAt")) if says else None,
+        "app": identity["app"],
+        "handlers": sorted(identity["handlers"]),
+        "changed": mine.changed_handlers(identity) if mine is not None else [],
     }
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from mongo_celery.bridge.identity import ways_out
 from mongo_celery.bridge.operations.reasons import (
-    SETTLING_SECONDS,
     UNLED_SECONDS,
     UNREAD_SECONDS,
     UNTAKEN_SECONDS,
@@ -39,7 +38,7 @@ EXIT_CODES: Mapping[str, int] = {"healthy": 0, "degraded": 1, "failing": 2}
 """Of the commands that say a verdict."""
 
 _ASKED = frozenset({
-    "app", "foreign_leader", "foreign_bridge", "dropped_messages", "layout", "broker", "consumers", "worker_tasks",
+    "foreign_leader", "foreign_bridge", "dropped_messages", "layout", "broker", "consumers", "worker_tasks",
 })  # fmt: skip
 """Findings that are reasons under the same name. What is about a bridge's settings is no reason."""
 _OF_SPILL = frozenset({"spill_refused", "spill_bound", "spill_unserved"})
@@ -172,32 +171,29 @@ def _handlers(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
             "example with include=[...] of the Celery app.",
         )
     listener = status["listener"]
-    if listener is None:
-        return
-    process = f"The listener that leads (process {listener['pid']} on {listener['host']})"
-    if listener["handlers"] is None:
-        if _seconds(status["at"], listener["since"]) >= SETTLING_SECONDS:
-            yield degraded(
-                "definitions",
-                f"{process} does not say whose handlers it serves, as one of an earlier version of mongo_celery: it "
-                "does not step down for newer code. End it once that is deployed.",
-            )
-        return
-    unserved = sorted(set(registered) - set(listener["handlers"]))
-    if unserved:
-        yield degraded(
-            "definitions",
-            f"{process} does not know {listed(unserved)}, so nobody handles these changes: deploy this code where "
-            "listeners run.",
-            line.celery("listener"),
+    process = f"process {listener['pid']} on {listener['host']}" if listener is not None else None
+    if status["difference"]:
+        leader = f"{process} leads it" if process else "no listener is running"
+        yield failing(
+            "identity",
+            f"This bridge is that of another app or environment: {cut(status['difference'])} ({leader}). Changes that "
+            f"this app waits for are not handled. {ways_out(line.celery('listener', '--take-over'))}",
         )
+    elif listener is not None:
+        yield from _other_code(registered, listener, f"The listener that leads ({process})", line)
 
 
-def _seconds(at: str, since: str | None) -> float:
-    """Between two times; without end where it is not known since when."""
-    if since is None:
-        return float("inf")
-    return (datetime.fromisoformat(at) - datetime.fromisoformat(since)).total_seconds()
+def _other_code(
+    registered: Sequence[str], listener: Mapping[str, Any], process: str, line: CommandLine
+) -> Iterator[Reason]:
+    """A deploy that is under way, or an old process that it has left."""
+    lacking = sorted(set(registered) - set(listener["handlers"]))
+    found = [f"does not have {listed(lacking)}, so nobody handles these changes"] if lacking else []
+    if listener["changed"]:
+        found.append(f"has another definition of {listed(listener['changed'])}")
+    if found:
+        text = f"{process} {', and '.join(found)}. A deploy ends it; if none is under way, end it and start this code."
+        yield degraded("definitions", text, line.celery("listener"))
 
 
 # -- the way to the workers ------------------------------------------------------------------------

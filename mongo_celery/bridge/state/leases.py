@@ -42,7 +42,7 @@ from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
-from mongo_celery.bridge.state.candidates import Definitions, died, ended, is_overtaken, named, served, stands_back
+from mongo_celery.bridge.state.positions import noted
 from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept
 from mongo_celery.bridge.state.subscriptions import Layout, layout_in, name_in
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
@@ -117,45 +117,37 @@ class Leases:
             time_ = last_operation_time(self._table.collection.database.client)
         return Int64(time_.time * SHIFT + time_.inc) if time_ is not None else Int64(0)
 
-    def announce(self, definitions: Definitions) -> None:
-        """Say that a listener with these definitions is there, and stands by."""
-        self._table.update({"_id": self._bridge}, named(definitions.digest))
-
-    def serve(self, term: Term, definitions: Definitions) -> bool:
-        """Record whose handlers this term serves; False when it has ended."""
-        return self._table.update(self._mine(term), [served(definitions)])
-
-    def adopt(self, definitions: Definitions) -> bool:
-        """Let the lease belong to the app of these definitions from now on; False while somebody leads."""
-        free = {"_id": self._bridge, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
-        owner = {
-            "app": definitions.app,
-            "tasks": dict(definitions.tasks),
-            "served": None,
-            "servedBy": None,
-            "candidates": {},
-        }
-        return self._table.update(free, {"$set": owner})
-
-    def acquire(self, definitions: Definitions, *, observed: Mapping[str, Any] | None = None) -> Term | None:
+    def acquire(
+        self,
+        identity: Mapping[str, Any],
+        known: Mapping[str, Any] | None = None,
+        *,
+        observed: Mapping[str, Any] | None = None,
+        intervention: Mapping[str, Any] | None = None,
+    ) -> Term | None:
         """
-        Take the lease if it is free or expired, and nobody is there to whom these definitions leave it.
+        Take the lease if it is free or expired, and has no identity, this one, or the one that was compared.
 
         Args:
-            definitions: what the new term would serve, announced before.
+            identity: of the new term; the lease keeps it, also after the term.
+            known: the identity that the caller has read and compared.
             observed: a lease with an impossible expiry (see `suspicious`), to be replaced as seen.
+            intervention: what `changes history` keeps of it.
 
         Returns:
             The new term, or None while somebody else holds the lease.
         """
         listener_id = str(ObjectId())
-        expired = {"$lte": ["$expiresAt", "$$NOW"]}
-        free: dict[str, Any] = {"$expr": {"$and": [expired, {"$not": [stands_back(definitions.digest)]}]}}
+        free: dict[str, Any] = {"$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
         if observed is not None:
             free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
+        compared = {"_id": self._bridge, "identity": {"$in": [None, dict(identity), known]}, **free}
+        stages = [*_acquisition(listener_id, self._ttl), {"$set": {"identity": literal(dict(identity))}}]
+        if intervention is not None:
+            stages.append({"$set": {"interventions": noted(intervention)}})
         started = time.monotonic()
         with self._noting(listener_id):
-            document = self._table.find_and_update({"_id": self._bridge, **free}, _acquisition(listener_id, self._ttl))
+            document = self._table.find_and_update(compared, stages)
         if document is None:
             return None
         return Term(listener_id, document["version"], started + self._ttl * _TRUST, document)
@@ -207,16 +199,13 @@ class Leases:
         waited = time.monotonic() - self._suspect[1]
         return lease if waited > 2 * lease["ttl"] / 1000 else None
 
-    def renew(self, term: Term, report: Mapping[str, Any], definitions: Definitions) -> Term | None:
+    def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
         """
         Extend the lease of this term, and put an announced key in force when its time has come.
-
-        Afterwards the lease says under `overtaken` whether somebody is there with newer definitions.
 
         Args:
             term: the term that calls.
             report: what `status` shows of the listener.
-            definitions: what the term serves.
 
         Returns:
             The term with its new trusted time, or None when it has ended: then nothing may be
@@ -229,19 +218,16 @@ class Leases:
             "report": literal(dict(report)),
             "reportedAt": "$$NOW",
         }
-        overtaken = {"overtaken": is_overtaken(definitions.digest)}
-        stages = [{"$set": change}, EXCHANGE, *named(definitions.digest), {"$set": overtaken}]
-        document = self._table.find_and_update(self._mine(term), stages)
+        document = self._table.find_and_update(self._mine(term), [{"$set": change}, EXCHANGE])
         if document is None:
             return None
         return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
 
-    def release(self, term: Term, definitions: Definitions, state: str = "idle", error: str | None = None) -> bool:
-        """Give the lease back; False when it was no longer ours. The version stays."""
-        change = {"listenerId": None, "expiresAt": None, "state": state, "error": literal(error)}
-        stages = [{"$set": change}, ended(definitions.digest, failed=error is not None)]
+    def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
+        """Give the lease back; False when it was no longer ours. Version and identity stay."""
+        change = {"listenerId": None, "expiresAt": None, "state": state, "error": error}
         with self._noting(term.listener_id):
-            return self._table.update(self._mine(term), stages)
+            return self._table.update(self._mine(term), {"$set": change})
 
     def raise_version(self, term: Term, above: int) -> Term | None:
         """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""
@@ -313,10 +299,6 @@ class Leases:
             change["$set"] = {**position, "startAtOperationTime": time_}
         return self._table.update(self._mine(term), change)
 
-    def of(self, bridge: str) -> Leases:
-        """The lease of another bridge in the same state database."""
-        return Leases(self._table.collection, bridge, self._ttl)
-
     def read(self) -> dict[str, Any] | None:
         """
         The lease document, or None before the first start.
@@ -338,7 +320,6 @@ class Leases:
 def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
     """The stages by which a new term takes the lease."""
     return [
-        died(),
         {
             "$set": {
                 "version": next_number("version"),
@@ -352,17 +333,11 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
                 "state": "leading",
                 "report": None,
                 "error": None,
-                "overtaken": False,
                 "installation": installation_kept(),
             },
         },
         EXCHANGE,
     ]
-
-
-def has_begun(document: Mapping[str, Any] | None) -> bool:
-    """Whether a bridge has positions, or at least a start: not a lease that was only ever waited for."""
-    return document is not None and (document.get("startAtOperationTime") or document.get("partitions")) is not None
 
 
 def layouts_of(document: Mapping[str, Any]) -> dict[str, Layout]:

@@ -261,16 +261,15 @@ class Names:
         Remove a subscription and its partitions; what is left (`remove`) is in force for nobody then.
 
         Returns:
-            The lease's version: all that has a smaller one is over. None where the listener that leads serves it, or
-            does not say whom it serves: nothing is changed.
+            The lease's version: all that has a smaller one is over. None where the listener that leads serves it:
+            nothing is changed.
         """
 
         def remove(session: ClientSession) -> int | None:
             is_free = {"$lte": ["$expiresAt", "$$NOW"]}
-            says = {"$eq": [{"$ifNull": ["$servedBy", ""]}, "$listenerId"]}
-            is_not_served = {"$eq": [{"$type": f"$definitions.{name}"}, "missing"]}
-            guard = {"_id": self._bridge, "$expr": {"$or": [is_free, {"$and": [says, is_not_served]}]}}
-            note = [{"$set": {"interventions": noted(intervention)}}]
+            is_not_served = {"$eq": [{"$type": f"$identity.handlers.{name}"}, "missing"]}
+            guard = {"_id": self._bridge, "$expr": {"$or": [is_free, is_not_served]}}
+            note = [{"$set": {"interventions": noted(intervention)}}, {"$unset": f"identity.handlers.{name}"}]
             lease = self._database["leases"].find_one_and_update(guard, note, {"version": 1}, session=session)
             if lease is None:
                 session.abort_transaction()

@@ -22,6 +22,8 @@ A rewind is one transaction, so it is killed at no point between. Its rules were
 
 from __future__ import annotations
 
+import getpass
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,6 +36,7 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.partitions import moved_stages
 from mongo_celery.bridge.state.stored import ids_under, past
@@ -43,6 +46,7 @@ from mongo_celery.mongo.locked import is_lock
 T = TypeVar("T")
 
 INTERVENTIONS_KEPT = 50
+_REASON_CHARS = 500
 _SECONDS = 15.0
 _GAPS_KEPT = 20
 _LAST = chr(0x10FFFF)
@@ -286,6 +290,26 @@ def existing_behind(bridge: str, subscription: str, data: str) -> dict[str, Any]
 def is_locked(error: PyMongoError) -> bool:
     """Whether a move met a partition that an open transaction has written: then nothing is changed."""
     return is_lock(error)
+
+
+def make_intervention(act: str, subscription: str, reason: str | None, details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `changes history` keeps of an act: who, what, and why."""
+    return {
+        "act": act,
+        "subscription": subscription,
+        "by": _who(),
+        "reason": None if reason is None else storable(reason)[:_REASON_CHARS],
+        **details,
+    }
+
+
+def _who() -> str:
+    """Return the user of this process, and its machine."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # of a user without a name
+        user = "unknown"
+    return storable(f"{user}@{socket.gethostname()}")
 
 
 def noted(intervention: Mapping[str, Any]) -> dict[str, Any]:

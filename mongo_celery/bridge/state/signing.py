@@ -16,7 +16,6 @@ from typing import Any
 from bson import ObjectId
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.mongo.expressions import after, literal, millis
 from mongo_celery.mongo.keys import new_key
 from mongo_celery.mongo.table import Table, call_timeout
@@ -70,12 +69,12 @@ class KeyRing:
 
     Attributes:
         keys: whose signatures are accepted, the one in force first.
-        definitions: of the handlers that the leading listener serves, by name; None where it does not say.
+        identity: of the term that leads; None where no listener is running.
     """
 
     keys: tuple[bytes, ...] = field(repr=False)
     installation: str
-    definitions: Mapping[str, str] | None
+    identity: Mapping[str, Any] | None
 
 
 class SigningKeys:
@@ -95,15 +94,15 @@ class SigningKeys:
             },
         }
         fields = {"signingKey": 1, "nextKey": 1, "installation": 1, "previousKeys": still}
-        fields |= {"definitions": 1, "listenerId": 1, "servedBy": 1}
+        fields |= {"identity": 1, "listenerId": 1}
         found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$project": fields}])
         if not found:
             return None
         lease = found[0]
         others = [*filter(None, [lease.get("nextKey")]), *lease["previousKeys"]]
         keys = (bytes(lease["signingKey"]), *(bytes(each["key"]) for each in others))
-        definitions = lease.get("definitions") if is_of_this_term(lease) else None
-        return KeyRing(keys, str(lease.get("installation") or ""), definitions)
+        identity = lease.get("identity") if lease.get("listenerId") else None
+        return KeyRing(keys, str(lease.get("installation") or ""), identity)
 
     def announce(self, overlap: float) -> datetime | None:
         """

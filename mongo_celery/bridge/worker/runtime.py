@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.identity import identity_of, ways_out
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.dropping import Dropper
 from mongo_celery.bridge.worker.envelope import Carrier, Run, installation_of, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
-from mongo_celery.errors import InvalidEnvelopeError
+from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
 from mongo_celery.mongo.verdicts import brief, explained
 
 logger = logging.getLogger("mongo_celery.worker")
@@ -110,11 +112,13 @@ class WorkerRuntime:
             return self._ring.keys if self._ring else ()
 
     def _take_in(self, ring: KeyRing | None) -> None:
-        """What the lease says; handlers that its listener does not serve are named once."""
-        self._ring = ring
-        if ring is None or ring.definitions is None:
+        """Keep what the lease says. Log once where its listener lacks handlers, or is of another environment."""
+        known, self._ring = self._ring, ring
+        if ring is None or ring.identity is None:
             return
-        unserved = frozenset(handler.name for handler in self._wiring.handlers) - ring.definitions.keys()
+        if known is None or known.identity != ring.identity:
+            self._compare(ring.identity)
+        unserved = frozenset(handler.name for handler in self._wiring.handlers) - ring.identity["handlers"].keys()
         if unserved - self._unserved:
             logger.warning(
                 "no listener leads %s of bridge %s, which this worker has: the one that leads runs other code; deploy "
@@ -124,6 +128,21 @@ class WorkerRuntime:
                 extra={"event": "handler_unserved"},
             )
         self._unserved = unserved
+
+    def _compare(self, leading: Mapping[str, Any]) -> None:
+        """Compare all but the broker: this worker gets the leader's messages, under whatever address."""
+        try:
+            difference = replace(identity_of(self._wiring), broker=None).difference(leading)
+        except ConfigurationError:  # a source cannot be had here, which is the listener's business
+            return
+        if difference is not None:
+            logger.error(
+                "bridge %s, whose messages this worker gets, is that of another app or environment: %s. %s",
+                self._wiring.name,
+                difference,
+                ways_out(),
+                extra={"event": "identity_differs"},
+            )
 
 
 def _strange(carrier: Carrier | None, request: Any) -> Iterable[str]:

@@ -14,7 +14,7 @@ from tests.acceptance.chain_project.points import arm
 from tests.acceptance.chain_project.recording import record
 
 NAME = os.environ["CHAIN_NAME"]
-DATA = f"{NAME}_data"
+DATA = os.environ.get("CHAIN_DATA", f"{NAME}_data")
 
 arm()
 if os.environ.get("CHAIN_EARLIER"):  # a worker that knows of no run that commits itself

@@ -1,7 +1,8 @@
-"""A bridge's name belongs to one app, and its lease serves the newest definitions (I10)."""
+"""A bridge's name belongs to one app, and to one environment (I10)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.operations.lease_check import check_lease
-from mongo_celery.bridge.operations.lease_commands import adopt
-from mongo_celery.errors import CommandRefusedError
-from tests.acceptance.chain_rig import Chain
+from tests.acceptance.chain_rig import APP, Chain
+from tests.fixtures.forked import run_celery
 from tests.fixtures.process import ProjectProcess, wait_for
 
 Document = dict[str, Any]
 OLD: Any = {"CHAIN_HANDLERS": "plain"}
 NEW: Any = {"CHAIN_HANDLERS": "plain,other"}
-BROKEN: Any = {"CHAIN_HANDLERS": "plain,other,skipping"}
 MARK = "chain.leader"
 
 
@@ -42,48 +41,10 @@ def _wait_served(chain: Chain, *handlers: str) -> Document:
 
     def served() -> Document | None:
         lease = _lease(chain)
-        fits = lease["listenerId"] and sorted(lease.get("definitions") or {}) == sorted(handlers)
+        fits = lease["listenerId"] and sorted(lease["identity"]["handlers"]) == sorted(handlers)
         return lease if fits else None
 
     return wait_for(served, message=lambda: str(_lease(chain)))
-
-
-def _wait_announced(chain: Chain, process: ProjectProcess, times: int = 3) -> None:
-    """Wait until a process that stands by has said so that often."""
-    seen: set[Any] = set()
-
-    def announced() -> bool:
-        candidates = _lease(chain).get("candidates") or {}
-        seen.update(each["seenAt"] for each in candidates.values() if each["pid"] == process.pid)
-        return len(seen) >= times
-
-    wait_for(announced)
-
-
-@pytest.mark.slow
-def test_another_app_on_the_same_cluster_is_refused_whether_anybody_leads_or_not(chain: Chain, mongo_url: str) -> None:
-    """One sentence says whose bridge it is, and what to do; nothing of the bridge moves meanwhile."""
-    first = chain.listener(**OLD)
-    version = _lease(chain)["version"]
-    stranger = chain.run("listener", name="stranger", CHAIN_APP="billing", **NEW)
-    assert stranger.wait() == 1
-    assert "belongs to the bridge of another app" in stranger.text
-    assert f"app chain, handlers plain, led by process {first.pid}" in stranger.text
-    assert "Traceback" not in stranger.text
-    assert _lease(chain)["version"] == version
-    assert first.terminate() == 0
-    assert chain.run("listener", name="again", CHAIN_APP="billing", **NEW).wait() == 1
-    assert _lease(chain)["version"] == version
-
-    renamed = Bridge(Celery("billing"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
-    renamed.on_change("shop.orders", name="plain")(lambda_handler)
-    assert [each.name for each in check_lease(renamed.wiring)] == ["app"]
-    adopt(renamed.wiring)
-    chain.listener(name="adopted", CHAIN_APP="billing", **NEW)
-    assert chain.run("listener", name="former", **OLD).wait() == 1
-    with pytest.raises(CommandRefusedError, match="is led by process"):
-        adopt(renamed.wiring)
-    renamed.client.close()
 
 
 def lambda_handler(_change: object) -> None:
@@ -186,53 +147,63 @@ def test_a_task_that_a_worker_does_not_know_is_named_with_its_sender(chain: Chai
     assert int(said.group(2)) == listener.pid
 
 
-@pytest.mark.slow
-def test_newer_definitions_take_over_and_older_ones_stand_by_however_often_they_start(chain: Chain) -> None:
-    """A rolling deploy in either order: a handler that is only in the new code is led while old processes live."""
+def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain: Chain) -> None:
+    """P1, P9: the same code and app on one MongoDB, with another broker and database. Only `--take-over` is let in."""
+    broker = f"redis://127.0.0.1:{chain.redis.port}/9"
+    staging: Any = {**OLD, "CHAIN_BROKER": broker, "CHAIN_DATA": f"{chain.name}_staging"}
+    first = chain.listener(**OLD)
+    worker = chain.worker(**OLD)
+    refused = chain.run("listener", name="staging", **staging)
+    chain.write("plain", "key", 1)
+    assert refused.wait() == 1
+    for words in (f"process {first.pid} ", broker, "name=", "database=", "listener --take-over"):
+        assert words in refused.text
+    assert "Traceback" not in refused.text
+    chain.wait_done()
+
+    assert _codes(chain, "health")["failing"] == []
+    assert "identity" in _codes(chain, "health", staging)["failing"]
+    assert "identity" in _codes(chain, "check", staging)["error"]
+    assert first.terminate() == 0
+    assert chain.run("listener", name="staging-again", **staging).wait() == 1, "also while nobody leads"
+    chain.write("plain", "key", 2)
+    first = chain.listener(name="first-again", **OLD)
+    chain.wait_done()
+    chain.judge()
+
+    moved = chain.run("listener", "--take-over", name="moved", CHAIN_APP="billing", **OLD)
+    moved.wait_for_output("standing by")
+    assert first.terminate() == 0
+    moved.wait_for_output("reading from")
+    chain.write("plain", "key", 3)
+    assert chain.run("listener", name="former", **OLD).wait() == 1
+    noted = chain.changes("history")["interventions"][-1]
+    assert (noted["act"], "app billing" in noted["reason"]) == ("take-over", True)
+    assert worker.running
+
+
+def _codes(chain: Chain, command: str, environment: Document | None = None) -> dict[str, list[str]]:
+    """Give what a command finds in an environment, by severity."""
+    variables = {**chain._variables("command"), **OLD, **(environment or {})}
+    done = run_celery("-A", APP, "changes", command, "--json", environment=variables)
+    said = json.loads(done.stdout)
+    found: dict[str, list[str]] = {"failing": [], "degraded": [], "error": []}
+    for each in said.get("reasons", said.get("findings", ())):
+        found.setdefault(each.get("severity", each.get("level")), []).append(each.get("code", each.get("name")))
+    return found
+
+
+def test_a_rolling_deploy_is_told_until_the_last_old_listener_ends(chain: Chain) -> None:
+    """P7, P16: new code stands by, whoever started first; the verdict names the process that has to end."""
     old = chain.listener(name="old", **OLD)
     new = chain.run("listener", name="new", **NEW)
-    new.wait_for_output("reading from")
-    old.wait_for_output("stepping down for a listener with newer definitions")
-    lease = _wait_served(chain, "plain", "other")
-    restarted = chain.run("listener", name="old-again", **OLD)
-    restarted.wait_for_output("standing by: another listener leads .*newer definitions")
-    _wait_announced(chain, restarted)
-    assert restarted.terminate() == 0
-    assert _lease(chain)["version"] == lease["version"], "nobody else has led meanwhile"
-    chain.worker(**NEW)
-    chain.write("other", "new", 1)
-    chain.wait_done(handlers=["other"])
-    assert new.terminate() == 0
-    _wait_served(chain, "plain")
-    assert old.running
-
-
-def test_new_definitions_that_fail_leave_the_old_ones_leading(chain: Chain) -> None:
-    """Tried once; a supervisor may start them again and again, and the old ones are not disturbed."""
-    old = chain.listener(name="old", **OLD)
-    options = chain._environment["CHAIN_OPTIONS"][:-1] + ', "pipeline": [{"$match": {"$expr": {"$noSuch": 1}}}]}'
-    assert chain.run("listener", name="broken", CHAIN_OPTIONS=options, **BROKEN).wait() == 1
-    lease = _wait_served(chain, "plain")
-    again = chain.run("listener", name="broken-again", CHAIN_OPTIONS=options, **BROKEN)
-    again.wait_for_output("a listener with them has failed")
-    _wait_announced(chain, again)
-    assert _lease(chain)["version"] == lease["version"]
-    assert old.running
-
-
-@pytest.mark.slow
-def test_new_definitions_that_are_killed_leave_the_old_ones_leading(chain: Chain) -> None:
-    """Out of memory, say: one death interrupts the old code once, however often its supervisor starts the new one."""
-    old = chain.listener(name="old", **OLD)
-    new = chain.run("listener", name="new", **NEW)
+    said = new.wait_for_output("standing by: another listener leads .*")
+    assert f"process {old.pid} " in said.group()
+    assert "definitions" in _codes(chain, "health", NEW)["degraded"]
+    assert old.terminate() == 0
     _wait_served(chain, "plain", "other")
-    new.kill()
-    again = chain.run("listener", name="new-again", **NEW)
-    lease = _wait_served(chain, "plain")
-    again.wait_for_output("a listener with them has failed")
-    _wait_announced(chain, again)
-    assert _lease(chain)["version"] == lease["version"]
-    assert old.running
+    assert "definitions" not in _codes(chain, "health", NEW)["degraded"]
+    assert "other" in new.text
 
 
 def test_a_worker_says_that_nobody_leads_one_of_its_handlers(chain: Chain) -> None:
