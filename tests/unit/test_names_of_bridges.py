@@ -64,7 +64,7 @@ def test_a_second_bridge_of_an_app_needs_a_name() -> None:
 
 
 def _broker(url: str | list[str], **options: str) -> BrokerAddress:
-    app = Celery("shop", broker=url, broker_transport_options=options, set_as_current=False)
+    app = Celery("shop", broker_url=url, broker_transport_options=options, set_as_current=False)
     found = BrokerAddress.of(app)
     assert found is not None
     assert BrokerAddress.of_plain(found.plain()) == found

@@ -20,7 +20,7 @@ from mongo_celery.findings import error, ok
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.health import Health
 from mongo_celery.outbox.replay import DeadLetter
-from tests.unit.test_status import facts, image, subscription
+from tests.unit.test_status import facts, image, lease, serving, subscription
 
 LONG = "send_the_confirmation_to_the_customer_of_the_order"
 ENTRY = "d1ee1459-1808-4f0c-a83c-de168c913f04"
@@ -35,7 +35,8 @@ def shown(view: RenderableType, width: int) -> list[str]:
 @pytest.mark.parametrize(("width", "columns"), [(120, 5), (80, 5), (60, 4), (40, 3)])
 def test_a_long_name_goes_on_in_a_second_line_and_columns_give_way(width: int, columns: int) -> None:
     """It is never squeezed into some letters a line; what is left out is in `--json`."""
-    status = shape(facts(registered=(LONG,), subscriptions=[subscription(LONG)], images=[]))
+    led = lease(**serving(LONG))
+    status = shape(facts(lease=led, registered=(LONG,), subscriptions=[subscription(LONG)], images=[]))
     lines = shown(status_view([(status, judge(status))], everything=False), width)
     header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("subscription"))
     assert len([word for word in lines[header].split("  ") if word]) == columns

@@ -269,7 +269,10 @@ class Names:
             is_free = {"$lte": ["$expiresAt", "$$NOW"]}
             is_not_served = {"$eq": [{"$type": f"$identity.handlers.{name}"}, "missing"]}
             guard = {"_id": self._bridge, "$expr": {"$or": [is_free, is_not_served]}}
-            note = [{"$set": {"interventions": noted(intervention)}}, {"$unset": f"identity.handlers.{name}"}]
+            note: list[dict[str, Any]] = [
+                {"$set": {"interventions": noted(intervention)}},
+                {"$unset": f"identity.handlers.{name}"},
+            ]
             lease = self._database["leases"].find_one_and_update(guard, note, {"version": 1}, session=session)
             if lease is None:
                 session.abort_transaction()
