@@ -207,9 +207,12 @@ def test_a_rolling_deploy_is_told_until_the_last_old_listener_ends(chain: Chain)
 
 
 def test_a_worker_says_that_nobody_leads_one_of_its_handlers(chain: Chain) -> None:
-    """New code in the workers, old code in the listener: not in silence."""
-    chain.listener(**OLD)
+    """New code in the workers, old code in the listener, which listens elsewhere besides: not in silence."""
+    data = f"{chain.name}_staging"
+    chain.listener(**OLD, CHAIN_DATA=data)
     worker = chain.worker(**NEW)
-    chain.write("plain", "led", 1)
-    chain.wait_done()
-    assert "no listener leads other of bridge chain, which this worker has" in worker.text
+    chain.client[data]["plain"].insert_one({"_id": "led", "n": 1})
+    worker.wait_for_output("no listener leads other of bridge chain, which this worker has")
+    said = worker.wait_for_output("is that of another app or environment: .*")
+    assert f"database {data} for handler plain" in said.group()
+    chain.client.drop_database(data)
