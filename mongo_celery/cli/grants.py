@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.operations.grants import Right
 
 _WIDTH = 80
-_ROLES = ("listener", "worker", "operator")  # as in operations.grants, which the help need not import
+_ROLES = ("listener", "worker", "operator", "viewer")  # as in operations.grants, which the help need not import
 
 
 @click.command()
 @click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
-@click.option("--role", "roles", type=click.Choice(_ROLES), multiple=True, help="Of whom; may be repeated. All three.")
+@click.option("--role", "roles", type=click.Choice(_ROLES), multiple=True, help="Of whom; may be repeated. All four.")
 @click.option("--user", metavar="NAME", help="Also the command that gives the roles to this user of admin.")
 @click.option("--update", is_flag=True, help="For roles that exist: after a handler, a source or an option has come.")
 @click.option("--without-optional", is_flag=True, help="Leave out what is marked as optional.")
@@ -38,9 +38,9 @@ def grants(
     """
     Print the least rights that bridges need in MongoDB.
 
-    A role each for listeners, for workers and for the people who run `changes`, on the databases and
-    collections that the bridge really uses. Paste it into mongosh as a user who may create roles. Nothing is asked of
-    MongoDB and nothing is changed.
+    A role each for listeners, for workers, for the people who run `changes` and for those who only look, on the
+    databases and collections that the bridge really uses. Paste it into mongosh as a user who may create roles. Nothing
+    is asked of MongoDB and nothing is changed.
 
     A process that does two things (`worker --listener`) needs both roles. What handlers themselves read and write is
     not in them.

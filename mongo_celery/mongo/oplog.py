@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pymongo
 from bson import Timestamp
@@ -22,6 +23,11 @@ from mongo_celery.mongo.verdicts import Verdict, verdict_on
 _TIME_BYTES = 9
 _TIMESTAMP_TYPE = 0x82
 _INITIATION = "initiating set"
+_NO_OPLOG = "There is no oplog to read here (a mongos has none): set start_from to 'now' or to a time."
+_LARGE = ("locks", "metrics", "repl", "tcmalloc", "transactions", "wiredTiger")
+_STATUS: Mapping[str, Any] = {"serverStatus": 1, "oplog": 1, **dict.fromkeys(_LARGE, 0)}
+_WITHOUT_FIND: WeakValueDictionary[int, MongoClient[dict[str, Any]]] = WeakValueDictionary()
+"""Clients whose user may not read the oplog's entries, by their `id`: clients of one cluster are equal."""
 
 NEARLY_FULL = 0.9
 """Share of its size from which on an oplog is about to remove its oldest entries, or does so already."""
@@ -96,27 +102,43 @@ def check_topology(client: MongoClient[dict[str, Any]]) -> None:
 
 def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
     """
-    The first and last times of the oplog.
+    Return the first and last times of the oplog.
+
+    They are read from the oplog itself where that is allowed, else from `serverStatus`, which shows no write of any
+    database. Then nobody knows whether the oplog is whole, and it counts as one that is not.
 
     Raises:
-        AccessError: without the right to read it; the message names the right and the alternatives.
+        AccessError: the user may do neither; the message names the right and the alternatives.
         DeploymentError: there is none, as behind a mongos.
     """
-    oplog = client.get_database("local")["oplog.rs"]
+    if id(client) not in _WITHOUT_FIND:
+        try:
+            return _by_entries(client)
+        except OperationFailure as error:
+            if verdict_on(error) is not Verdict.ACCESS:
+                raise
+            _WITHOUT_FIND[id(client)] = client  # a server logs each refusal
     try:
-        first = oplog.find_one({}, {"ts": 1, "op": 1, "o.msg": 1}, sort=[("$natural", 1)])
-        last = oplog.find_one({}, {"ts": 1}, sort=[("$natural", -1)])
+        found = client.admin.command(_STATUS).get("oplog") or {}
     except OperationFailure as error:
         if verdict_on(error) is Verdict.ACCESS:
             raise AccessError(
-                "The MongoDB user may not read the oplog, which start_from='oldest' needs: grant the action find on "
-                "{db: 'local', collection: 'oplog.rs'}, or set start_from to 'now' or to a time.",
+                "The MongoDB user may not see how far the oplog reaches back, which start_from='oldest' needs: grant "
+                "the action serverStatus on the cluster, or set start_from to 'now' or to a time.",
             ) from error
         raise
+    first, last = found.get("earliestOptime"), found.get("latestOptime")
+    if not first or not last:
+        raise DeploymentError(_NO_OPLOG)
+    return Oplog(first, last)
+
+
+def _by_entries(client: MongoClient[dict[str, Any]]) -> Oplog:
+    oplog = client.get_database("local")["oplog.rs"]
+    first = oplog.find_one({}, {"ts": 1, "op": 1, "o.msg": 1}, sort=[("$natural", 1)])
+    last = oplog.find_one({}, {"ts": 1}, sort=[("$natural", -1)])
     if first is None or last is None:
-        raise DeploymentError(
-            "There is no oplog to read here (a mongos has none): set start_from to 'now' or to a time.",
-        )
+        raise DeploymentError(_NO_OPLOG)
     is_whole = first["op"] == "n" and first.get("o", {}).get("msg") == _INITIATION
     return Oplog(first["ts"], last["ts"], is_whole)
 

@@ -71,7 +71,7 @@ class SteppedTerm:
         term = leases.acquire(identity_of(wiring).plain())
         if term is None:
             raise LeaseLostError
-        renewal = self._renewal = Renewal(leases, term, wiring.options.lease_ttl, dict)
+        renewal = self._renewal = Renewal(leases, wiring.store.signing, term, wiring.options.lease_ttl, dict)
         renewal.start()
         log = logging.getLogger("mongo_celery.listener")
         log.addFilter(_is_news)

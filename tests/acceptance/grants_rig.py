@@ -38,7 +38,7 @@ _LACKING = re.compile(r"(?:Missing is|lacks) ([\w, ]+?) on ([\w.]+)")
 _SENTENCES = {
     ("changeStream", f"{DATA}."): "grant the actions changeStream and find",
     ("find", f"{DATA}."): "grant the actions changeStream and find",
-    ("find", "local.oplog.rs"): "grant the action find on {db: 'local', collection: 'oplog.rs'}",
+    ("serverStatus", "None."): "grant the action serverStatus on the cluster",
 }
 
 

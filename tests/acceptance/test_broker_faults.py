@@ -188,9 +188,9 @@ def held(chain: Chain) -> tuple[Chain, Due, dict[str, Any], bytes]:
     message = wait_for(lambda: next(iter(_waiting(chain)[queue]), None))
     chain.worker()
     chain.wait_started(item)
-    lease = chain.state["leases"].find_one({"_id": "chain"})
-    assert lease is not None
-    return chain, item, json.loads(message), bytes(lease["signingKey"])
+    found = chain.state["bridge_keys"].find_one({"_id": "chain"})
+    assert found is not None
+    return chain, item, json.loads(message), bytes(found["key"])
 
 
 def _forge(message: dict[str, Any], task: str, *args: Any, **kwargs: Any) -> bytes:

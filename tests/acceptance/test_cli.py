@@ -350,7 +350,7 @@ def test_check_finds_missing_rights_and_shows_no_password(shop: Shop, replica_se
         level, found = shop.findings(PROJECT_MONGO=url)
         assert level == 1
         assert "readWrite" in found["state_rights"]["message"]
-        assert "oplog.rs" in found["oplog_rights"]["message"]
+        assert "serverStatus" in found["oplog_rights"]["message"]
         status = shop.changes("status", PROJECT_MONGO=url)
         wrong = shop.changes("status", PROJECT_MONGO=url.replace("hush:hush", "hush:wrong"))
     assert status.returncode == wrong.returncode == 2

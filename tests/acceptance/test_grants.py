@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bson import Int64
+from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.operations import (
     commands,
@@ -18,7 +19,7 @@ from mongo_celery.bridge.operations import (
     renaming,
     snapshot_commands,
 )
-from mongo_celery.bridge.operations.grants import Right, rights_of
+from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.rewinding import plan_rewind, reached, read_history, rewind
@@ -301,6 +302,39 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     assert not any(lacks(finding.message) for finding in findings.values() if finding.level == "error")
 
 
+def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Setting) -> None:
+    """Status, dead letters and history; it reads no key, no other database, and every command is refused."""
+    standing.only("viewer")
+    wiring = standing.bridge_of("viewer").wiring
+    before = stored(standing.state)
+    status = read_status(wiring)
+    assert status["oplog_window_seconds"] is None, "that is optional"
+    assert {each["name"] for each in status["subscriptions"]} >= {"record", "letters"}
+    assert heads.read_head(wiring, "record", 0).bytes
+    for read in (snapshot_commands.listed, _letters, read_history):
+        read(wiring)
+    for command in (lambda each: _skip(each, "record"), lambda each: lease_commands.rotate_key(each, 0)):
+        with pytest.raises(MongoCeleryError, match="right"):
+            command(wiring)
+    for database, collection in ((STATE, "bridge_keys"), ("local", "oplog.rs"), (DATA, "orders")):
+        with pytest.raises(OperationFailure, match="not authorized"):
+            wiring.client[database][collection].find_one()
+    wiring.client.close()
+    assert stored(standing.state) == before
+
+
+def test_a_worker_cannot_exchange_a_key_or_take_the_lease(standing: Setting) -> None:
+    """It reads what it needs to verify a message, and writes counts of dropped ones."""
+    standing.only("worker")
+    state = standing.bridge_of("worker").wiring.client[STATE]
+    assert state["bridge_keys"].find_one()
+    for collection in ("bridge_keys", "leases", "subscriptions"):
+        for write in (lambda each: each.update_one({}, {"$set": {"x": 1}}), lambda each: each.insert_one({})):
+            with pytest.raises(OperationFailure, match="not authorized"):
+                write(state[collection])
+    state.client.close()
+
+
 def _refusals(text: str) -> list[str]:
     return [line for line in text.splitlines() if "not authorized" in line.lower()]
 
@@ -332,7 +366,7 @@ def test_without_a_right_something_fails_and_names_it(
 def test_the_command_prints_what_a_server_takes(clean: Setting) -> None:
     """As JSON, one object a role; MongoDB takes the commands as they are, twice with `--update`."""
     roles = [json.loads(line) for line in _grants(clean, "--json", "--user", "somebody").splitlines()]
-    assert [each["role"] for each in roles] == ["listener", "worker", "operator"]
+    assert [each["role"] for each in roles] == ["listener", "worker", "operator", "viewer"]
     clean.admin.admin.command("createUser", "somebody", pwd="somebody", roles=[])
     updated = [json.loads(line) for line in _grants(clean, "--json", "--update").splitlines()]
     for first, second in zip(roles, updated, strict=True):
@@ -341,7 +375,7 @@ def test_the_command_prints_what_a_server_takes(clean: Setting) -> None:
             clean.admin.admin.command(command)
     found = clean.admin.admin.command("usersInfo", "somebody")["users"][0]["roles"]
     assert {each["role"] for each in found} == {f"mongo_celery_{NAME}_{each['role']}" for each in roles}
-    for role in ("listener", "worker", "operator"):  # whoever had them has lost them with the role
+    for role in ROLES:  # whoever had them has lost them with the role
         clean.admin.admin.command("grantRolesToUser", role, roles=[f"mongo_celery_{NAME}_{role}"])
     text = _grants(clean, "--role", "listener")
     assert f'resource: {{ db: "{STATE}", collection: "leases" }}' in text

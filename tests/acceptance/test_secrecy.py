@@ -44,9 +44,9 @@ def test_neither_password_nor_contents_appear_in_logs_keys_or_state(
             chain.give_up(chain.allow(chain.write("letters", "d", 1, canary=CONTENTS, act="retry", times=9), 2))
             chain.wait_done()
             chain.judge()
-            lease = chain.state["leases"].find_one({"_id": "chain"})
-            assert lease is not None
-            key = bytes(lease["signingKey"])
+            found = chain.state["bridge_keys"].find_one({"_id": "chain"})
+            assert found is not None
+            key = bytes(found["key"])
             for name, text in chain.logs.items():
                 assert CONTENTS not in text, name
                 assert CONTENTS.encode() not in _decoded(text), name

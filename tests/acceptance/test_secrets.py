@@ -114,16 +114,15 @@ class Guarded:
         """Everything in the state database, but the keys in the lease."""
         text = ""
         for name in self.state.list_collection_names():
-            for document in self.state[name].find():
-                rest = {field: value for field, value in document.items() if "Key" not in field or name != "leases"}
-                text += f"{name} {rest!r}\n"
+            for document in self.state[name].find() if name != "bridge_keys" else ():
+                text += f"{name} {document!r}\n"
         return text
 
     def keys(self) -> list[bytes]:
         """The signing keys."""
-        lease = self.state["leases"].find_one() or {}
-        others = [*(lease.get("previousKeys") or ()), *filter(None, [lease.get("nextKey")])]
-        return [bytes(lease["signingKey"]), *(bytes(each["key"]) for each in others)]
+        found = self.state["bridge_keys"].find_one() or {}
+        others = [*found["previous"], *filter(None, [found["next"]])]
+        return [bytes(each["key"]) for each in (found, *others)]
 
 
 @pytest.fixture

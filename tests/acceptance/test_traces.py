@@ -183,11 +183,10 @@ def test_a_forged_trace_neither_drops_a_message_nor_charges_a_change(traced: Tra
     worker = traced.worker(TRACED_PARTITIONS=str(count))
     wait_for(lambda: set(traced.done()) == set(orders))
     processed = traced.wait_spans("process traced/bill", count)
-    lease = traced.state["leases"].find_one({"_id": "traced"}) or {}
 
     assert [span["parent_id"] for span in processed] == [None] * (count - 1) + ["0xb7ad6b7169203331"]
     assert {span["attributes"]["mongo_celery.retries"] for span in processed} == {0}
-    assert not lease.get("dropped")
+    assert traced.state["drops"].find_one() is None
     assert "Traceback" not in worker.text
 
 
@@ -203,4 +202,4 @@ def test_a_link_whose_trace_was_changed_is_another_link(traced: Traced) -> None:
         broker.rpush("traced.0", json.dumps(with_body(message, [args, kwargs, others])))
     traced.worker()
     wait_for(lambda: set(traced.done()) == {1})
-    wait_for(lambda: (traced.state["leases"].find_one() or {}).get("dropped", {}).get("tampered") == 1)
+    wait_for(lambda: (traced.state["drops"].find_one() or {}).get("dropped", {}).get("tampered") == 1)

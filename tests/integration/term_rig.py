@@ -151,7 +151,8 @@ def begin_term(
     term = store.leases.acquire(IDENTITY)
     assert term is not None, "the lease has lapsed"
     handlers = [_handler(name, options, partition_by, (starts or {}).get(name)) for name in names]
-    return TermRig(store, Renewal(store.leases, term, TTL, dict), options, handlers, client[database])
+    renewal = Renewal(store.leases, store.signing, term, TTL, dict)
+    return TermRig(store, renewal, options, handlers, client[database])
 
 
 def _handler(

@@ -97,7 +97,7 @@ class Led:
         term = self.store.leases.acquire(IDENTITY)
         assert term is not None, "the lease is free"
         self.term: Term = term
-        renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict)
+        renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl, dict)
         takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)
         self.version = takeover.version
         self.generations = {name: layout.generation for name, layout in takeover.layouts.items()}

@@ -12,7 +12,6 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.drops import FOREIGN, FORGED
 from mongo_celery.bridge.state.leases import Term
-from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.dropping import Dropper, named_by_itself
 from tests.fixtures.samples import IDENTITY
@@ -33,7 +32,7 @@ def store(mongo_client: MongoClient[Document], state_database: str) -> Store:
 @pytest.fixture
 def documents(mongo_client: MongoClient[Document], state_database: str) -> Collection[Document]:
     """Give the collection itself, to move what is stored in time."""
-    return mongo_client[state_database].get_collection("leases", write_concern=WriteConcern("majority"))
+    return mongo_client[state_database].get_collection("bridge_keys", write_concern=WriteConcern("majority"))
 
 
 def _led(store: Store) -> Term:
@@ -48,6 +47,11 @@ def _renewed(store: Store, term: Term) -> Term:
     return renewed
 
 
+def _key(store: Store, term: Term) -> bytes:
+    """The key with which the leader signs, as of a renewal."""
+    return store.signing.sealing(_renewed(store, term).document).key
+
+
 def _ring(store: Store) -> tuple[bytes, ...]:
     ring = store.signing.read()
     assert ring is not None
@@ -56,9 +60,9 @@ def _ring(store: Store) -> tuple[bytes, ...]:
 
 def _come(documents: Collection[Document]) -> None:
     """The announced key's time has come."""
-    lease = documents.find_one({"_id": BRIDGE})
-    assert lease is not None
-    documents.update_one({"_id": BRIDGE}, {"$set": {"nextKey.from": lease["nextKey"]["from"] - timedelta(minutes=1)}})
+    found = documents.find_one()
+    assert found is not None
+    documents.update_one({}, {"$set": {"next.from": found["next"]["from"] - timedelta(minutes=1)}})
 
 
 def test_a_new_key_is_known_before_it_is_used_and_the_old_one_accepted_afterwards(
@@ -66,55 +70,57 @@ def test_a_new_key_is_known_before_it_is_used_and_the_old_one_accepted_afterward
 ) -> None:
     """No message carries a key that a worker cannot know."""
     term = _led(store)
-    old = sealing_of(term.document).key
+    old = _key(store, term)
     assert _ring(store) == (old,)
     assert store.signing.announce(60) is not None
     assert store.signing.announce(60) is None, "one at a time"
-    assert sealing_of(_renewed(store, term).document).key == old, "its time has not come"
+    assert _key(store, term) == old, "its time has not come"
     assert _ring(store)[0] == old
     new = _ring(store)[1]
     _come(documents)
-    assert sealing_of(_renewed(store, term).document).key == new
+    assert _key(store, term) == new
     assert _ring(store) == (new, old)
-    documents.update_one({"_id": BRIDGE}, {"$set": {"previousKeys.0.until": term.document["renewedAt"]}})
+    documents.update_one({}, {"$set": {"previous.0.until": term.document["renewedAt"]}})
     assert _ring(store) == (new,), "the overlap has passed"
-    assert _renewed(store, term).document["previousKeys"] == [], "and it is kept no longer"
+    _key(store, term)
+    assert [each["previous"] for each in documents.find()] == [[]], "and it is kept no longer"
 
 
 def test_a_key_comes_into_force_with_the_next_term_where_nobody_leads(
     store: Store, documents: Collection[Document]
 ) -> None:
     """The command needs no listener."""
-    old = _ring(store)[0]
+    term = _led(store)
+    old = _key(store, term)
+    assert store.leases.release(term, DEFINITIONS)
     store.signing.announce(60)
     new = _ring(store)[1]
     _come(documents)
-    assert sealing_of(_led(store).document).key == new
+    assert store.signing.sealing(_led(store).document).key == new
     assert _ring(store) == (new, old)
 
 
 def test_without_overlap_the_old_key_is_shut_out_at_the_exchange(store: Store, documents: Collection[Document]) -> None:
     """For a key that others know."""
     term = _led(store)
+    old = _key(store, term)
     store.signing.announce(0)
     _come(documents)
-    new = sealing_of(_renewed(store, term).document).key
+    new = _key(store, term)
     assert _ring(store) == (new,)
+    assert new != old
 
 
-def test_dropped_messages_are_counted_once_each_and_their_senders_cannot_spoil_the_state(
-    store: Store, documents: Collection[Document]
-) -> None:
+def test_dropped_messages_are_counted_once_each_and_their_senders_cannot_spoil_the_state(store: Store) -> None:
     """What a message says of itself is anything."""
     dropper = Dropper(BRIDGE, store.drops)
     dropper.foreign("listener\n\ud800.shop.7@host" + "x" * 5000)
-    lease = documents.find_one({"_id": BRIDGE})
-    assert lease is not None
+    lease = store.leases.read() or {}
     assert lease["dropped"] == {FOREIGN: 1}
     assert lease["foreignSender"].startswith("listener.shop.7@hostx")
     assert named_by_itself({"a": 1}) == "{'a': 1}"
     store.drops.count({FORGED: 3, FOREIGN: 2})
-    lease = documents.find_one({"_id": BRIDGE})
-    assert lease is not None
+    lease = store.leases.read() or {}
+    assert lease["_id"] == BRIDGE
     assert lease["dropped"] == {FOREIGN: 3, FORGED: 3}
     assert set(lease["droppedAt"]) == {FOREIGN, FORGED}

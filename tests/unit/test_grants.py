@@ -19,7 +19,7 @@ from mongo_celery.cli.grants import _ROLES, _script
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed, refused_right
 
-_OPLOG = {"resource": {"db": "local", "collection": "oplog.rs"}, "actions": ["find"]}
+_OPLOG = {"resource": {"cluster": True}, "actions": ["serverStatus"]}
 PAGE = Path(__file__).parents[2] / "docs/production.md"
 
 
@@ -49,9 +49,7 @@ def watched(*sources: str) -> dict[str, Any]:
 
 def oplog_without(**options: Any) -> str | None:
     (found,) = [
-        right
-        for right in rights_of(wiring_on("a.b", **options), "listener")
-        if (right.database, right.actions) == ("local", ("find",))
+        right for right in rights_of(wiring_on("a.b", **options), "listener") if right.actions == ("serverStatus",)
     ]
     return found.without
 
@@ -104,6 +102,25 @@ def test_the_state_is_the_bridges_own_database() -> None:
         assert all(each.collection for each in state)
 
 
+def test_no_role_reads_more_than_it_needs() -> None:
+    """No entry of the oplog, which has the writes of all databases; and who neither signs nor rotates writes no key."""
+    rights = {role: rights_of(wiring_on("a.b", database="own"), role) for role in ROLES}
+    entire = [each for found in rights.values() for each in found if each.database == "local"]
+    assert {each.actions for each in entire} == {("collStats",)}
+    assert {role: _actions(found, "bridge_keys") for role, found in rights.items()} == {
+        "listener": {"find", "insert", "update"},
+        "worker": {"find"},
+        "operator": {"find", "update"},
+        "viewer": set(),
+    }
+    assert {name for each in rights["viewer"] for name in each.actions} == {"find", "serverStatus", "collStats"}
+    assert _actions(rights["worker"], "leases") == {"find"}
+
+
+def _actions(rights: Sequence[Right], collection: str) -> set[str]:
+    return {name for each in rights if each.collection == collection for name in each.actions}
+
+
 def test_without_a_handler_nobody_knows_what_is_watched() -> None:
     """A role that watches nothing would be of no use, and one that watches all too much."""
     with pytest.raises(ConfigurationError, match="import the module"):
@@ -132,16 +149,19 @@ def test_what_a_user_lacks_is_named_by_role() -> None:
     readwrite = {"resource": {"db": "own", "collection": ""}, "actions": ["find", "insert", "update", "remove"]}
     found = lacking(wiring, Allowed([readwrite]))
     assert found["worker"] == []
-    assert found["listener"] == ["changeStream on a.b", "find on a.b", "find on local.oplog.rs"]
-    assert found["operator"] == ["find on local.oplog.rs"]
+    assert found["listener"] == ["changeStream on a.b", "find on a.b", "serverStatus on the cluster"]
+    assert found["operator"] == ["serverStatus on the cluster"]
+    assert found["viewer"] == []
     assert roles_of(wiring, Allowed([readwrite])) == [], "a listener that lacks something is no worker"
     commanding = [{**readwrite, "actions": ["find", "update"]}, _OPLOG]
-    assert roles_of(wiring, Allowed(commanding)) == [], "an operator replays and discards dead letters, too"
+    assert roles_of(wiring, Allowed(commanding)) == ["viewer"], "an operator replays and discards dead letters, too"
     moved = ("dead_letters", "partitions", "replays", "snapshots", "spill", "subscriptions")
     moving = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in moved]
-    assert roles_of(wiring, Allowed([*commanding, *moving])) == ["worker", "operator"], "who moves positions may claim"
+    assert roles_of(wiring, Allowed([*commanding, *moving])) == ["worker", "operator", "viewer"], (
+        "who moves positions may claim"
+    )
     del moving[0]
-    assert roles_of(wiring, Allowed([*commanding, *moving])) == []
+    assert roles_of(wiring, Allowed([*commanding, *moving])) == ["viewer"]
     assert not any(lacking(wiring, Allowed(None)).values())
     assert not any(lacking(wiring, Allowed([{"resource": {"anyResource": True}, "actions": _all(wiring)}])).values())
 

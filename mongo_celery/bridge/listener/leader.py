@@ -45,7 +45,6 @@ from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_t
 from mongo_celery.bridge.listener.takeover import LockedPartitions, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
-from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.items import Failed
 from mongo_celery.bridge.stream.reader import Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
@@ -138,7 +137,7 @@ class Leader:
         self._complained_at = -math.inf
         self._claim_check = ClaimCheck(self._store.spill, self._options.max_message_bytes)
         self._publishing = Publishing(
-            Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document), wiring.queue_names),
+            Dispatcher(wiring.app, self._options, lambda: renewal.sealing, wiring.queue_names),
             self._claim_check,
             activity,
         )

@@ -25,7 +25,6 @@ from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.state.positions import make_intervention
-from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.source import Scope, Selector
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import (
@@ -255,8 +254,16 @@ class Listener:
             term.version,
             extra={"event": "lease_acquired", "version": term.version},
         )
-        renewal = Renewal(leases, term, self._options.lease_ttl, self._report, ForeignMessages().notice)
-        mark = MarkKeeper(self._wiring, sealing_of(term.document).installation)
+        foreign, keys = ForeignMessages(), self._wiring.store.signing
+        renewal = Renewal(
+            leases,
+            keys,
+            term,
+            self._options.lease_ttl,
+            self._report,
+            lambda _: foreign.notice(leases.read() or {}),
+        )
+        mark = MarkKeeper(self._wiring, str(term.document["installation"]))
         requests = PeriodicRequests(self._wiring.app)
         mark.start()
         requests.start()
@@ -264,6 +271,7 @@ class Listener:
         self.activity.begins_term(term.version)
         ended_by: Exception | None = None
         try:
+            renewal.read_key()
             self._lead_by(renewal, selectors, scope)
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})

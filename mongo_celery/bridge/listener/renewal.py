@@ -16,6 +16,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.leases import Leases, Term
+from mongo_celery.bridge.state.signing import Sealing, SigningKeys
 from mongo_celery.mongo.verdicts import brief
 
 logger = logging.getLogger("mongo_celery.lease")
@@ -30,6 +31,7 @@ class Renewal:
 
     Args:
         leases: the lease.
+        keys: by which messages are signed.
         term: as acquired.
         ttl: seconds.
         report: gives what `status` shows of this listener.
@@ -39,12 +41,15 @@ class Renewal:
     def __init__(
         self,
         leases: Leases,
+        keys: SigningKeys,
         term: Term,
         ttl: float,
         report: Callable[[], Mapping[str, Any]],
         read: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> None:
         self._leases = leases
+        self._keys = keys
+        self._sealing: Sealing | None = None
         self._term = term
         self._ttl = ttl
         self._report = report
@@ -59,6 +64,16 @@ class Renewal:
     def term(self) -> Term:
         """The term, with its newest version and trusted time."""
         return self._term
+
+    @property
+    def sealing(self) -> Sealing:
+        """What messages are signed with, as of the last renewal."""
+        return self._sealing or self.read_key()
+
+    def read_key(self) -> Sealing:
+        """Read what messages are signed with now, and put an announced key in force; raises `PyMongoError`."""
+        self._sealing = self._keys.sealing(self._term.document)
+        return self._sealing
 
     def start(self) -> None:
         """Begin to renew."""
@@ -103,6 +118,7 @@ class Renewal:
                         self._lost = True
                         return
                     self._term = renewed
+                self.read_key()
                 if self._read is not None:
                     self._read(renewed.document)
                 pause = self._ttl / 3

@@ -41,7 +41,16 @@ OPLOG_HOURS_MIN = 24
 
 _STANDING = ("halted", "paused", "waiting", "parked")
 # A new layout copies stored changes by an aggregation with $merge, which asks for no more than find, insert and update.
-_STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters", "replays", "spill")
+_STATE_COLLECTIONS = (
+    "leases",
+    "subscriptions",
+    "partitions",
+    "dead_letters",
+    "replays",
+    "spill",
+    "bridge_keys",
+    "drops",
+)
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
 
@@ -245,7 +254,7 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
         else:
             yield warning("oplog_rights", f"How far the oplog reaches back cannot be seen here. {failure}")
         return
-    yield ok("oplog_rights", "The oplog can be read.")
+    yield ok("oplog_rights", "How far the oplog reaches back can be seen.")
     fill = _oplog_fill(client)
     yield _judge_window(oplog, fill)
     rate = (lease.get("live") and (lease.get("report") or {}).get("spillBytesPerSecond")) or 0

@@ -1,8 +1,8 @@
 """
 The rights on MongoDB that a bridge needs: by role, on its own databases and collections, and no more.
 
-Three roles, as there are three kinds of processes: the listener, workers (the embedded listener needs both), and the
-people who run `changes`. What handlers do with their own data is theirs, and stands in none.
+Four roles: the listener, workers (the embedded listener needs both), the people who run `changes`, and those who only
+look. What handlers do with their own data is theirs, and stands in none.
 
 A right belongs to a role where something of the role fails without it, and says so. One without which the role does
 all its work, with a warning or with less to see, is optional; `without` says what is missed then.
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.existing import SNAPSHOT
+from mongo_celery.bridge.state.drops import COLLECTION as DROPS
+from mongo_celery.bridge.state.signing import COLLECTION as KEYS
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed
 
@@ -27,6 +29,7 @@ ROLES = {
     "listener": "leads, reads the change stream, stores positions and what stands",
     "worker": "claims changes, records what became of them; handlers' own data is not in it",
     "operator": "runs `celery -A ... changes`",
+    "viewer": "looks: `status`, `health`, `top`, `head`, `dead-letters`, `history`; it changes nothing",
 }
 """The roles, and what each does."""
 
@@ -93,13 +96,17 @@ def rights_of(wiring: Wiring, role: str) -> list[Right]:
     _, scope = wiring.stream()
     if role == "listener":
         return _of_listener(wiring, scope)
-    return [*_of_worker(options.database), *_keys(wiring)] if role == "worker" else _of_operator(options, scope)
+    if role == "operator":
+        return _of_operator(options, scope)
+    return [*_of_worker(options.database), *_keys(wiring)] if role == "worker" else _of_viewer(options.database)
 
 
 def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
     state = wiring.options.database
     return [
-        Right(state, "leases", _UPSERT, "the lease, and the signing key in it"),
+        Right(state, "leases", _UPSERT, "the lease"),
+        Right(state, KEYS, _UPSERT, "the keys by which messages are signed"),
+        Right(state, DROPS, _UPSERT, "what workers have dropped; another leader on the broker"),
         Right(state, "subscriptions", _UPSERT, "positions and layouts of the handlers"),
         Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
@@ -128,18 +135,19 @@ def _collections_of_listener(wiring: Wiring, scope: Scope) -> Right:
 
 def _oplog_of_listener(wiring: Wiring) -> Right:
     """Where a start is the oldest entry, somebody has to find it."""
-    purpose = "the oldest entry: where a bridge begins or goes on, and how near a handler is to it"
+    purpose = "the time of the oplog's oldest entry: where a bridge begins, and how near a handler is to it"
     options = wiring.options
     starts = [handler.start(options) for handler in wiring.handlers]
     is_needed = "oldest" in (options.start_from, options.on_history_lost, *starts)
     without = None if is_needed else "nothing warns before history is lost, and `go-on --from oldest` is refused"
-    return Right("local", "oplog.rs", _FIND, purpose, without)
+    return Right(None, "", ("serverStatus",), purpose, without)
 
 
 def _of_worker(state: str) -> list[Right]:
     return [
-        Right(state, "leases", _FIND, "the keys by which messages are verified"),
-        Right(state, "leases", ("update",), "counting what was dropped", "forged messages are dropped uncounted"),
+        Right(state, "leases", _FIND, "which handlers the listener serves"),
+        Right(state, KEYS, _FIND, "the keys by which messages are verified"),
+        Right(state, DROPS, ("insert", "update"), "counting dropped messages", "forged messages are dropped uncounted"),
         Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
         Right(state, "spill", _UPSERT, "changes that travel by reference; the one at which a partition halts"),
         Right(state, "dead_letters", _ALL, "changes that are set aside; those that are replayed go"),
@@ -165,14 +173,16 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     state = options.database
     stream = "`changes check` cannot try the change stream, and says so; `replay` and tokens for `rewind` are refused"
     found = [
-        Right(state, "leases", _UPDATE, "status; `rotate-key` and whatever moves positions write it"),
+        Right(state, "leases", _UPDATE, "status; whatever moves positions writes it"),
+        Right(state, KEYS, _UPDATE, "`rotate-key`"),
+        Right(state, DROPS, _FIND, "status: what workers have dropped"),
         Right(state, "subscriptions", _ALL, "status; `go-on` and `rewind` write it, `rename` and `forget` remove some"),
         Right(state, "partitions", _ALL, "status; commands write it, `rename` and `forget` remove some"),
         Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `rename` and `forget` move it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "replays", _ALL, "`replay` asks for them; `list` shows it, `discard` takes it back"),
         Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `rename` and `forget` move them, too"),
-        Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`, `rewind`, `replay`"),
+        Right(None, "", ("serverStatus",), "how far the oplog reaches back; `go-on --from oldest`, `rewind`, `replay`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
         _watching(scope, "`changes check` and `changes replay` open the change stream", stream),
     ]
@@ -184,6 +194,22 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         found.append(Right(scope.database or "", "", ("listCollections",), "what `snapshot` is to read", late))
     unseen = "`changes check` does not see test commands"
     return [*found, Right(None, "", ("getParameter",), "whether mongod runs with test commands", unseen)]
+
+
+def _of_viewer(state: str) -> list[Right]:
+    """Nothing that this role reads lets it write, sign a message, or see what other databases hold."""
+    return [
+        Right(state, "leases", _FIND, "the listener and its report"),
+        Right(state, DROPS, _FIND, "what workers have dropped"),
+        Right(state, "subscriptions", _FIND, "handlers and their positions"),
+        Right(state, "partitions", _FIND, "what stands, and why"),
+        Right(state, "spill", _FIND, "how much is stored; `head` shows documents of it"),
+        Right(state, "dead_letters", _FIND, "dead letters, with their documents"),
+        Right(state, "replays", _FIND, "replays that are under way"),
+        Right(state, "snapshots", _FIND, "how far snapshots are"),
+        Right(None, "", ("serverStatus",), "how far the oplog reaches back", "status shows no window of the oplog"),
+        Right("local", "oplog.rs", ("collStats",), "whether it is full", "a young oplog counts as a full one"),
+    ]
 
 
 def _watching(scope: Scope, purpose: str, without: str | None = None) -> Right:

@@ -169,8 +169,8 @@ class Reach:
             oplog = read_oplog(client)
         except AccessError as error:
             raise AccessError(
-                "The MongoDB user may not read the oplog, so nobody can tell how far it reaches back: grant the action "
-                "find on {db: 'local', collection: 'oplog.rs'}, as the role that `changes grants` prints has it.",
+                "The MongoDB user may not see how far the oplog reaches back: grant the action serverStatus on the "
+                "cluster, as the role that `changes grants` prints has it.",
             ) from error
         except DeploymentError:
             oplog = None

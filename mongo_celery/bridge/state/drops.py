@@ -1,6 +1,6 @@
 """
-What came to a bridge from elsewhere, in its lease document: how many messages its workers have dropped, by reason, and
-who else leads a bridge of its name on the broker.
+What came to a bridge from elsewhere: how many messages its workers have dropped, by reason, and who else leads a bridge
+of its name on the broker. It has a collection of its own, so that workers need not write to the lease.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.table import Table, call_timeout
+
+COLLECTION = "drops"
 
 FORGED = "forged"
 FOREIGN = "foreign"
@@ -39,9 +41,9 @@ class Drops:
         }
         if sender is not None:
             change["$set"] = {"foreignSender": sender}
-        self._table.update({"_id": self._bridge}, change)
+        self._table.update({"_id": self._bridge}, change, upsert=True)
 
     def name_foreign_leader(self, who: str) -> None:
         """Record that another installation leads a bridge of this name on the same broker."""
         change = {"$set": {"foreignLeader.who": who}, "$currentDate": {"foreignLeader.at": True}}
-        self._table.update({"_id": self._bridge}, change)
+        self._table.update({"_id": self._bridge}, change, upsert=True)

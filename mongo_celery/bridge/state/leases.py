@@ -42,11 +42,11 @@ from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
+from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.positions import noted
-from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept
+from mongo_celery.bridge.state.signing import installation_kept
 from mongo_celery.bridge.state.subscriptions import Layout, layout_in, name_in
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
-from mongo_celery.mongo.keys import new_key
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -105,7 +105,6 @@ class Leases:
             "generation": 0,
             "partitions": None,
             "keys": _HANDED_OVER,
-            "signingKey": new_key(),
             "renewedAt": None,
             "state": "idle",
         }
@@ -201,7 +200,7 @@ class Leases:
 
     def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
         """
-        Extend the lease of this term, and put an announced key in force when its time has come.
+        Extend the lease of this term.
 
         Args:
             term: the term that calls.
@@ -218,7 +217,7 @@ class Leases:
             "report": literal(dict(report)),
             "reportedAt": "$$NOW",
         }
-        document = self._table.find_and_update(self._mine(term), [{"$set": change}, EXCHANGE])
+        document = self._table.find_and_update(self._mine(term), [{"$set": change}])
         if document is None:
             return None
         return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
@@ -304,13 +303,16 @@ class Leases:
         The lease document, or None before the first start.
 
         Two verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
-        since the listener's last report.
+        since the listener's last report; and what workers have dropped, see `Drops`.
         """
         verdicts = {
             "live": {"$gt": ["$expiresAt", "$$NOW"]},
             "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
         }
-        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
+        dropped = {"from": DROPS, "localField": "_id", "foreignField": "_id", "as": DROPS}
+        whole = {"$mergeObjects": [{"$arrayElemAt": [f"${DROPS}", 0]}, "$$ROOT", verdicts]}
+        stages = [{"$match": {"_id": self._bridge}}, {"$lookup": dropped}, {"$replaceWith": whole}, {"$unset": DROPS}]
+        found = self._table.aggregate(stages)
         return found[0] if found else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
@@ -336,7 +338,6 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
                 "installation": installation_kept(),
             },
         },
-        EXCHANGE,
     ]
 
 

@@ -1,24 +1,33 @@
 """
-The keys by which messages are signed: kept in the lease document, read by workers, exchanged without a stall.
+The keys by which messages are signed: kept apart from the lease, read by workers, exchanged without a stall.
 
-A new key is announced first. Workers read the keys again every few seconds while messages come, so that all of
-them know it by the time at which it comes into force; the renewal of the lease that finds the time come exchanges
-the keys in one write. What was signed with the old one is accepted for a bounded time. All times are the server's.
+Each bridge has one document in the collection `bridge_keys`, so that nobody needs to read keys to read the state, and
+no writer of an outbox, which may store keys of entries in `keys`, can exchange one::
+
+    {_id: "shop", key: KEY, next: {key, from, overlap} or null, previous: [{key, until}, ...]}
+
+A new key is announced first. Workers read the keys again every few seconds while messages come, so that all of them
+know it by the time at which it comes into force. The leader exchanges the keys in one write once that time has come.
+What was signed with the old one is accepted for a bounded time. All times are the server's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from bson import ObjectId
-from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.mongo.expressions import after, literal, millis
 from mongo_celery.mongo.keys import new_key
 from mongo_celery.mongo.table import Table, call_timeout
+
+COLLECTION = "bridge_keys"
 
 KEY_SECONDS = 5.0
 """How old a worker's reading of the keys may be."""
@@ -26,22 +35,23 @@ KEY_SECONDS = 5.0
 ANNOUNCED_SECONDS = 3 * KEY_SECONDS
 """From the announcement of a key to its use."""
 
-_DUE = {"$and": [{"$gt": ["$nextKey", None]}, {"$lte": ["$nextKey.from", "$$NOW"]}]}
-_OLD = {"key": "$signingKey", "until": {"$add": ["$$NOW", "$nextKey.overlap"]}}
-EXCHANGE: dict[str, Any] = {
+_PREVIOUS = {"$ifNull": ["$previous", []]}
+_DUE = {"$and": [{"$gt": ["$next", None]}, {"$lte": ["$next.from", "$$NOW"]}]}
+_OLD = {"key": "$key", "until": {"$add": ["$$NOW", "$next.overlap"]}}
+_EXCHANGE: dict[str, Any] = {
     "$set": {
-        "signingKey": {"$cond": [_DUE, "$nextKey.key", "$signingKey"]},
-        "nextKey": {"$cond": [_DUE, None, {"$ifNull": ["$nextKey", None]}]},
-        "previousKeys": {
+        "key": {"$cond": [_DUE, "$next.key", "$key"]},
+        "next": {"$cond": [_DUE, None, {"$ifNull": ["$next", None]}]},
+        "previous": {
             "$filter": {
-                "input": {"$concatArrays": [{"$ifNull": ["$previousKeys", []]}, {"$cond": [_DUE, [_OLD], []]}]},
+                "input": {"$concatArrays": [_PREVIOUS, {"$cond": [_DUE, [_OLD], []]}]},
                 "as": "each",
                 "cond": {"$gt": ["$$each.until", "$$NOW"]},
             },
         },
     },
 }
-"""Part of each acquisition and renewal: puts an announced key in force when its time has come, and forgets old ones."""
+"""Puts an announced key in force when its time has come, and forgets old ones. It may be repeated, by anybody."""
 
 
 def installation_kept() -> dict[str, Any]:
@@ -57,15 +67,10 @@ class Sealing:
     installation: str
 
 
-def sealing_of(lease: Mapping[str, Any]) -> Sealing:
-    """The key in force, from a reading of the lease."""
-    return Sealing(bytes(lease["signingKey"]), str(lease.get("installation") or ""))
-
-
 @dataclass(frozen=True, slots=True)
 class KeyRing:
     """
-    What a worker knows of a bridge's lease.
+    What a worker knows of a bridge's keys and lease.
 
     Attributes:
         keys: whose signatures are accepted, the one in force first.
@@ -80,27 +85,36 @@ class KeyRing:
 class SigningKeys:
     """The keys of one bridge."""
 
-    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
+    def __init__(self, database: Database[dict[str, Any]], bridge: str, ttl: float) -> None:
+        self._table = Table(database[COLLECTION], call_timeout(ttl))
+        self._leases = Table(database["leases"], call_timeout(ttl))
         self._bridge = bridge
+        self._this = {"_id": bridge}
+
+    def sealing(self, lease: Mapping[str, Any]) -> Sealing:
+        """Return what the leader signs with now; make the first key, and put an announced one in force if it is due."""
+        found = self._table.find_one(self._this) or self._made()
+        if found.get("next") or found.get("previous"):
+            found = self._table.find_and_update(self._this, [_EXCHANGE]) or found
+        return Sealing(bytes(found["key"]), str(lease["installation"]))
+
+    def _made(self) -> dict[str, Any]:
+        first = {"$setOnInsert": {"key": new_key(), "next": None, "previous": []}}
+        with suppress(DuplicateKeyError):  # another process was first
+            self._table.update(self._this, first, upsert=True)
+        found = self._table.find_one(self._this)
+        assert found is not None, "it was just stored"
+        return found
 
     def read(self) -> KeyRing | None:
         """The keys that are accepted now, or None before the first start of a listener."""
-        still = {
-            "$filter": {
-                "input": {"$ifNull": ["$previousKeys", []]},
-                "as": "each",
-                "cond": {"$gt": ["$$each.until", "$$NOW"]},
-            },
-        }
-        fields = {"signingKey": 1, "nextKey": 1, "installation": 1, "previousKeys": still}
-        fields |= {"identity": 1, "listenerId": 1}
-        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$project": fields}])
-        if not found:
+        still = {"$filter": {"input": _PREVIOUS, "as": "each", "cond": {"$gt": ["$$each.until", "$$NOW"]}}}
+        found = self._table.aggregate([{"$match": self._this}, {"$set": {"previous": still}}])
+        lease = self._leases.find_one({"_id": self._bridge}, {"installation": 1, "identity": 1, "listenerId": 1})
+        if not found or lease is None:
             return None
-        lease = found[0]
-        others = [*filter(None, [lease.get("nextKey")]), *lease["previousKeys"]]
-        keys = (bytes(lease["signingKey"]), *(bytes(each["key"]) for each in others))
+        others = [*filter(None, [found[0].get("next")]), *found[0]["previous"]]
+        keys = (bytes(found[0]["key"]), *(bytes(each["key"]) for each in others))
         identity = lease.get("identity") if lease.get("listenerId") else None
         return KeyRing(keys, str(lease.get("installation") or ""), identity)
 
@@ -112,10 +126,10 @@ class SigningKeys:
             overlap: for how many seconds the present one is accepted after the exchange.
 
         Returns:
-            When it comes into force, if a listener leads then; None when there is no lease, or a key is announced
+            When it comes into force, if a listener leads then; None when there is no key yet, or one is announced
             already.
         """
         key = {"key": new_key(), "overlap": millis(overlap)}
-        change = {"nextKey": {"$mergeObjects": [literal(key), {"from": after(ANNOUNCED_SECONDS)}]}}
-        found = self._table.find_and_update({"_id": self._bridge, "nextKey": None}, [{"$set": change}])
-        return None if found is None else found["nextKey"]["from"]
+        change = {"next": {"$mergeObjects": [literal(key), {"from": after(ANNOUNCED_SECONDS)}]}}
+        found = self._table.find_and_update({**self._this, "next": None}, [{"$set": change}])
+        return None if found is None else found["next"]["from"]

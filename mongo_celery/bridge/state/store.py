@@ -11,6 +11,7 @@ from pymongo.client_session import ClientSession
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import DeadLetters
+from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.drops import Drops
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.names import Names
@@ -43,8 +44,8 @@ class Store:
         database = strict(client[options.database], _TYPES)
         bridge = options.name
         self.leases = Leases(database["leases"], bridge, options.lease_ttl)
-        self.signing = SigningKeys(database["leases"], bridge, options.lease_ttl)
-        self.drops = Drops(database["leases"], bridge, options.lease_ttl)
+        self.signing = SigningKeys(database, bridge, options.lease_ttl)
+        self.drops = Drops(database[DROPS], bridge, options.lease_ttl)
         self.subscriptions = Subscriptions(database["subscriptions"], bridge, options.lease_ttl)
         self.partitions = Partitions(database["partitions"], bridge, options.lease_ttl)
         self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)

@@ -120,11 +120,12 @@ def test_two_apps_that_began_on_one_broker_at_the_same_time_are_named_and_counte
     listener.wait_for_output("another app uses this bridge's name on this broker")
     worker.wait_for_output("another app uses the bridge name chain on this broker")
     assert f".{theirs.pid}@" in worker.text, "the listener that sent it"
-    lease = wait_for(lambda: _lease(chain) if (_lease(chain).get("dropped") or {}).get("foreign") else None)
-    assert "forged" not in lease["dropped"]
+    drops = chain.state["drops"]
+    found = wait_for(lambda: drops.find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
+    assert "forged" not in found["dropped"]
     for here, there in ((listener, theirs), (theirs, listener)):
         here.wait_for_output(f"another listener leads a bridge named chain on this broker.* process {there.pid} on")
-    wait_for(lambda: _lease(chain).get("foreignLeader"))
+    wait_for(lambda: drops.find_one({"_id": "chain", "foreignLeader": {"$exists": True}}))
     bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
     bridge.on_change("shop.orders", name="plain")(lambda_handler)
     found = [each.name for each in check_lease(bridge.wiring) if each.level == "error"]

@@ -53,9 +53,7 @@ def _tampered(message: bytes, headers: Mapping[str, Any], embedded: Mapping[str,
 
 
 def _dropped(chain: Chain) -> Document:
-    lease = chain.state["leases"].find_one({"_id": "chain"})
-    assert lease is not None
-    found: Document = lease.get("dropped") or {}
+    found: Document = (chain.state["drops"].find_one({"_id": "chain"}) or {}).get("dropped", {})
     return found
 
 
@@ -136,7 +134,7 @@ def test_a_key_is_exchanged_under_load_without_a_drop(
         worker = chain.worker()
         keys = [f"k{number}" for number in range(8)]
         sent: list[Due] = chain.write_many("plain", keys, 1)
-        before = chain.state["leases"].find_one({"_id": "chain"})
+        before = chain.state["bridge_keys"].find_one({"_id": "chain"})
         assert before is not None
         monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
         operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
@@ -149,9 +147,9 @@ def test_a_key_is_exchanged_under_load_without_a_drop(
             if chain.facts["end"].count_documents({}) > len(sent) - 5 * len(keys):  # a backlog, and no endless one
                 n = len(sent) // len(keys) + 1
                 sent.extend(chain.write("plain", key, n) for key in keys)
-            lease = chain.state["leases"].find_one({"_id": "chain"})
-            assert lease is not None
-            return bool(lease["signingKey"] != before["signingKey"])
+            found = chain.state["bridge_keys"].find_one({"_id": "chain"})
+            assert found is not None
+            return bool(found["key"] != before["key"])
 
         wait_for(exchanged)
         listener.wait_for_output("signing with a new key")
@@ -160,6 +158,6 @@ def test_a_key_is_exchanged_under_load_without_a_drop(
         chain.judge(spare=0)
         assert not _dropped(chain)
         assert "dropped" not in worker.text
-        lease = chain.state["leases"].find_one({"_id": "chain"})
-        assert lease is not None
-        assert [bytes(each["key"]) for each in lease["previousKeys"]] == [bytes(before["signingKey"])]
+        found = chain.state["bridge_keys"].find_one({"_id": "chain"})
+        assert found is not None
+        assert [bytes(each["key"]) for each in found["previous"]] == [bytes(before["key"])]
