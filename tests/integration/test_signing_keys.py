@@ -92,7 +92,7 @@ def test_a_key_comes_into_force_with_the_next_term_where_nobody_leads(
     """The command needs no listener."""
     term = _led(store)
     old = _key(store, term)
-    assert store.leases.release(term, DEFINITIONS)
+    assert store.leases.release(term)
     store.signing.announce(60)
     new = _ring(store)[1]
     _come(documents)

@@ -81,6 +81,7 @@ class Leases:
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
         self._table = Table(collection, call_timeout(ttl))
+        self._drops = Table(collection.database[DROPS], call_timeout(ttl))
         self._bridge = bridge
         self._ttl = ttl
         self._suspect: tuple[Any, float] | None = None
@@ -309,11 +310,8 @@ class Leases:
             "live": {"$gt": ["$expiresAt", "$$NOW"]},
             "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
         }
-        dropped = {"from": DROPS, "localField": "_id", "foreignField": "_id", "as": DROPS}
-        whole = {"$mergeObjects": [{"$arrayElemAt": [f"${DROPS}", 0]}, "$$ROOT", verdicts]}
-        stages = [{"$match": {"_id": self._bridge}}, {"$lookup": dropped}, {"$replaceWith": whole}, {"$unset": DROPS}]
-        found = self._table.aggregate(stages)
-        return found[0] if found else None
+        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
+        return {**(self._drops.find_one({"_id": self._bridge}) or {}), **found[0]} if found else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
