@@ -29,8 +29,8 @@ def check_view(name: str, findings: Sequence[Finding]) -> RenderableType:
     parts: list[RenderableType] = [Text(name, style="bold"), table]
     for finding in findings:
         if finding.level == "ok":
-            level = Text(finding.level, style=_COLORS[finding.level])
-            table.add_row(level, Text(finding.name), Text(visible(finding.message)))
+            word = Text(finding.level, style=_COLORS[finding.level])
+            table.add_row(word, Text(finding.name), Text(visible(finding.message)))
     for level in ("warning", "error"):
         for finding in reversed([each for each in findings if each.level == level]):
             sentence = f" {finding.name}: {visible(finding.message)}"

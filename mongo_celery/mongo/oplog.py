@@ -119,7 +119,7 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
                 raise
             _WITHOUT_FIND[id(client)] = client  # a server logs each refusal
     try:
-        found = client.admin.command(_STATUS).get("oplog") or {}
+        found = client.admin.command(dict(_STATUS)).get("oplog") or {}
     except OperationFailure as error:
         if verdict_on(error) is Verdict.ACCESS:
             raise AccessError(

@@ -99,7 +99,7 @@ class SigningKeys:
         return Sealing(bytes(found["key"]), str(lease["installation"]))
 
     def _made(self) -> dict[str, Any]:
-        first = {"$setOnInsert": {"key": new_key(), "next": None, "previous": []}}
+        first: dict[str, Any] = {"$setOnInsert": {"key": new_key(), "next": None, "previous": []}}
         with suppress(DuplicateKeyError):  # another process was first
             self._table.update(self._this, first, upsert=True)
         found = self._table.find_one(self._this)

@@ -121,8 +121,8 @@ def test_two_apps_that_began_on_one_broker_at_the_same_time_are_named_and_counte
     worker.wait_for_output("another app uses the bridge name chain on this broker")
     assert f".{theirs.pid}@" in worker.text, "the listener that sent it"
     drops = chain.state["drops"]
-    found = wait_for(lambda: drops.find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
-    assert "forged" not in found["dropped"]
+    counted = wait_for(lambda: drops.find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
+    assert "forged" not in counted["dropped"]
     for here, there in ((listener, theirs), (theirs, listener)):
         here.wait_for_output(f"another listener leads a bridge named chain on this broker.* process {there.pid} on")
     wait_for(lambda: drops.find_one({"_id": "chain", "foreignLeader": {"$exists": True}}))
