@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -105,18 +105,13 @@ def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> Render
         "set aside": _moment(found),
         "failed before": number(int(entry.get("attempts", 0)), "time", "times"),
         "error": found.error,
-        **({"payload": _payload(entry)} if payload else {}),
+        **({"payload": entry.get("payload")} if payload else {}),
     }
     width = max(map(len, facts)) + 2
     lines: list[RenderableType] = [
         Text.assemble((f"{name}:".ljust(width), "dim"), visible(value)) for name, value in facts.items()
     ]
     return Group(*lines, Text(visible_lines(found.traceback.rstrip(), "  ")))
-
-
-def _payload(entry: Mapping[str, Any]) -> Any:
-    bind = entry.get("bind")  # where the payload of an entry lies that was stored before its document's _id was known
-    return bind.get("payload") if isinstance(bind, Mapping) else entry.get("payload")
 
 
 def _moment(found: DeadLetter) -> str:

@@ -170,6 +170,8 @@ def _set_ancestors(task: Any) -> None:
 
 def leaves(signature: Any) -> Iterator[Any]:
     """All single tasks of a canvas: members, bodies, later steps of a chain and links."""
+    if _is_plain(signature):  # as nearly all are
+        return iter((signature,))
     return (each for each in _signatures(signature) if each.subtask_type is None)
 
 
@@ -190,7 +192,6 @@ def encoded(app: Celery, signature: Any) -> tuple[str, str, Any]:
     """
     serializers, tasks = [], list(leaves(signature))
     for leaf in tasks:
-        _refuse_handler(app, leaf.task)
         serializers.append(_serializer(app, leaf))
         if len(tasks) > 1:
             _encode((tuple(leaf.args), dict(leaf.kwargs)), serializers[-1], leaf.task)
@@ -340,7 +341,9 @@ def _make_absolute(signature: Any, now: datetime) -> None:
 
 
 def _serializer(app: Celery, leaf: Any) -> str:
-    task = app.tasks.get(leaf.task)
+    task: Any = app.tasks.get(leaf.task)
+    if hasattr(task, "refused_to_send"):  # a change handler: its own `delay` says the same
+        raise OutboxRefusedError(task.refused_to_send(), task=leaf.task)
     return str(leaf.options.get("serializer") or getattr(task, "serializer", None) or app.conf.task_serializer)
 
 
@@ -354,13 +357,6 @@ def _encode(value: object, serializer: str, task: str) -> tuple[str, str, Any]:
             task=task,
         ) from error
     return content_type, encoding, payload
-
-
-def _refuse_handler(app: Celery, name: str) -> None:
-    """Refuse a change handler, as its own `delay` does."""
-    refusal = getattr(app.tasks.get(name), "refused_to_send", None)
-    if refusal is not None:
-        raise OutboxRefusedError(refusal(), task=name)
 
 
 def _check_arguments(app: Celery, head: Any) -> None:

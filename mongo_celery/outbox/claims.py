@@ -54,16 +54,8 @@ class PendingClaims:
         ahead = {"$gt": [since, after(_SKEW_SECONDS)]}
         self.free: Document = {"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.ttl")]}]}
         """No claim, a lapsed one, or one whose time cannot be right."""
-        until = _readable(f"${field.not_before}", "date", LONG_AGO)
-        self.due: Document = {
-            "$and": [{"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.wait")]}]}, {"$lte": [until, "$$NOW"]}]
-        }
+        self.due: Document = {"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.wait")]}]}
         """Not held back after a failure."""
-        self._first_edition: Document = {"$eq": [{"$type": f"${field.not_before}"}, "date"]}
-        """
-        It is held back by what the first edition knows, whose relays may be at work as well, and its claims have no
-        `wait`: with both it would grow.
-        """
         self._object: Document = {"$eq": [{"$type": f"${name}"}, "object"]}
         head_app = {"$let": {"vars": {"head": self._head}, "in": {"$ifNull": ["$$head.app", None]}}}
         self.ours: Document = {"$in": [head_app, literal(list(apps))]}
@@ -86,8 +78,7 @@ class PendingClaims:
     @property
     def has_failed(self) -> Document:
         """It was held back after its last turn: what stands at the head could not be published."""
-        pause = _readable(f"${self.field.claim}.wait", "long", Int64(0))
-        return {"$or": [{"$gt": [pause, 0]}, self._first_edition]}
+        return {"$gt": [_readable(f"${self.field.claim}.wait", "long", Int64(0)), 0]}
 
     # -- conditions --------------------------------------------------------------------------------
 
@@ -128,10 +119,8 @@ class PendingClaims:
     # -- updates -----------------------------------------------------------------------------------
 
     def claimed(self, owner: ObjectId, ttl: float) -> list[Document]:
-        """Claim a document, in the form that it has."""
-        claim = claimed_by(owner, ttl)
-        first_edition = {name: value for name, value in claim.items() if name != "wait"}
-        return [{"$set": {self.field.claim: {"$cond": [self._first_edition, first_edition, claim]}}}]
+        """Claim a document."""
+        return [{"$set": {self.field.claim: _whole(claimed_by(owner, ttl))}}]
 
     def emptied(self, published: Sequence[tuple[object, Sequence[object]]]) -> tuple[Document, Document]:
         """
@@ -208,12 +197,8 @@ class PendingClaims:
         """
         field = self.field
         mine = {"_id": {"$in": list(document_ids)}, f"{field.claim}.owner": {"$in": list(owners)}}
-        free = {**UNCLAIMED, "since": "$$NOW"} if pause else UNCLAIMED
-        first_edition = {name: value for name, value in free.items() if name != "wait"}
-        free = {**free, "wait": millis(pause)}
-        change: Document = {field.claim: {"$cond": [self._first_edition, first_edition, free]}}
-        if pause:
-            change[field.not_before] = {"$cond": [self._first_edition, after(pause), f"${field.not_before}"]}
+        free = {**UNCLAIMED, "since": "$$NOW", "wait": millis(pause)} if pause else UNCLAIMED
+        change: Document = {field.claim: _whole(free)}
         if failed is not None:
             counted = {"$mergeObjects": ["$$entry", {"attempts": _one_more("$$entry.attempts")}]}
             change[field.events] = {
@@ -234,6 +219,11 @@ def age_of(field: Mapping[str, Any], at: Any) -> float | None:
         return float((since - at).total_seconds())
     except (TypeError, AttributeError):
         return None
+
+
+def _whole(document: Document) -> Document:
+    """Return what replaces a value; `$set` alone would merge a document into one, or into each of an array."""
+    return {"$mergeObjects": [document]}
 
 
 def _readable(value: object, kind: str, otherwise: object) -> Document:

@@ -22,7 +22,7 @@ COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
 _UNSIGNED = {"unsigned": True}
 _OLDEST_FIRST = [("at", 1), ("_id", 1)]
-_WITHOUT_PAYLOADS = {"entry.payload": 0, "entry.bind.payload": 0}
+_WITHOUT_PAYLOADS = {"entry.payload": 0}
 
 
 class OutboxDeadLetters:

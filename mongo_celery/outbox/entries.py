@@ -37,10 +37,10 @@ _SENDS = ("delay", "apply_async", "apply")
 """Methods of tasks and signatures that are no functions of the `_id`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Entry:
     """
-    One pending task or event.
+    One pending task or event. It is not frozen: each write makes some, and a frozen one takes three times as long.
 
     Attributes:
         id: by which it is removed; also the id of a single task, and of an event.
@@ -53,7 +53,7 @@ class Entry:
         payload: the frozen signature in its task's own serializer, or the event's JSON.
         attempts: how often its publishing has failed through its own fault.
         trace: the trace context in which it was written; empty where there was none.
-        app: name of the app that wrote it; empty where it has none, or where the first edition of this format wrote.
+        app: name of the app that wrote it; empty where it has none.
         bind: what stands for the document's `_id` in the payload, whose ids are then derived from it; empty where the
             `_id` was known, or is not asked for.
         keeps: ids of the payload that are not derived, since the user has given them and did not say that the write
@@ -77,25 +77,16 @@ class Entry:
     signature: bytes = b""
 
     def to_document(self) -> dict[str, Any]:
-        """
-        As it is stored; `attempts` is there from the beginning, so that counting never makes a document grow.
-
-        What is bound late has its payload inside `bind`: a relay of the first edition, which would send it as it
-        stands, cannot read it there.
-        """
-        content = {
-            "contentType": self.content_type,
-            "contentEncoding": self.content_encoding,
-            "payload": self.payload,
-        }
-        kept = {"keeps": list(self.keeps)} if self.keeps else {}
-        document = {
+        """As it is stored; `attempts` is there from the beginning, so that counting never makes a document grow."""
+        document: dict[str, Any] = {
             "id": self.id,
             "kind": self.kind,
             "at": self.at,
             "name": self.name,
             "argsrepr": self.argsrepr,
-            **({"bind": {"placeholder": self.bind, **kept, **content}} if self.bind else content),
+            "contentType": self.content_type,
+            "contentEncoding": self.content_encoding,
+            "payload": self.payload,
             "attempts": self.attempts,
             "signature": self.signature,
         }
@@ -103,6 +94,10 @@ class Entry:
             document["app"] = self.app
         if self.trace:
             document["trace"] = dict(self.trace)
+        if self.bind:
+            document["bind"] = self.bind
+        if self.keeps:
+            document["keeps"] = list(self.keeps)
         return document
 
     @classmethod
@@ -113,23 +108,22 @@ class Entry:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: somebody else has written to the field.
         """
-        bind = document["bind"] if "bind" in document else None  # noqa: SIM401 - it may be a text
-        content = document if bind is None else bind
+        id, signature = document["id"], document.get("signature")  # noqa: A001
         return cls(
-            id=document["id"],
+            id=id,
             kind=document["kind"],
             at=document["at"],
             name=document["name"],
             argsrepr=document.get("argsrepr", ""),
-            content_type=content["contentType"],
-            content_encoding=content["contentEncoding"],
-            payload=content["payload"],
+            content_type=document["contentType"],
+            content_encoding=document["contentEncoding"],
+            payload=document["payload"],
             attempts=int(document.get("attempts", 0)),
             trace=stored_trace(document.get("trace")),
             app=str(document.get("app", "")),
-            bind="" if bind is None else str(bind["placeholder"]),
-            keeps=() if bind is None else tuple(map(str, bind.get("keeps", ()))),
-            signature=bytes(signature) if isinstance(signature := document.get("signature"), bytes) else b"",
+            bind=str(document.get("bind", "")),
+            keeps=tuple(map(str, document.get("keeps", ()))),
+            signature=bytes(signature) if isinstance(signature, bytes) else b"",
         )
 
 
@@ -269,20 +263,9 @@ def _refuse_sender(given: Any) -> None:
         )
 
 
-def are_bound_late(events: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a stored entry needs the `_id` of its document before it can be published."""
-    return any("bind" in each for each in events)
-
-
 def without_payload(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored entry without its arguments, which may hold what is secret."""
-    bind = stored.get("bind")
-    shown = {name: value for name, value in stored.items() if name not in {"payload", "bind"}}
-    if bind is None:
-        return shown
-    return shown | {
-        "bind": {name: bind[name] for name in bind if name != "payload"} if isinstance(bind, Mapping) else {}
-    }
+    return {name: value for name, value in stored.items() if name != "payload"}
 
 
 class EntryMaker:

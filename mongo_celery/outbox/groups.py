@@ -44,9 +44,7 @@ def size_together(held: HeldDocument) -> int | None:
         if not isinstance(stored, Mapping) or stored.get("name") in _SEVERAL or attempts_of(stored):
             return None
         payload = stored.get("payload")
-        bind = stored.get("bind")
-        bound = bind.get("payload") if isinstance(bind, Mapping) else None
-        size += sum(_bytes_of(each) for each in (payload, bound) if isinstance(each, (str, bytes)))
+        size += _bytes_of(payload) if isinstance(payload, (str, bytes)) else 0
     return size
 
 

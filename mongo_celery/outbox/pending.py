@@ -3,7 +3,7 @@ What an outbox keeps in a document, in a field of its own, and how a write appen
 
 ::
 
-    pendingEvents: {count, events: [entry ...], claim: {owner, since, ttl, wait}, notBefore}
+    pendingEvents: {count, events: [entry ...], claim: {owner, since, ttl, wait}}
 
 `count` always equals the length of `events`; the partial index is on it. The field comes with the first entry and goes
 with the last. Every write of an entry also gives `claim` its place: relays then change only values of fixed size, so a
@@ -13,10 +13,6 @@ A claim runs from `since` for `ttl` milliseconds, by the server's clock (`$curre
 held back for `wait` milliseconds from then. Only an insert has no server time to offer; its claim, and the age of its
 entries, come from the writer's clock. So a time that lies ahead of the server's counts as long ago: a writer with a
 wrong clock can cost a duplicate, and never makes an entry wait.
-
-`notBefore` is what the first edition of this format has in the place of `wait`. Where an entry is bound late it is the
-largest value there is: relays of the first edition, which would publish such an entry with a placeholder for the
-`_id`, wait for ever then, and leave the document to those that can read it.
 """
 
 from __future__ import annotations
@@ -27,13 +23,13 @@ from dataclasses import field as dataclass_field
 from datetime import UTC, datetime
 from typing import Any
 
-from bson import Decimal128, MaxKey, ObjectId
+from bson import Decimal128, ObjectId
 from bson.int64 import Int64
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.expressions import literal, millis
 from mongo_celery.mongo.writes import Addition, Body, Modifications, Operators, Pipeline, Replacement
-from mongo_celery.outbox.entries import FIELD, Entry, are_bound_late
+from mongo_celery.outbox.entries import FIELD, Entry
 
 Document = dict[str, Any]
 Claim = tuple[ObjectId, float]
@@ -48,9 +44,6 @@ compares documents key by key, which is why these stand in the order in which th
 """
 
 _COUNT_MAX = 2**63 - 1
-
-NOT_BEFORE = "notBefore"
-"""Until when the first edition holds a document back; `MaxKey` where it must not touch it at all."""
 
 _PATH_STAGES = {"$set", "$addFields", "$unset"}
 
@@ -84,11 +77,6 @@ class PendingField:
         return f"{self.name}.claim"
 
     @property
-    def not_before(self) -> str:
-        """Path of what relays of the first edition go by."""
-        return f"{self.name}.{NOT_BEFORE}"
-
-    @property
     def absent(self) -> Document:
         """A condition: nothing is pending, and no relay holds the document."""
         return {self.name: {"$exists": False}}
@@ -118,7 +106,6 @@ class PendingField:
             "count": len(entries),
             "events": events,
             "claim": {"owner": owner, "since": since, "ttl": millis(ttl), "wait": Int64(0)},
-            **({NOT_BEFORE: MaxKey()} if are_bound_late(events) else {}),
         }
 
     def with_entries(self, update: Modifications, entries: Sequence[Entry], claim: Claim | None = None) -> Any:
@@ -183,10 +170,8 @@ class PendingField:
             "$push": {self.events: {"$each": list(events)}},
             "$inc": {self.count: len(events)},
         }
-        largest: Document = {self.not_before: MaxKey()} if are_bound_late(events) else {}
         if claim is None:
-            return {**pushed, "$max": {self.claim: dict(UNCLAIMED), **largest}}
-        pushed |= {"$max": largest} if largest else {}
+            return {**pushed, "$max": {self.claim: dict(UNCLAIMED)}}
         owner, ttl = claim
         fixed = {f"{self.claim}.owner": owner, f"{self.claim}.ttl": millis(ttl), f"{self.claim}.wait": Int64(0)}
         return {**pushed, "$set": fixed, "$currentDate": {f"{self.claim}.since": True}}
@@ -198,7 +183,6 @@ class PendingField:
             "count": {"$add": [{"$size": there}, {"$size": new}]},
             "events": {"$concatArrays": [there, new]},
             "claim": claimed_by(*claim) if claim else kept,
-            NOT_BEFORE: literal(MaxKey()) if are_bound_late(events) else f"${self.not_before}",
         }
 
     # -- refuse ------------------------------------------------------------------------------------

@@ -17,12 +17,10 @@ and whenever an entry does not fit them. A process that finds no keys stores its
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import math
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Any
 
 import bson
@@ -107,10 +105,11 @@ class EntrySigner:
             raise known from error
 
     def sign(self, entry: Entry) -> Entry:
-        """Return an entry with its signature; errors as of `prepare`."""
+        """Give a new entry its signature, and return it; errors as of `prepare`."""
         if not self._keys:
             self.prepare()
-        return replace(entry, signature=self._signature(self._keys[0], entry))
+        entry.signature = self._signature(self._keys[0], entry)
+        return entry
 
     def is_signed(self, entry: Entry) -> bool:
         """
@@ -165,7 +164,7 @@ class EntrySigner:
         covered: dict[str, Any] = {"outbox": self._outbox, **entry.to_document()}
         for name in _NOT_COVERED:
             covered.pop(name, None)
-        return hmac.digest(key, bson.encode(covered), hashlib.sha256)
+        return hmac.digest(key, bson.encode(covered), "sha256")
 
 
 def _is_in_event_loop() -> bool:

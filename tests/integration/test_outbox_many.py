@@ -24,7 +24,7 @@ from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry, entries_of
 from mongo_celery.outbox.pending import NOBODY, UNCLAIMED, PendingField
 from mongo_celery.outbox.replay import dead_letters, replay
-from tests.integration.outbox_rig import Rig, due_again, opened, pending
+from tests.integration.outbox_rig import Rig, opened, pending
 
 Document = dict[str, Any]
 
@@ -436,38 +436,6 @@ def test_a_task_whose_id_the_user_chose_is_set_aside_for_each_document(
     assert outbox.sweep(older_than=0).dispatched == 3
     assert [message.id for message in rig.drain()] == ["mine"] * 3
     assert outbox.dead_letters.count() == 0
-
-
-FIRST_EDITION_DUE = {"pendingEvents.count": {"$gt": 0}, "$expr": {"$lte": ["$pendingEvents.notBefore", "$$NOW"]}}
-"""What a relay of the first edition asks of a document before it touches it."""
-
-
-def test_relays_of_the_first_edition_leave_alone_what_is_bound_late(
-    rig: Rig, outbox: Outbox, database: Database[Document]
-) -> None:
-    """Whatever wrote it and whatever a relay does to it, until nothing is pending; all else they may deliver."""
-    orders, tasks = database["orders"], [rig.add.s(STORED_ID, 1)]
-    orders.insert_many([{"_id": each} for each in range(6)])
-    orders.update_one({"_id": 0}, outbox.with_tasks({"$set": {"a": 1}}, [rig.add.s(0, 0)], id=0))
-    assert [each["_id"] for each in orders.find(FIRST_EDITION_DUE)] == [0]
-    orders.update_many({"_id": {"$in": [0, 1]}}, outbox.with_tasks({"$set": {"a": 1}}, tasks))
-    orders.update_many({"_id": 2}, outbox.with_tasks([{"$set": {"a": 1}}], tasks))
-    orders.update_one({"_id": 3}, outbox.replacement({"a": 1}, tasks))
-    outbox.update_many({"_id": {"$in": [4]}}, {"$set": {"a": 1}}, tasks=tasks)
-    outbox.bulk_write([Write(UpdateMany({"_id": {"$in": [5]}}, {"$set": {"a": 1}}), tasks=tasks)])
-    orders.update_one({"_id": 3}, outbox.replacement({"b": 1}, [rig.add.s(3, 2)], id=3))
-    assert orders.count_documents(FIRST_EDITION_DUE) == 0
-
-    relay, ids = outbox.backing.relay, list(range(6))
-    held = list(relay.claim(ids))
-    assert len(held) == 6
-    assert orders.count_documents(FIRST_EDITION_DUE) == 0
-    relay.removals.release(ids, [held[0].owner], pause=600)
-    assert orders.count_documents(FIRST_EDITION_DUE) == 0
-    due_again(orders)
-    assert outbox.sweep(older_than=0).dispatched == 8
-    assert sorted(rig.sent()) == [[0, 0], [0, 1], [1, 1], [2, 1], [3, 1], [3, 2], [4, 1], [5, 1]]
-    assert orders.count_documents({"pendingEvents": {"$exists": True}}) == 0
 
 
 def test_tasks_may_be_gone_through_only_once(rig: Rig, outbox: Outbox) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from bson import DatetimeMS, Decimal128, Int64, ObjectId, encode
+from bson import DatetimeMS, Decimal128, Int64, ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import register, unregister
 from pymongo import monitoring
@@ -211,53 +211,6 @@ def test_another_apps_entry_is_stopped_at_and_never_passed_over(
     both = rig.outbox(name="both", at_once=False, delivers=("web",))
     assert both.backing.relay.deliver(1).dispatched == 2
     assert rig.sent() == [[1, 1], [1, 2]]
-
-
-def test_a_field_of_the_first_edition_is_delivered_and_leaves_nothing(rig: Rig, database: Database[Document]) -> None:
-    """A claim without `wait`, and the moment until which it is held back beside it."""
-    outbox = rig.outbox(at_once=False)
-    for identity in (1, 2):
-        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(2)])
-    past, ahead = datetime(2020, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
-    for identity, until in ((1, past), (2, ahead)):
-        first_edition = {"$set": {"pendingEvents.notBefore": until}, "$unset": {"pendingEvents.claim.wait": 1}}
-        database["orders"].update_one({"_id": identity}, first_edition)
-
-    assert outbox.sweep(older_than=0).dispatched == 2
-    assert rig.sent() == [[1, 0], [1, 1]]
-    assert database["orders"].find_one({"_id": 1}) == {"_id": 1}
-    database["orders"].update_one({"_id": 2}, {"$set": {"pendingEvents.notBefore": past}})
-    assert outbox.backing.relay.deliver(2).dispatched == 2
-    assert database["orders"].find_one({"_id": 2}) == {"_id": 2}
-
-
-def test_what_the_first_edition_has_written_is_held_back_from_its_relays_too(
-    rig: Rig, database: Database[Document]
-) -> None:
-    """By the moment that they go by, without a byte more: a rolling deploy makes no dead letters of what waits."""
-    outbox, orders = rig.outbox(at_once=False), database["orders"]
-    unknown, past = rig.app.signature("shop.new", args=(1, 1)), datetime(2020, 1, 1, tzinfo=UTC)
-    orders.insert_one(outbox.with_tasks({"_id": 1}, [unknown, rig.add.s(1, 2)]))
-    orders.update_one(
-        {"_id": 1}, {"$set": {"pendingEvents.notBefore": past}, "$unset": {"pendingEvents.claim.wait": 1}}
-    )
-    size = len(encode(orders.find_one() or {}))
-    due = {"$expr": {"$lte": ["$pendingEvents.notBefore", "$$NOW"]}}
-
-    relay = outbox.backing.relay
-    (held,) = relay.claim([1])
-    relay.removals.release([1], [held.owner])
-    assert len(encode(orders.find_one() or {})) == size
-    assert orders.count_documents(due) == 1
-    assert outbox.sweep(older_than=0).left == 2
-    assert len(encode(orders.find_one() or {})) == size
-    assert orders.count_documents(due) == 0
-    assert outbox.sweep(older_than=0) == Delivery(), "held back from relays of this edition, too"
-
-    rig.app.task(name="shop.new", shared=False)(_new)
-    orders.update_one({"_id": 1}, {"$set": {"pendingEvents.notBefore": past}})
-    assert outbox.sweep(older_than=0).dispatched == 2
-    assert orders.find_one() == {"_id": 1}
 
 
 @pytest.mark.parametrize("collected", [1, 4])
@@ -522,7 +475,6 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
         *({**field, "claim": {**field["claim"], "wait": wait}} for wait in waits),
         *({**field, "claim": {**field["claim"], "since": DatetimeMS(since)}} for since in (2**62, -(2**62))),
         *({**field, "claim": claim} for claim in (None, 3, [], [field["claim"]])),
-        *({**field, "notBefore": until} for until in (DatetimeMS(2**62), "later")),
         *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
         *({**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]} for times in attempts),
     ]
