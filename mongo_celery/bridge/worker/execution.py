@@ -132,6 +132,7 @@ class Execution:
         self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store
         self._codec = wiring.client.codec_options
+        self._view = wiring.view_of(handler)
         self.claim: Claim | None = None
         self.session: ClientSession | None = None
         self._handled_in_transaction = False
@@ -503,6 +504,7 @@ class Execution:
             fencing_token=claim.fence,
             _fence=self._fence_of,
             _named=self._wiring.collection,
+            _view=self._view,
         )
 
     def _fence_key(self) -> str:

@@ -274,6 +274,7 @@ class ReplayExecution(Execution):
             replayed=True,
             _fence=self._fence_of,
             _named=self._wiring.collection,
+            _view=self._view,
         )
 
     def _fence_of(self, change: Change) -> Fence:

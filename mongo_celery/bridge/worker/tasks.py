@@ -132,7 +132,8 @@ class ChangeTask(SealedMessages):
         """Run one message, or, with a `Change` (a list of them for a bulk handler), just the function."""
         takes_list = self.handler.batch_size is not None
         if args and _is_given(args[0], takes_list=takes_list):
-            given = Changes(args[0]) if takes_list else args[0]
+            view = self.wiring.view_of(self.handler)
+            given = Changes(each.seen_by(view) for each in args[0]) if takes_list else args[0].seen_by(view)
             return super().__call__(given, *args[1:], **kwargs)  # type: ignore[misc]
         if self.request.called_directly:
             raise HandlerUsageError(
