@@ -7,7 +7,7 @@ carry PyMongo's names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,7 @@ from pymongo.errors import ConfigurationError as ClientConfigurationError
 
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
-from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence
+from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence, Origin
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.errors import HandlerUsageError
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
     from pymongo.collection import Collection
 
+    from mongo_celery.outbox import Outbox
 
 FLAGS = "_mongoCelery"
 """Name of the field under which the pipeline carries the verdicts of `match` expressions."""
@@ -45,11 +46,18 @@ _UNREAD: Mapping[str, Any] = {}
 _UNREADABLE = "an event that cannot be read"
 
 
+OriginsOf = Callable[["Collection[dict[str, Any]]"], Callable[[Any], Origin | None]]
+"""Of a target, what gives the change that a write to a document is for, by its `_id`."""
+
+
 class ChangeView(Protocol):
     """A handler's view of the fields that this package keeps in documents."""
 
     def shown(self, event: Mapping[str, Any], name: str) -> Any:
         """Return a field of an event; where it holds fields of a document, without those the handler does not see."""
+
+    def outboxes_on(self, namespace: str) -> Sequence[Outbox]:
+        """Return the app's outboxes that keep their entries in the documents of a collection."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -219,7 +227,8 @@ class Change:
         A view of a collection whose writes carry this change's fencing token.
 
         A write raises `StaleFencingTokenError` where a newer execution of the partition has already
-        written to the document. In a handler with `transactional=True` each write is part of its transaction. Not
+        written to the document, and `OutdatedChangeError` where another partition has written there for a later change
+        of the same document. In a handler with `transactional=True` each write is part of its transaction. Not
         promised: protection of documents that the newer execution has not touched.
 
         Args:
@@ -229,11 +238,22 @@ class Change:
         Raises:
             HandlerUsageError: the change was built by hand, without a fence.
         """
-        fence = self.fence
+        return self.fenced_for(collection)
+
+    def fenced_for(
+        self, collection: Collection[dict[str, Any]] | str, origins: OriginsOf | None = None
+    ) -> FencedCollection:
+        """As `fenced`; `origins` gives the changes that writes are for, where these are several."""
+        fence, view = self.fence, self._view
         if isinstance(collection, str):
             assert self._named is not None, "it comes with the fence"
             collection = self._named(collection)
-        return FencedCollection(collection, fence)
+        return FencedCollection(
+            collection,
+            fence,
+            outboxes=tuple if view is None else partial(view.outboxes_on, collection.full_name),
+            origin_of=None if origins is None else origins(collection),
+        )
 
     def with_session(self, session: ClientSession) -> Change:
         """The same change, bound to a transaction's session."""

@@ -41,7 +41,7 @@ from mongo_celery.bridge.worker.list_execution import ListExecution, telling
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
-from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
+from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.transaction.ending import doom_of, raise_locked
 from mongo_celery.mongo.transaction.frames import current as open_session
 from mongo_celery.mongo.transaction.frames import entered, part_of
@@ -284,7 +284,7 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
         handler=handler,
         typing=False,
         shared=False,
-        dont_autoretry_for=(*ignored, StaleFencingTokenError, Reject),
+        dont_autoretry_for=(*ignored, StaleFencingTokenError, OutdatedChangeError, Reject),
         **PROTOCOL_ATTRIBUTES,
         **options,
     )(function)
