@@ -18,6 +18,7 @@ Every error that mongo_celery raises, in one tree.
      |    +-- UnreadableEventError     one event cannot be read
      +-- LeaseLostError                this process is no longer the listener
      +-- StaleFencingTokenError        a newer execution has taken over
+     +-- OutdatedChangeError           another partition has written what is newer
      +-- InvalidEnvelopeError          a message is forged, damaged or foreign
      +-- HandlerCrashedError           a change has killed its worker too often
      +-- RefusedChangeError            a change cannot be given to its handler
@@ -145,6 +146,14 @@ class StaleFencingTokenError(MongoCeleryError):
     """
     The target has been written under a newer fencing token: a newer execution has taken over.
     Let the error pass; the execution ends quietly and the newer one decides.
+    """
+
+
+class OutdatedChangeError(MongoCeleryError):
+    """
+    Another partition has handled a later change of this document, since its partition key has changed. This write would
+    put older data over newer: nothing was written. Skip the change, or catch the error where only the latest state
+    counts. To write it all the same, replay its dead letter with `--over-newer`.
     """
 
 

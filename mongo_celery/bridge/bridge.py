@@ -196,9 +196,9 @@ class Bridge:
                 writes it itself: half the messages; by default the bridge's.
             coalesce: of several changes of one document in a run, give the last one only: for a handler that needs no
                 more than the latest state.
-            bookkeeping: whether updates count that touch nothing but what this package keeps in documents (the field
-                of an outbox of the app, a lock, markers of a transaction, stamps of fenced writes), and changes of
-                collections of its own in a database that is watched whole.
+            bookkeeping: whether the handler gets what this package keeps in documents (the field of an outbox of the
+                app, a lock, markers of a transaction, stamps of fenced writes): updates that touch nothing else, these
+                fields in the documents of a change, and collections of its own in a database that is watched whole.
             task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 

@@ -7,10 +7,10 @@ carry PyMongo's names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import bson
 from bson import ObjectId, Timestamp
@@ -20,7 +20,7 @@ from pymongo.errors import ConfigurationError as ClientConfigurationError
 
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
-from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence
+from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence, Origin
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.errors import HandlerUsageError
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from pymongo.client_session import ClientSession
     from pymongo.collection import Collection
+
+    from mongo_celery.outbox import Outbox
 
 FLAGS = "_mongoCelery"
 """Name of the field under which the pipeline carries the verdicts of `match` expressions."""
@@ -44,10 +46,27 @@ _UNREAD: Mapping[str, Any] = {}
 _UNREADABLE = "an event that cannot be read"
 
 
+OriginsOf = Callable[["Collection[dict[str, Any]]"], Callable[[Any], Origin | None]]
+"""Of a target, what gives the change that a write to a document is for, by its `_id`."""
+
+
+class ChangeView(Protocol):
+    """A handler's view of the fields that this package keeps in documents."""
+
+    def shown(self, event: Mapping[str, Any], name: str) -> Any:
+        """Return a field of an event; where it holds fields of a document, without those the handler does not see."""
+
+    def outboxes_on(self, namespace: str) -> Sequence[Outbox]:
+        """Return the app's outboxes that keep their entries in the documents of a collection."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Change:
     """
     One change event, given to a handler.
+
+    Documents lack the fields that this package keeps in them (entries of an outbox, stamps, locks, markers), unless the
+    handler has `bookkeeping=True`: copied elsewhere they would count for the copy. `raw` has all of them.
 
     Attributes:
         raw: the event as the server sent it. A handler's is decoded when one of its fields is first looked at.
@@ -69,6 +88,8 @@ class Change:
     _fence: Callable[[Change], Fence] | None = field(default=None, compare=False)
     _named: Callable[[str], Collection[dict[str, Any]]] | None = field(default=None, compare=False)
     _read: Callable[[], Mapping[str, Any]] | None = field(default=None, compare=False)
+    _view: ChangeView | None = field(default=None, compare=False)
+    _shown: dict[str, Any] | None = field(default=None, compare=False)
 
     @classmethod
     def unread(cls, read: Callable[[], Mapping[str, Any]], **fields: Any) -> Change:
@@ -120,20 +141,23 @@ class Change:
     @property
     def full_document(self) -> dict[str, Any] | None:
         """
-        The document. For an update it is looked up when the event is read: it may be newer than the
-        change, and is None when the document has been deleted since.
+        The document, without fields that this package keeps. For an update it is looked up when the event is read: it
+        may be newer than the change, and is None when the document has been deleted since.
         """
-        return self.raw.get("fullDocument")
+        found: dict[str, Any] | None = self._get("fullDocument")
+        return found
 
     @property
     def full_document_before_change(self) -> dict[str, Any] | None:
         """The document before the change, where the collection records pre-images."""
-        return self.raw.get("fullDocumentBeforeChange")
+        found: dict[str, Any] | None = self._get("fullDocumentBeforeChange")
+        return found
 
     @property
     def update_description(self) -> Mapping[str, Any] | None:
         """`updatedFields`, `removedFields` and `truncatedArrays` of an update."""
-        return self.raw.get("updateDescription")
+        found: Mapping[str, Any] | None = self._get("updateDescription")
+        return found
 
     @property
     def to(self) -> Mapping[str, str]:
@@ -167,7 +191,17 @@ class Change:
         return token
 
     def __getitem__(self, name: str) -> Any:
-        return self.raw[name]
+        if self._view is None:
+            return self.raw[name]
+        if self._shown is None:
+            object.__setattr__(self, "_shown", {})
+        shown: Any = self._shown
+        if name not in shown:
+            shown[name] = self._view.shown(self.raw, name)
+        return shown[name]
+
+    def _get(self, name: str) -> Any:
+        return self[name] if name in self.raw else None
 
     def __repr__(self) -> str:
         return f"<Change {label_of(self)} seq={self.seq}>"
@@ -193,7 +227,8 @@ class Change:
         A view of a collection whose writes carry this change's fencing token.
 
         A write raises `StaleFencingTokenError` where a newer execution of the partition has already
-        written to the document. In a handler with `transactional=True` each write is part of its transaction. Not
+        written to the document, and `OutdatedChangeError` where another partition has written there for a later change
+        of the same document. In a handler with `transactional=True` each write is part of its transaction. Not
         promised: protection of documents that the newer execution has not touched.
 
         Args:
@@ -203,18 +238,37 @@ class Change:
         Raises:
             HandlerUsageError: the change was built by hand, without a fence.
         """
-        fence = self.fence
+        return self.fenced_for(collection)
+
+    def fenced_for(
+        self, collection: Collection[dict[str, Any]] | str, origins: OriginsOf | None = None
+    ) -> FencedCollection:
+        """As `fenced`; `origins` gives the changes that writes are for, where these are several."""
+        fence, view = self.fence, self._view
         if isinstance(collection, str):
             assert self._named is not None, "it comes with the fence"
             collection = self._named(collection)
-        return FencedCollection(collection, fence)
+        return FencedCollection(
+            collection,
+            fence,
+            outboxes=tuple if view is None else partial(view.outboxes_on, collection.full_name),
+            origin_of=None if origins is None else origins(collection),
+        )
 
     def with_session(self, session: ClientSession) -> Change:
         """The same change, bound to a transaction's session."""
+        return self._with(session=session)
+
+    def seen_by(self, view: ChangeView) -> Change:
+        """The same change, as another handler sees it."""
+        return self._with(_view=view)
+
+    def _with(self, **given: Any) -> Change:
+        given["_shown"] = None
         if self._read is None:
-            return replace(self, session=session)
-        others = (each.name for each in fields(self) if each.name not in {"raw", "session", "_read"})
-        return Change.unread(self._read, session=session, **{name: getattr(self, name) for name in others})
+            return replace(self, **given)
+        others = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in {"raw", "_read"}}
+        return Change.unread(self._read, **{**others, **given})
 
     @classmethod
     def build(

@@ -6,17 +6,19 @@ Pure but for `fenced`, which is that of a change: all of them were claimed toget
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from mongo_celery.bridge.change import Change, label_of
 from mongo_celery.errors import HandlerUsageError
+from mongo_celery.mongo.identity import id_key
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
     from pymongo.collection import Collection
 
     from mongo_celery.bridge.fenced import FencedCollection
+    from mongo_celery.bridge.fenced.fence import Origin
 
 
 class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error of its own: see its cause
@@ -86,7 +88,15 @@ class Changes(tuple[Change, ...]):
                 "The changes of a list are of one partition and one execution, and these have several fences: in a "
                 "unit test build all of them with the same one.",
             )
-        return self[0].fenced(collection)
+        return self[0].fenced_for(collection, None if self[0].fence.origin is None else self._origins)
+
+    def _origins(self, collection: Collection[dict[str, Any]]) -> Callable[[Any], Origin | None]:
+        """The last change of each document, by its `_id`; of any other `_id` only if all are of one document."""
+        codec = collection.codec_options
+        found = {id_key(change.document_key.get("_id"), codec): change.fence.origin for change in self}
+        is_one = len({origin.document for origin in found.values() if origin is not None}) == 1
+        last = self[-1].fence.origin if is_one else None
+        return lambda document_id: found.get(id_key(document_id, codec), last)
 
     def failed_at(self, failed: int | Change) -> ChangeFailed:
         """

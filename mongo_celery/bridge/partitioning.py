@@ -31,8 +31,9 @@ from bson.binary import Binary, UuidRepresentation
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 
-from mongo_celery.bridge.change import decoded
+from mongo_celery.bridge.change import decoded, event_of, token_data
 from mongo_celery.bridge.existing import as_inserted
+from mongo_celery.bridge.fenced.fence import Origin
 from mongo_celery.bridge.options import PartitionKey
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.errors import ConfigurationError
@@ -40,6 +41,8 @@ from mongo_celery.mongo.identity import canonical
 
 HASH_NAME = "blake2b-64"
 _NAMESPACES = 4096
+_PLACE_BYTES = 48
+"""Of a token: its time, its place among the operations of a transaction, and all of an existing document's."""
 _ANY_ID = bson.ObjectId(bytes(12))
 _ENDS = b"\0\0"  # of the array, and of the document around it
 _WITH_DOCUMENT = {"insert", "replace"}
@@ -60,6 +63,11 @@ class Partitioner:
     name: str
     key: Callable[[Mapping[str, Any]], Any]
 
+    @property
+    def is_by_document(self) -> bool:
+        """Whether all changes of a document are in one partition."""
+        return self.key is document_key
+
     def hash(self, event: Mapping[str, Any]) -> int:
         """
         Stable hash of an event's key, from 0 to 2^64 - 1; modulo the number of partitions it is the index.
@@ -67,7 +75,7 @@ class Partitioner:
         Raises:
             Exception: of a user's function, or since its value has no BSON; never by document key.
         """
-        if self.key is document_key:
+        if self.is_by_document:
             return document_hash(event)
         return partition_hash(self.key(event))
 
@@ -96,6 +104,12 @@ def document_hash(event: Mapping[str, Any]) -> int:
         return partition_hash(document_key(event))
     except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
         return partition_hash(_raw_key(event))
+
+
+def origin_of(raw: bytes, token: Mapping[str, Any], since: int) -> Origin:
+    """What a fence says of a change where others of its document may be in other partitions; see `Origin`."""
+    place = token_data(token).encode()[:_PLACE_BYTES].ljust(_PLACE_BYTES)
+    return Origin(document_hash(event_of(raw)) % 2**63, place, since)
 
 
 @lru_cache(maxsize=_NAMESPACES)

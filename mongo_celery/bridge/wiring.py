@@ -31,8 +31,8 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
+from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, translated
@@ -40,7 +40,6 @@ from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.outbox import Outbox
 from mongo_celery.outbox.idempotency import IDEMPOTENCY_STORES, IdempotencyStore
-from mongo_celery.outbox.outbox import OUTBOXES
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -104,6 +103,7 @@ class Wiring:
         self.bound: Celery | None = None
         self.public: Any = None
         self.outboxes: dict[str, Outbox] = {}
+        self._app_outboxes: AppOutboxes | None = None
         self._url = url
         self._early = early(given if name is None else {"name": name, **given})
         self._options: BridgeOptions | None = None
@@ -269,7 +269,7 @@ class Wiring:
         """
         options = self.options
         selectors = [handler.selector(self.default_database) for handler in self.handlers]
-        bookkeeping = _bookkeeping_of(self.app)
+        bookkeeping = AppOutboxes(self.app).bookkeeping()
         if any(source.collection is None for selector in selectors for source in selector.sources):
             bookkeeping = replace(bookkeeping, collections=bookkeeping.collections | _own_collections(self.app))
         scope = scope_of(
@@ -282,6 +282,12 @@ class Wiring:
             bookkeeping=bookkeeping,
         )
         return placed(selectors, scope, bookkeeping), scope
+
+    def view_of(self, handler: Handler) -> HandlerView:
+        """What a handler sees of the fields that this package keeps in documents."""
+        if self._app_outboxes is None:
+            self._app_outboxes = AppOutboxes(self.app)
+        return HandlerView(self._app_outboxes, handler.filter)
 
     # -- what this process has ---------------------------------------------------------------------
 
@@ -384,27 +390,6 @@ class Wiring:
 
     def _bad_url(self, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")
-
-
-def _bookkeeping_of(app: Celery) -> Bookkeeping:
-    """What the outboxes of an app keep; one whose collection cannot be had is said, and left out."""
-    fields: dict[str, set[str]] = {}
-    collections: set[str] = set()
-    for outbox in OUTBOXES.of(app):
-        try:
-            names = outbox.backing.full_names
-        except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
-            logger.warning(
-                "the collection of %r cannot be had (%s): handlers run for what it keeps there, too",
-                outbox, short(error),
-                extra={"event": "outbox_unknown"},
-            )  # fmt: skip
-            continue
-        if isinstance(outbox, Outbox):
-            fields.setdefault(names[0], set()).add(outbox.field.name)
-        else:  # its entries lie in collections of their own
-            collections.update(names)
-    return Bookkeeping({name: frozenset(found) for name, found in fields.items()}, frozenset(collections))
 
 
 def _own_collections(app: Celery) -> set[str]:

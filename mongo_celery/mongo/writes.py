@@ -16,7 +16,8 @@ replacement   a whole document                  a pipeline that merges the addit
 
 W1. The user's part does what it did alone: his values never become expressions, his conditions stay at the top.
 W2. An own field is written by its owner only: what names it is found (`Body.name_in`), so that the owner refuses it.
-W3. An own field survives what drops fields: stages that make a new document are made to keep it.
+W3. An own field survives what drops fields: stages that make a new document are made to keep it. So does a field of
+    another owner that the write is told to keep, unless the user's part brings it.
 W4. Owners do not disturb each other: their fields differ, and their conditions stand beside each other.
 
 Who owns which field, and what a write that matches nothing means to him, is not known here.
@@ -39,6 +40,10 @@ from mongo_celery.mongo.verdicts import Code
 
 Modifications = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What PyMongo's `update_one` takes: operators or a pipeline."""
+
+
+_ADDING = frozenset({"$inc", "$mul", "$min", "$max", "$addToSet", "$push", "$pull", "$pullAll", "$setOnInsert"})
+"""Operators whose order makes no older value take the place of a newer one."""
 
 
 # ---------------------------------------------------------------- which document
@@ -101,9 +106,14 @@ class Addition:
 class Body(ABC):
     """What a user wants done to one document."""
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether it puts values in the place of others, so that of two such writes the later one decides."""
+        return True
+
     @abstractmethod
-    def amended(self, *additions: Addition) -> Any:
-        """The update that does it and writes the additions (W1, W3)."""
+    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> Any:
+        """The update that does it and writes the additions (W1, W3); `kept` are fields of other owners."""
 
     @abstractmethod
     def insertion(self, own: Mapping[str, Any]) -> Any:
@@ -124,8 +134,14 @@ class Operators(Body):
 
     update: Mapping[str, Any]
 
-    def amended(self, *additions: Addition) -> dict[str, Any]:
-        """See `Body`."""
+    @property
+    def overwrites(self) -> bool:
+        """Not where it only adds to what is there."""
+        return not _ADDING.issuperset(self.update)
+
+    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> dict[str, Any]:
+        """See `Body`; operators drop no other field."""
+        del kept
         whole = dict(self.update)
         for addition in additions:
             for operator, fields in addition.operators.items():
@@ -150,10 +166,10 @@ class Pipeline(Body):
 
     stages: Sequence[Mapping[str, Any]]
 
-    def amended(self, *additions: Addition) -> list[Mapping[str, Any]]:
+    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
         """The last stages see the stored values of the own fields."""
         last = [{"$set": {addition.field: addition.expression}} for addition in additions]
-        return [*self._keeping([addition.field for addition in additions]), *last]
+        return [*self._keeping([addition.field for addition in additions], kept), *last]
 
     def insertion(self, own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The same stages on an empty document, then the own fields."""
@@ -168,8 +184,8 @@ class Pipeline(Body):
                 yield from [named] if operator == "$unset" and isinstance(named, str) else ()
                 yield from named if isinstance(named, Mapping | list | tuple) else ()
 
-    def _keeping(self, fields: Collection[str]) -> Iterator[Mapping[str, Any]]:
-        return (_keeping(stage, fields) for stage in self.stages)
+    def _keeping(self, fields: Collection[str], kept: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
+        return (_keeping(stage, fields, kept) for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +194,10 @@ class Replacement(Body):
 
     document: Mapping[str, Any]
 
-    def amended(self, *additions: Addition) -> list[Mapping[str, Any]]:
+    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
         """One stage. `$literal` keeps strings like ``"$price"``, which a pipeline would read as paths."""
-        parts = [literal(self.document), *({addition.field: addition.expression} for addition in additions)]
+        own = ({addition.field: addition.expression} for addition in additions)
+        parts = [literal(self.document), *_stored([name for name in kept if name not in self.document]), *own]
         return [{"$replaceWith": {"$mergeObjects": parts}}]
 
     def insertion(self, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,24 +231,31 @@ def is_in(path: str, field: str) -> bool:
     return path == field or path.startswith(f"{field}.")
 
 
-def _keeping(stage: Mapping[str, Any], fields: Collection[str]) -> Mapping[str, Any]:
+def _keeping(stage: Mapping[str, Any], fields: Collection[str], kept: Collection[str]) -> Mapping[str, Any]:
     if "$replaceWith" in stage:
-        return {"$replaceWith": _with_fields(stage["$replaceWith"], fields)}
+        return {"$replaceWith": _with_fields(stage["$replaceWith"], fields, kept)}
     if isinstance(stage.get("$replaceRoot"), Mapping):
         root = stage["$replaceRoot"]
-        return {"$replaceRoot": {**root, "newRoot": _with_fields(root.get("newRoot"), fields)}}
+        return {"$replaceRoot": {**root, "newRoot": _with_fields(root.get("newRoot"), fields, kept)}}
     project = stage.get("$project")
     if isinstance(project, Mapping) and not _excludes(project):
-        return {"$project": {**project, **dict.fromkeys(fields, 1)}}
+        others = [field for field in kept if not any(is_in(str(name), field) for name in project)]
+        return {"$project": {**project, **dict.fromkeys([*fields, *others], 1)}}
     return stage
 
 
-def _with_fields(root: Any, fields: Collection[str]) -> dict[str, Any]:
+def _stored(fields: Collection[str]) -> list[dict[str, str]]:
+    """Fields as they are stored, to be merged; one that is missing adds nothing."""
+    return [{field: f"${field}"} for field in fields]
+
+
+def _with_fields(root: Any, fields: Collection[str], kept: Collection[str]) -> dict[str, Any]:
     # `$mergeObjects` takes null for an empty object: without the test, a root that is
     # missing would empty the document where MongoDB reports an error. `$ifNull`, for a
     # new root that brings such a field of its own must not keep it.
     own = {field: {"$ifNull": [f"${field}", {}]} for field in fields}
-    chosen = {"$cond": [{"$eq": [{"$type": "$$root_"}, "object"]}, {"$mergeObjects": ["$$root_", own]}, "$$root_"]}
+    merged = {"$mergeObjects": [*_stored(kept), "$$root_", own]}
+    chosen = {"$cond": [{"$eq": [{"$type": "$$root_"}, "object"]}, merged, "$$root_"]}
     return {"$let": {"vars": {"root_": root}, "in": chosen}}
 
 

@@ -105,6 +105,7 @@ class Deletes:
                     f"could not be delivered ({reason or _HELD}); {deleted or 'none'} of the filter's documents were "
                     "deleted. Try again when they are.",
                     document=waiting[0],
+                    retryable=True,
                 )
             seen = now
 
@@ -138,6 +139,7 @@ class Deletes:
             f"document {document_id!r} has pending entries that could not be delivered ({reason or _HELD}); it was not "
             "deleted. Try again when they are.",
             document=document_id,
+            retryable=True,
         )
 
     def _first(
@@ -174,6 +176,7 @@ class Deletes:
         return OutboxRefusedError(
             f"documents of {self._collection.full_name} get new entries faster than they are delivered; {deleted} were "
             "deleted. Repeat the delete when nobody writes to them.",
+            retryable=True,
         )
 
     def _guarded(self, filter: Mapping[str, Any]) -> Document:  # noqa: A002

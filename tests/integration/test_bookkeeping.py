@@ -13,11 +13,14 @@ import bson
 import pytest
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
-from pymongo import MongoClient
+from pymongo import MongoClient, ReplaceOne
 from pymongo.database import Database
 
 from mongo_celery import (
     STORED_ID,
+    Bridge,
+    Change,
+    Changes,
     OutboxCollection,
     Participant,
     TransactionCanceledError,
@@ -26,9 +29,12 @@ from mongo_celery import (
     select_many_for_update,
     transactional,
 )
+from mongo_celery.bridge.operations import letter_commands as letters
+from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
 from mongo_celery.mongo.oplog import operation_time
+from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
 from tests.integration.fenced_rig import view
 from tests.integration.outbox_rig import Rig, opened
@@ -141,6 +147,66 @@ def with_fences(_rig: Rig, database: Database[Document]) -> None:
     for token in range(3):
         view(database["orders"], token).update_one({"_id": 1}, {"$set": {"paid": min(token, 1)}})
     view(database["orders"], 1, generation=2).update_one({"_id": 1}, {"$set": {"paid": 1}})
+
+
+def test_a_handler_may_copy_what_it_is_given(rig: Rig, database: Database[Document], mongo_url: str) -> None:
+    """
+    While something is pending in the source: by a chain of fenced copies, as lists, with tasks, of documents that
+    exist, and by the replay of a dead letter. No entry is sent twice, stays in a copy, or is taken from one.
+    """
+    orders, copies = rig.outbox(at_once=False), rig.outbox("copies", name="copies", at_once=False)
+    bridge = Bridge(rig.app, mongo_url, name="shop", autodiscover=False)
+    failing = [ValueError("once")]
+    options: Document = {"failure_policy": "dead_letter"}
+
+    def copy(change: Change, name: str, **fields: Any) -> None:
+        key, document = {"_id": change.document_key["_id"]}, change.full_document
+        assert document is not None
+        change.fenced(f"{database.name}.{name}").replace_one(key, {**document, **fields}, upsert=True)
+
+    @bridge.on_change(f"{database.name}.orders", **options)
+    def first(change: Change) -> None:
+        copy(change, "copies")
+
+    @bridge.on_change(f"{database.name}.copies", **options)
+    def second(change: Change) -> None:
+        copy(change, "third")
+
+    @bridge.on_changes(f"{database.name}.third", **options)
+    def third(changes: Changes) -> None:
+        requests = [ReplaceOne(change.document_key, change.full_document or {}, upsert=True) for change in changes]
+        changes.fenced(f"{database.name}.last").bulk_write(requests)
+
+    @bridge.on_change(f"{database.name}.orders", **options)
+    def with_a_task(change: Change) -> None:
+        if change.operation_type == "insert" and failing:
+            raise failing.pop()
+        document = change.full_document
+        assert document is not None
+        replacement = copies.replacement(document, [rig.add.s(7, 7)])
+        change.fenced(f"{database.name}.copies").update_one({"_id": document["_id"]}, replacement, upsert=True)
+
+    @bridge.on_change(f"{database.name}.orders", bookkeeping=True, operations={"insert"})
+    def whole(change: Change) -> None:
+        assert "pendingEvents" in (change.full_document or {})
+
+    def copied(name: str) -> Events:
+        return list(database[name].find({}, {"_fence": 0, "pendingEvents": 0}).sort("_id"))
+
+    with BridgeRunner(bridge) as runner:
+        orders.insert_one({"_id": "a", "n": 1}, tasks=[rig.add.s(1, 1)])
+        runner.deliver(raises=False)
+        orders.update_one({"_id": "a"}, {"$set": {"n": 2}}, tasks=[rig.add.s(1, 2)])
+        runner.deliver()
+        [letter] = letters.find(bridge.wiring, Selection(), 0).letters
+        letters.replay(bridge.wiring, [letter], over_newer=True, dry_run=False)
+        runner.snapshot("first")
+        wait_for(lambda: not runner.deliver().calls and not letters.find(bridge.wiring, Selection(), 0).letters)
+        assert copied("copies") == copied("third") == copied("last")
+        assert database["third"].count_documents({"pendingEvents": {"$exists": True}}) == 0
+        assert orders.sweep(older_than=0).dispatched == 2
+        assert copies.sweep(older_than=0).dispatched == 2
+        assert [sent.args for sent in runner.sent("add")] == [(1, 1), (1, 2), (7, 7), (7, 7)]
 
 
 FEATURES: list[Callable[[Rig, Database[Document]], None]] = [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from pymongo import ReplaceOne, UpdateOne
+from pymongo import DeleteOne, ReplaceOne, UpdateOne
 from pymongo.database import Database
 
-from mongo_celery import STORED_ID, FencedCollection, Outbox, StaleFencingTokenError
-from tests.integration.fenced_rig import FENCE, stamp, view
-from tests.integration.outbox_rig import Rig, opened, pending
+from mongo_celery import STORED_ID, FencedCollection, Outbox, OutboxRefusedError, StaleFencingTokenError
+from mongo_celery.bridge.worker.attribution import conflict_cause, infrastructure_cause
+from tests.integration.fenced_rig import FENCE, fence, stamp, view
+from tests.integration.outbox_rig import Rig, due_again, opened, pending
 
 Document = dict[str, Any]
 Write = Callable[[FencedCollection, Outbox, Any], Any]
@@ -92,3 +95,122 @@ def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, database:
     with pytest.raises(StaleFencingTokenError):
         view(database["orders"], 5).update_one({"_id": 1}, values[kind], upsert=True)
     assert database["orders"].count_documents({}) == 0
+
+
+# -- what is pending survives ----------------------------------------------------------------------
+
+Others = Callable[[FencedCollection], Any]
+NEW_ROOT = {"$mergeObjects": [{"_id": "$_id"}, {"a": 1}]}
+DROPPING: dict[str, Others] = {
+    "replace": lambda orders: orders.replace_one({"_id": 1}, {"a": 1}),
+    "upsert": lambda orders: orders.replace_one({"_id": 1}, {"a": 1}, upsert=True),
+    "bulk replace": lambda orders: orders.bulk_write([ReplaceOne({"_id": 1}, {"a": 1})]),
+    "new root": lambda orders: orders.update_one({"_id": 1}, [{"$replaceWith": NEW_ROOT}]),
+    "old spelling": lambda orders: orders.find_one_and_update({"_id": 1}, [{"$replaceRoot": {"newRoot": NEW_ROOT}}]),
+    "projection": lambda orders: orders.update_one({"_id": 1}, [{"$set": {"a": 1}}, {"$project": {"a": 1}}]),
+}
+
+
+def fenced(rig: Rig, outboxes: list[Outbox], token: int = 5) -> FencedCollection:
+    """As `change.fenced` gives it: it knows the outboxes of the app."""
+    return FencedCollection(rig.database["orders"], fence(token), outboxes=lambda: outboxes)
+
+
+@pytest.mark.parametrize("drop", DROPPING.values(), ids=DROPPING.keys())
+def test_a_replacement_keeps_what_is_pending(rig: Rig, database: Database[Document], drop: Others) -> None:
+    """Of every outbox on the collection; and where nothing is pending no field comes to be."""
+    outboxes = [rig.outbox(at_once=False), rig.outbox(at_once=False, field="waiting", name="second")]
+    for number, outbox in enumerate(outboxes):
+        outbox.update_one({"_id": 1}, {"$set": {"b": 1}}, upsert=True, tasks=[rig.add.s(number, number)])
+    before = database["orders"].find_one()
+    assert before is not None
+    drop(fenced(rig, outboxes))
+    kept = {name: before[name] for name in ("pendingEvents", "waiting")}
+    assert database["orders"].find_one() == {"_id": 1, "a": 1, FENCE: stamp(5), **kept}
+    assert [outbox.sweep(older_than=0).dispatched for outbox in outboxes] == [1, 1]
+    drop(fenced(rig, outboxes, 6))
+    assert database["orders"].find_one() == {"_id": 1, "a": 1, FENCE: stamp(6)}
+    assert rig.sent() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("identity", [{}, {"_id": 1}], ids=["", "with an _id"])
+def test_a_replacement_that_brings_entries_is_refused(
+    rig: Rig, database: Database[Document], identity: Document
+) -> None:
+    """P9: it would take others' away, and without an `_id` the server has no good word for it."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0)])
+    document = outbox.with_tasks({"a": 1, **identity}, [rig.add.s(1, 1)])
+    orders = fenced(rig, [outbox])
+    with pytest.raises(OutboxRefusedError, match="replacement"):
+        orders.replace_one({"_id": 1}, document, upsert=True)
+    with pytest.raises(OutboxRefusedError, match="replacement"):
+        orders.bulk_write([UpdateOne({"_id": 2}, {"$set": {"a": 1}}, upsert=True), ReplaceOne({"_id": 1}, document)])
+    assert (database["orders"].count_documents({}), pending(database, 1)["count"]) == (1, 1)
+
+
+DELETES: dict[str, Others] = {
+    "delete": lambda orders: orders.delete_one({"_id": 1}),
+    "by another field": lambda orders: orders.delete_one({"k": 1}),
+    "bulk delete": lambda orders: orders.bulk_write([DeleteOne({"_id": number}) for number in range(4)]),
+}
+
+
+@pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
+@pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
+def test_a_delete_delivers_what_is_pending(rig: Rig, database: Database[Document], delete: Others, ttl: int) -> None:
+    """As `Outbox.delete_one`; a stale execution deletes nothing."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1, "k": 1, FENCE: stamp(4)}, tasks=[rig.add.s(1, 1), rig.add.s(1, 2)])
+    database["orders"].insert_one({"_id": 2, "k": 2})
+    stale, mine = (
+        FencedCollection(database["orders"], fence(token), tombstone_ttl=ttl, outboxes=lambda: [outbox])
+        for token in (3, 5)
+    )
+    with pytest.raises(StaleFencingTokenError):
+        delete(stale)
+    assert rig.sent() == []
+    delete(mine)
+    assert database["orders"].count_documents({"k": 1}) == 0
+    assert rig.sent() == [[1, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
+def test_in_a_transaction_a_delete_is_refused_while_something_is_pending(
+    rig: Rig, database: Database[Document], delete: Others
+) -> None:
+    """Nothing is delivered there: a relay would wait for the transaction."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1, "k": 1}, tasks=[rig.add.s(1, 1)])
+    orders = fenced(rig, [outbox])
+    orders.delete_one({"_id": "another"})  # tombstones are there before the transaction begins
+    with database.client.start_session() as session, session.start_transaction():
+        for name in ("delete_one", "bulk_write"):
+            setattr(orders, name, partial(getattr(orders, name), session=session))
+        with pytest.raises(OutboxRefusedError, match="transaction") as refused:
+            delete(orders)
+    assert conflict_cause(refused.value) is not None, "a handler waits for it, in doubt"
+    assert (database["orders"].count_documents({}), rig.sent()) == (1, [])
+
+
+def test_a_delete_waits_for_a_broker_that_is_away(database: Database[Document]) -> None:
+    """P14: an outage counts against no change, so the cause of the refusal is one; the document stays."""
+    with opened(database, "redis://127.0.0.1:1/0") as away:
+        outbox = away.outbox(at_once=False)
+        database["orders"].insert_one(outbox.with_tasks({"_id": 1}, [away.add.s(1, 1)]))
+        with pytest.raises(OutboxRefusedError) as refused:
+            fenced(away, [outbox]).delete_one({"_id": 1})
+        assert infrastructure_cause(refused.value) is not None
+        assert database["orders"].count_documents({}) == 1
+
+
+def test_a_delete_waits_for_another_relay(rig: Rig, database: Database[Document]) -> None:
+    """Which is done in a moment, as a rule: a handler must not fail for it."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    [_] = outbox.backing.relay.claim([1])
+    free = threading.Timer(0.2, lambda: due_again(database["orders"]))
+    free.start()
+    fenced(rig, [outbox]).delete_one({"_id": 1})
+    free.join()
+    assert (database["orders"].count_documents({}), rig.sent()) == (0, [[1, 1]])

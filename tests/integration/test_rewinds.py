@@ -167,6 +167,18 @@ def test_a_key_takes_its_partition_along_and_no_other(stage: Stage) -> None:
     assert [stage.handle(event) for event in stage.events] == [stage.index(event) == 0 for event in stage.events]
 
 
+@pytest.mark.parametrize("key", [False, True], ids=["all of it", "one key"])
+def test_what_comes_again_knows_that_all_of_it_does(stage: Stage, key: bool) -> None:
+    """F5: stamps from before it refuse nothing then. Not where other partitions keep what they have written."""
+    assert [stage.partition(index).get("rewound") for index in (0, 1)] == [None, None]
+    stage.release()
+    stage.rewind("oldest", **({"key": str(stage.of(0)[0]["documentKey"]["_id"])} if key else {}))
+    version = int((stage.store.leases.read() or {})["version"])
+    stage.lead()
+    assert stage.claims_at(stage.of(0)[0]).rewound == (0 if key else version)
+    assert key or stage.claims_at(stage.of(1)[0]).rewound == version
+
+
 def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Stage) -> None:
     """Nothing else goes forward; what is stored is counted, and never run."""
     stage.store.spill.insert(stage.partition_id(0), [StoredChange(f"{data_of(stage.events[-1]['_id'])}0", b"x")], 1)

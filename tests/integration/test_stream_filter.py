@@ -142,7 +142,7 @@ ASKED: dict[str, Any] = {
     "documents": None,
     "classic": _CLASSIC,
     "all": ALL,
-    "expanded": EXPANDED_OPERATIONS | {"insert", "rename"},
+    "expanded": EXPANDED_OPERATIONS | {"insert", "update", "rename"},
 }
 
 

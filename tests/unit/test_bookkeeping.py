@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,16 @@ from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, ConfigurationError, Outbox, OutboxCollection, TwoPhaseCommit, once
+from mongo_celery import (
+    Bridge,
+    Change,
+    Changes,
+    ConfigurationError,
+    Outbox,
+    OutboxCollection,
+    TwoPhaseCommit,
+    once,
+)
 from mongo_celery.bridge.change import FLAGS, event_of
 from mongo_celery.bridge.identity import identity_of
 from mongo_celery.bridge.listener.admission import Admission
@@ -24,6 +33,8 @@ from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_judged_behind, is_receipt
 from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Selector, Source, filter_of, placed, scope_of, source_of
+from mongo_celery.bridge.view import AppOutboxes, HandlerView
+from mongo_celery.testing.change import inserted
 from mongo_celery.twophase import receipts
 from tests.fixtures.samples import event, mark
 
@@ -344,6 +355,142 @@ def test_what_cannot_be_meant_is_refused() -> None:
     bridge = Bridge(url="mongodb://127.0.0.1:1/shop", name="shop")
     with pytest.raises(ConfigurationError, match="bookkeeping='no' must be True or False"):
         bridge.on_change("shop.orders", bookkeeping="no")(summarise)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="bookkeeping=True does nothing beside fields="):
-        bridge.on_changes("shop.orders", bookkeeping=True, fields={"_lock"})(summarise)
     assert bridge.handlers == []
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+PENDING = {"count": 1, "events": [{}]}
+KEPT: dict[str, dict[str, Any]] = {
+    "entries of an outbox": {"pendingEvents": PENDING},
+    "a lock": {"_lock": LOCKED},
+    "a version, with markers": {"transactionFence": VERSION, "pendingTransactions": [7]},
+    "stamps": {"_fence": STAMPS},
+    "a stamp with its last write": {"_fence": {"shop/bill": {"g": 1, "p": {"0": 1}, "l": {"i": 0}}}},
+    "all of them": {"pendingEvents": PENDING, "_lock": LOCKED, "transactionFence": VERSION, "_fence": STAMPS},
+}
+OF_USERS: dict[str, dict[str, Any]] = {
+    "the field of another collection's outbox": {"waiting": PENDING},
+    "a lock of another kind": {"_lock": "Ann"},
+    "a lock with an id alone": {"_lock": {"id": ObjectId()}},
+    "a fence of another kind": {"_fence": {"height": 2}},
+    "an empty fence": {"_fence": {}},
+    "markers without a version": {"pendingTransactions": [7]},
+    "another version": {"transactionFence": 7, "pendingTransactions": [7]},
+    "a field with a longer name": {"pendingEventsOf": PENDING},
+}
+
+
+@pytest.fixture(scope="module")
+def outboxes() -> Iterator[AppOutboxes]:
+    """Give those of an app, which are `KNOWN`; and one that must not be opened."""
+    with (
+        Celery("shop", broker="memory://", set_as_current=False) as app,
+        MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
+    ):
+        Outbox(app, client.shop.orders)
+        Outbox(app, lambda: client.shop.bills, field="waiting", name="bills")
+        Outbox(app, lambda: pytest.fail("it is opened"), field="elsewhere", name="elsewhere")
+        yield AppOutboxes(app)
+
+
+Seen = Callable[..., Change]
+
+
+@pytest.fixture
+def seen(outboxes: AppOutboxes) -> Seen:
+    """Give an event as a handler sees it."""
+
+    def change(raw: Mapping[str, Any], **conditions: Any) -> Change:
+        wanted = {"operations": None, "fields": None, "match": None, **conditions}
+        return Change(raw, _view=HandlerView(outboxes, filter_of(**wanted)))
+
+    return change
+
+
+@pytest.mark.parametrize("fields", KEPT.values(), ids=KEPT.keys())
+@pytest.mark.parametrize("attribute", ["full_document", "full_document_before_change"])
+def test_documents_lack_what_this_package_keeps(seen: Seen, fields: dict[str, Any], attribute: str) -> None:
+    """Copied elsewhere it would count there. The event itself has all of it, and so has who asks for it."""
+    name = {"full_document": "fullDocument"}.get(attribute, "fullDocumentBeforeChange")
+    whole = {"_id": 1, "n": 2, **fields, "last": 3}
+    change = seen(event("replace", **{name: whole}))
+    assert getattr(change, attribute) == change[name] == {"_id": 1, "n": 2, "last": 3}
+    assert getattr(change, attribute) is getattr(change, attribute)
+    assert change.raw[name] == whole
+    assert getattr(seen(change.raw, bookkeeping=True), attribute) is whole
+    assert getattr(seen(change.raw, bookkeeping=True, fields={"n"}), attribute) is whole
+    one, *others = fields
+    left = getattr(seen(change.raw, fields={f"{one}.count"}), attribute)
+    assert left.keys() == {"_id", "n", "last", one}
+    assert not left.keys() & set(others)
+
+
+@pytest.mark.parametrize("fields", OF_USERS.values(), ids=OF_USERS.keys())
+def test_documents_have_all_that_may_be_a_users(seen: Seen, fields: dict[str, Any]) -> None:
+    """A field of such a name with another value, or in another collection; the document is not even copied."""
+    whole = {"_id": 1, **fields}
+    assert seen(event("insert", fullDocument=whole)).full_document is whole
+
+
+def test_a_document_without_a_namespace_lacks_what_its_value_tells(seen: Seen) -> None:
+    """A pipeline has taken the namespace away: of no outbox can be said that it is here."""
+    raw = event("insert", fullDocument={"_id": 1, "_fence": STAMPS, "pendingEvents": PENDING})
+    del raw["ns"]
+    assert seen(raw).full_document == {"_id": 1, "pendingEvents": PENDING}
+
+
+@pytest.mark.parametrize("description", OURS.values(), ids=OURS.keys())
+def test_descriptions_lack_what_this_package_keeps(seen: Seen, description: Mapping[str, Any]) -> None:
+    """Of an update that changes something else as well; so it is copied no more than the document."""
+    ours = {**description, "updatedFields": {"paid": True, **description.get("updatedFields", {})}}
+    change = seen(updated(ours, disambiguatedPaths={}))
+    assert change.update_description == updated({"updatedFields": {"paid": True}})["updateDescription"]
+    assert change.raw == updated(ours, disambiguatedPaths={})
+    assert seen(change.raw, bookkeeping=True).update_description is change.raw["updateDescription"]
+
+
+def test_a_marker_that_is_set_is_known_by_the_documents_version(seen: Seen) -> None:
+    """The update that applies a transaction leaves the version as it is."""
+    raw = updated({"updatedFields": {"balance": 7, "pendingTransactions": [1]}})
+    assert seen(raw).update_description == raw["updateDescription"]
+    raw["fullDocument"] = {"_id": 1, "balance": 7, "pendingTransactions": [1], "transactionFence": VERSION}
+    assert seen(raw).update_description == updated({"updatedFields": {"balance": 7}})["updateDescription"]
+
+
+@pytest.mark.parametrize("description", [None, 7, {}, {"updatedFields": [7]}], ids=str)
+def test_what_a_pipeline_has_made_of_a_description_is_shown(seen: Seen, description: Any) -> None:
+    """As it is: nobody can say what is ours in it."""
+    assert seen(event("update", updateDescription=description)).update_description is description
+
+
+def test_a_handler_that_is_called_sees_what_it_sees_in_a_worker() -> None:
+    """A unit test finds out, with changes made by hand; so does a handler that is called by another one."""
+    document = {"_id": 1, "n": 2, "_fence": STAMPS, "pendingEvents": PENDING}
+    given: list[Any] = []
+    with (
+        Celery("shop", broker="memory://", set_as_current=False) as app,
+        MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
+    ):
+        bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
+        Outbox(app, client.shop.orders)
+
+        @bridge.on_change("shop.orders")
+        def plain(change: Change) -> None:
+            given.append(change.full_document)
+
+        @bridge.on_changes("shop.orders")
+        def lists(changes: Changes) -> None:
+            given.append(changes[0].full_document)
+
+        @bridge.on_change("shop.orders", bookkeeping=True)
+        def whole(change: Change) -> None:
+            given.append(change.full_document)
+            plain(change)
+
+        one = inserted("shop.orders", document)
+        plain(one)
+        lists([one])
+        whole(one)
+    assert given == [{"_id": 1, "n": 2}, {"_id": 1, "n": 2}, document, {"_id": 1, "n": 2}]
+    assert one.full_document == document

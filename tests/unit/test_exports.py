@@ -13,7 +13,7 @@ import pytest
 import mongo_celery
 from mongo_celery import errors
 
-NAMES_MAX = 45
+NAMES_MAX = 46
 COMMANDS = sorted(path.stem for path in (Path(mongo_celery.__file__).parent / "cli").glob("*.py"))
 
 NAMES = {
@@ -51,7 +51,7 @@ def test_the_public_names_are_exactly_these() -> None:
 
 
 def test_the_public_names_are_sorted_and_few() -> None:
-    """At most 45 names, each once, in an order in which one can be found."""
+    """At most 46 names, each once, in an order in which one can be found."""
     constants_first = sorted(set(mongo_celery.__all__), key=lambda name: (not name.isupper(), name))
     assert mongo_celery.__all__ == constants_first
     assert len(mongo_celery.__all__) <= NAMES_MAX

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.fenced.fence import Fence, merge, refuse_stamps
-from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
-from mongo_celery.mongo.writes import Operators, Pipeline, Replacement, target_of
+from mongo_celery.bridge.fenced.fence import Fence, Origin, merge, refuse_stamps
+from mongo_celery.errors import ConfigurationError, OutdatedChangeError, StaleFencingTokenError
+from mongo_celery.mongo.writes import Operators, Pipeline, Replacement, changing, replacing, target_of
 
 KEY = "shop/summarise"
 small = st.integers(0, 3)
 fences = st.builds(Fence, st.sampled_from([KEY, "shop/other"]), small, small, small)
+origins = st.builds(Origin, st.integers(0, 1), st.sampled_from([b"1", b"2", b"3"]), small)
+moving = st.builds(Fence, st.just(KEY), st.integers(0, 1), small, small, origins)
 
 
 def _written(writers: list[Fence]) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def _not_smaller(after: dict[str, Any], before: dict[str, Any]) -> bool:
     return True
 
 
-@given(st.lists(fences), fences)
+@given(st.lists(fences | moving), fences | moving)
 def test_a_write_never_takes_any_stamp_back(writers: list[Fence], fence: Fence) -> None:
     """P4, F2-F4: after an admitted write every key and partition stands at least where it stood."""
     before = _written(writers)
@@ -47,11 +49,11 @@ def test_a_write_never_takes_any_stamp_back(writers: list[Fence], fence: Fence) 
         assert fence.bears(after)
         assert {k: v for k, v in after.items() if k != fence.key} == {k: v for k, v in before.items() if k != fence.key}
     else:
-        with pytest.raises(StaleFencingTokenError):
+        with pytest.raises((StaleFencingTokenError, OutdatedChangeError)):
             fence.stamp(before)
 
 
-@given(st.lists(fences), fences, fences)
+@given(st.lists(fences | moving), fences | moving, fences | moving)
 def test_once_a_newer_one_has_written_an_older_one_is_refused(
     writers: list[Fence], first: Fence, second: Fence
 ) -> None:
@@ -73,6 +75,63 @@ def test_a_merge_refuses_whatever_either_side_refuses(left: list[Fence], right: 
     merged = merge(first, second)
     assert merged == merge(second, first)
     assert fence.admits(merged) == (fence.admits(first) and fence.admits(second))
+
+
+@given(st.lists(moving))
+def test_no_older_change_of_a_document_follows_a_newer_one(writers: list[Fence]) -> None:
+    """P2, F5: in one layout, whatever partitions they are in; within a partition the tokens decide."""
+    stamps: dict[str, Any] = {}
+    last: Fence | None = None
+    for fence in writers:
+        assert fence.origin is not None
+        if not fence.admits(stamps):
+            continue
+        stamps = fence.stamp(stamps)
+        if last is not None and last.origin is not None and last.generation == fence.generation:
+            is_known = last.index != fence.index and last.token >= fence.origin.since
+            if is_known and last.origin.document == fence.origin.document:
+                assert fence.origin.place >= last.origin.place
+        last = fence
+
+
+def test_an_older_change_is_told_from_a_stale_execution() -> None:
+    """P9: an error of its own; a rewind, another document and an execution without a change are no reason for it."""
+    newer = Fence(KEY, 1, 3, 5, Origin(7, b"2"))
+    stamps = newer.stamp(None)
+    with pytest.raises(OutdatedChangeError) as refused:
+        Fence(KEY, 1, 4, 9, Origin(7, b"1")).demand(stamps, document_id=7)
+    assert (refused.value.key, refused.value.index, refused.value.document_id) == (KEY, 4, 7)  # type: ignore[attr-defined]
+    with pytest.raises(StaleFencingTokenError):
+        Fence(KEY, 1, 3, 4, Origin(7, b"3")).demand(stamps)
+    for admitted in (
+        Fence(KEY, 1, 3, 5, Origin(7, b"1")),
+        Fence(KEY, 1, 4, 0, Origin(7, b"2")),
+        Fence(KEY, 1, 4, 0, Origin(8, b"1")),
+        Fence(KEY, 1, 4, 9, Origin(7, b"1", since=6)),
+        Fence(KEY, 1, 4, 0),
+    ):
+        admitted.demand(stamps)
+    assert Fence(KEY, 1, 4, 0).stamp(stamps)[KEY]["l"] == stamps[KEY]["l"]
+    assert Fence(KEY, 2, 4, 0).stamp(stamps) == {KEY: {"g": 2, "p": {"4": 0}}}
+    buried = Fence(KEY, 1, 4, 0, Origin(7, b"3")).stamp(None)
+    assert merge(buried, stamps)[KEY]["l"] == merge(stamps, buried)[KEY]["l"] == buried[KEY]["l"]
+
+
+@pytest.mark.parametrize(
+    ("update", "overwrites"),
+    [
+        ({"$inc": {"n": 1}, "$push": {"of": 2}, "$max": {"at": 3}}, False),
+        ({"$inc": {"n": 1}, "$set": {"at": 3}}, True),
+        ({"$unset": {"n": 1}}, True),
+        ([{"$set": {"n": 1}}], True),
+    ],
+    ids=str,
+)
+def test_what_only_adds_has_no_order(update: Any, overwrites: bool) -> None:
+    """Counts of several documents in one target, from whatever partitions, refuse nobody."""
+    body = changing(update)
+    assert body.overwrites is overwrites
+    assert replacing({"n": 1}).overwrites
 
 
 def test_each_partition_has_its_own_slot() -> None:

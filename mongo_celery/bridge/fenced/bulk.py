@@ -33,7 +33,7 @@ from pymongo.results import DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.documents import Documents, FencedUpdate
 from mongo_celery.bridge.fenced.tombstones import stamps_of
-from mongo_celery.errors import StaleFencingTokenError
+from mongo_celery.errors import OutboxRefusedError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.writes import COUNTS, Target, as_bulk_error
 
@@ -95,7 +95,7 @@ def run(
     statements: list[UpdateOne] = []
     places: list[int] = []
     for item in batch:
-        edits = item.write.statements(documents.fence, item.target)
+        edits = item.write.statements(documents.fence_for(item.target.id, item.write.body), item.target)
         statements += edits
         places += [item.place] * len(edits)
     try:
@@ -144,7 +144,7 @@ def _settle_misses(
 ) -> list[tuple[int, UpdateResult]]:
     found = stamps_of(documents.collection, [item.target.id for item in batch], session, bare={})
     for item, stamps in zip(batch, found, strict=True):
-        documents.demand(item.target.id, stamps)
+        documents.demand(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
     absent = [item for item, stamps in zip(batch, found, strict=True) if stamps is None]
     again = [
         item
@@ -162,8 +162,8 @@ def _settle_misses(
 def _demand_tombstones(documents: Documents, items: Sequence[BulkItem], session: ClientSession | None) -> None:
     if items and documents.tombstones is not None:
         ids = [item.target.id for item in items]
-        for document_id, stamps in zip(ids, documents.tombstones.read(ids, session), strict=True):
-            documents.demand(document_id, stamps)
+        for item, stamps in zip(items, documents.tombstones.read(ids, session), strict=True):
+            documents.demand(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
 
 
 def _create(
@@ -255,14 +255,15 @@ def deletes(documents: Documents, batch: Sequence[BulkDelete], session: ClientSe
     """
     A step that deletes what a batch names.
 
-    Where a document, or its tombstone, is stamped newer it raises StaleFencingTokenError; what stands before is done.
+    Where a document, or its tombstone, is stamped newer it raises StaleFencingTokenError or OutdatedChangeError, and
+    OutboxRefusedError where what is pending in one cannot be delivered first; what stands before is done.
     """
 
     def step(tally: Tally) -> None:
         if len(batch) > 1 and documents.tombstones is not None:
             try:
                 tally.details["nRemoved"] += documents.delete_all([item.target.id for item in batch], session)
-            except (StaleFencingTokenError, OperationFailure):
+            except (StaleFencingTokenError, OutdatedChangeError, OutboxRefusedError, OperationFailure):
                 # As of creations: nothing of it is left, so each may be tried alone, but in the user's transaction.
                 if session is not None and session.in_transaction:
                     raise

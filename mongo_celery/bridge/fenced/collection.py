@@ -17,6 +17,7 @@ a write that matches nothing           at most 4, to find out why
 `bulk_write` of updates by `_id`       n; a batch with new documents: 7 more, all of them together
 `bulk_write` of deletes by `_id`       6 for all that follow each other, up to 500; one alone as above
 `bulk_write` of anything else          as the single operation
+where the target has an outbox         a delete of nothing: 1 more; of what has tasks pending: their delivery
 =====================================  ================================================================
 
 Once per client and collection, the first creation or delete also makes the tombstones' TTL index.
@@ -25,10 +26,10 @@ Once per client and collection, the first creation or delete also makes the tomb
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pymongo import DeleteOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.client_session import ClientSession
@@ -39,11 +40,15 @@ from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced import bulk
 from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, FencedWrite, updated
-from mongo_celery.bridge.fenced.fence import Fence, refuse_stamps
+from mongo_celery.bridge.fenced.fence import Fence, Origin, refuse_stamps
+from mongo_celery.bridge.fenced.pending import PendingTasks
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
 from mongo_celery.mongo.transaction import current
 from mongo_celery.mongo.writes import Body, BulkRequest, Modifications, Target, changing, narrowed, replacing, target_of
+
+if TYPE_CHECKING:
+    from mongo_celery.outbox import Outbox
 
 TOMBSTONE_TTL = timedelta(days=7)
 """How long a delete is remembered by default: far longer than any execution or queued message lives."""
@@ -62,7 +67,11 @@ class FencedCollection:
     Methods have PyMongo's arguments and results; the write concern is majority. A write is refused where
     the target, or the tombstone of a deleted one, was stamped by a newer execution of the same subscription
     and partition (P3); admitted writes stamp the target (``_fence``), so the fence never goes back (P4).
-    Documents as read carry ``_fence``.
+    Documents as read carry ``_fence``. What outboxes of the app have pending in a target survives: a replacement
+    keeps it, and a delete delivers it first.
+
+    With a `partition_by`, changes of one document may be in several partitions. Then a write that sets, replaces or
+    deletes is also refused where another partition has written for a later change of the same document.
 
     It does not promise anything about documents that the newer execution has not touched, nor about writes
     past the view. Inside an open transaction of the collection's client, as in a handler with
@@ -76,6 +85,8 @@ class FencedCollection:
         tombstone_ttl: seconds or timedelta that a delete is remembered; None: for ever; 0: not at all,
             which makes deletes and inserts cheap and lets a stale upsert revive what was deleted. One value
             for all users of a collection.
+        outboxes: returns the app's outboxes of this collection, as `Change.fenced` does.
+        origin_of: gives the change that a write is for by the target's `_id`, for an execution of several changes.
 
     Raises:
         ConfigurationError: a negative `tombstone_ttl`; or, from each method, a transaction of another client of the
@@ -89,8 +100,11 @@ class FencedCollection:
         fence: Fence,
         *,
         tombstone_ttl: float | timedelta | None = TOMBSTONE_TTL,
+        outboxes: Callable[[], Sequence[Outbox]] = tuple,
+        origin_of: Callable[[Any], Origin | None] | None = None,
     ) -> None:
-        self._documents = Documents(collection, fence, lifetime_ms(tombstone_ttl))
+        self._pending = PendingTasks(collection, outboxes)
+        self._documents = Documents(collection, fence, lifetime_ms(tombstone_ttl), self._pending, origin_of)
 
     def __repr__(self) -> str:
         return f"FencedCollection({self._documents.collection.full_name!r}, {self._documents.fence!r})"
@@ -115,11 +129,11 @@ class FencedCollection:
 
         Raises:
             StaleFencingTokenError: the target is stamped newer.
+            OutdatedChangeError: another partition has written there for a later change of the same document.
             ConfigurationError: an upsert without equality on `_id`, or an update of ``_fence``.
         """
-        write = FencedUpdate(
+        write = self._updating(
             _changing(update),
-            updated(0, 0),
             _given(collation=collation, array_filters=array_filters, hint=hint),
             _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
         )
@@ -139,10 +153,14 @@ class FencedCollection:
         sort: Mapping[str, Any] | None = None,
         comment: Any = None,
     ) -> UpdateResult:
-        """Replace all but the stamps, as `Collection.replace_one`; errors as in `update_one`."""
-        write = FencedUpdate(
-            _replacing(replacement),
-            updated(0, 0),
+        """
+        Replace all but the stamps and what is pending, as `Collection.replace_one`; errors as in `update_one`.
+
+        Raises:
+            OutboxRefusedError: the document carries tasks: `update_one` with `Outbox.replacement` adds them.
+        """
+        write = self._updating(
+            self._replacing(replacement),
             _given(collation=collation, hint=hint),
             _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
         )
@@ -167,9 +185,9 @@ class FencedCollection:
         """Update and return one document, as `Collection.find_one_and_update`; errors as in `update_one`."""
         options = _given(projection=projection, array_filters=array_filters, hint=hint, **kwargs)
         command = _given(return_document=return_document, let=let, comment=comment)
-        return self._write(
-            FencedFindAndUpdate(_changing(update), None, options, command), filter, upsert, sort, session
-        )
+        body = _changing(update)
+        write = FencedFindAndUpdate(body, None, options, command, self._pending.kept_by(body))
+        return self._write(write, filter, upsert, sort, session)
 
     def delete_one(
         self,
@@ -185,10 +203,12 @@ class FencedCollection:
         Delete one document, as `Collection.delete_one`, and leave a tombstone (see `tombstones`).
 
         A delete by `_id` leaves one even if there is no document: that it is gone is this execution's
-        outcome.
+        outcome. What an outbox has pending in the document is delivered first.
 
         Raises:
             StaleFencingTokenError: the target, or its tombstone, is stamped newer.
+            OutdatedChangeError: as in `update_one`.
+            OutboxRefusedError: what is pending cannot be delivered now; inside a transaction nothing is.
         """
         session = self._session(session)
         options = _given(collation=collation, hint=hint, let=let, comment=comment)
@@ -220,9 +240,8 @@ class FencedCollection:
         If one is stamped newer the error comes after its batch: the admitted ones of it are updated. Errors
         as in `update_one`.
         """
-        write = FencedUpdate(
+        write = self._updating(
             _changing(update),
-            updated(0, 0),
             _given(collation=collation, array_filters=array_filters, hint=hint),
             _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
         )
@@ -258,6 +277,7 @@ class FencedCollection:
         Raises:
             StaleFencingTokenError: a document, or its tombstone, is stamped newer; later requests are not
                 tried.
+            OutdatedChangeError, OutboxRefusedError: as in the single operations; later requests are not tried.
             BulkWriteError: writes failed; indexes are those of `requests`.
             ConfigurationError: as in `update_one`, before anything is written.
         """
@@ -297,8 +317,8 @@ class FencedCollection:
             raise ConfigurationError(
                 f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
             )
-        body = _changing(facts.document) if isinstance(request, UpdateOne) else _replacing(facts.document)
-        write, target = FencedUpdate(body, updated(0, 0), facts.options, command), _named(facts.filter, facts.options)
+        body = _changing(facts.document) if isinstance(request, UpdateOne) else self._replacing(facts.document)
+        write, target = self._updating(body, facts.options, command), _named(facts.filter, facts.options)
         self._demand_upsertable(write, target, facts.upsert)
         if target is None or (facts.upsert and target.rest):
             return bulk.alone(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
@@ -315,6 +335,14 @@ class FencedCollection:
             deletes = (step for step in found if isinstance(step, bulk.BulkDelete))
             yield from (bulk.deletes(documents, batch, session) for batch in bulk.batches(deletes, documents))
             yield from (step for step in found if callable(step))
+
+    def _updating(self, body: Body, options: Mapping[str, Any], command: Mapping[str, Any]) -> FencedUpdate:
+        return FencedUpdate(body, updated(0, 0), options, command, self._pending.kept_by(body))
+
+    def _replacing(self, replacement: Mapping[str, Any]) -> Body:
+        body = refuse_stamps(replacing(replacement))
+        self._pending.refuse_in(body)
+        return body
 
     def _write(
         self,
@@ -392,10 +420,6 @@ def _named(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | No
 
 def _changing(update: Modifications) -> Body:
     return refuse_stamps(changing(update))
-
-
-def _replacing(replacement: Mapping[str, Any]) -> Body:
-    return refuse_stamps(replacing(replacement))
 
 
 def _given(**arguments: Any) -> dict[str, Any]:

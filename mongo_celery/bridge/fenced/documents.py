@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from pymongo import ReadPreference, ReplaceOne, UpdateOne, WriteConcern
@@ -29,7 +29,8 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 from pymongo.results import UpdateResult
 
-from mongo_celery.bridge.fenced.fence import FIELD, Fence, merge
+from mongo_celery.bridge.fenced.fence import FIELD, Fence, Origin, merge
+from mongo_celery.bridge.fenced.pending import KEPT_FILLING, PendingTasks
 from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, stamps_of
 from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.mongo.writes import Body, Replacement, Target, single_error
@@ -53,12 +54,14 @@ class FencedWrite(ABC, Generic[R]):
         missed: the result of a write that matches nothing, as PyMongo gives it.
         options: arguments of a statement (hint, array filters, collation).
         command: arguments of the whole command (let, comment, bypass_document_validation).
+        kept: fields of outboxes, which a write that drops fields leaves as they are.
     """
 
     body: Body
     missed: R
     options: Mapping[str, Any] = field(default_factory=dict)
     command: Mapping[str, Any] = field(default_factory=dict)
+    kept: Sequence[str] = ()
 
     @abstractmethod
     def attempt(
@@ -78,7 +81,7 @@ class FencedUpdate(FencedWrite[UpdateResult]):
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
         """The guarded statements, of which at most one matches."""
         return [
-            UpdateOne(target.where(guard), self.body.amended(stamp), **self.options)
+            UpdateOne(target.where(guard), self.body.amended(stamp, kept=self.kept), **self.options)
             for guard, stamp in fence.edits(self.body)
         ]
 
@@ -121,7 +124,7 @@ class FencedFindAndUpdate(FencedWrite[Any]):
     ) -> Returned[Any]:
         """See `FencedWrite`."""
         for guard, stamp in fence.edits(self.body):
-            update = self.body.amended(stamp)
+            update = self.body.amended(stamp, kept=self.kept)
             found = into.find_one_and_update(
                 target.where(guard), update, session=session, **self.options, **self.command
             )
@@ -149,20 +152,39 @@ class Documents:
         collection: the target; written with majority and read from the primary, whatever it says itself.
         fence: the execution's right.
         ttl_ms: lifetime of tombstones, None for ever, 0 for no tombstones.
+        pending: what outboxes keep in the documents.
+        origin_of: gives the change that a write to a document is for, where the execution has several.
     """
 
-    def __init__(self, collection: Collection[Any], fence: Fence, ttl_ms: int | None) -> None:
+    def __init__(
+        self,
+        collection: Collection[Any],
+        fence: Fence,
+        ttl_ms: int | None,
+        pending: PendingTasks,
+        origin_of: Callable[[Any], Origin | None] | None,
+    ) -> None:
         self.collection = collection.with_options(
             write_concern=WriteConcern("majority"), read_preference=ReadPreference.PRIMARY
         )
         self.fence = fence
         self.tombstones = None if ttl_ms == 0 else Tombstones(self.collection, ttl_ms)
+        self.pending = pending
+        self._origin_of = origin_of
+
+    def fence_for(self, document_id: Any, body: Body | None = None) -> Fence:
+        """The right to write to one document; to delete it, without a body."""
+        origin = self.fence.origin if self._origin_of is None else self._origin_of(document_id)
+        if body is not None and not body.overwrites:
+            origin = None
+        return self.fence if origin is self.fence.origin else replace(self.fence, origin=origin)
 
     def write(self, write: FencedWrite[R], target: Target, *, upsert: bool, session: ClientSession | None) -> R:
         """Do `write`, or raise because the target is stamped newer."""
         duplicate: DuplicateKeyError | None = None
+        fence = self.fence_for(target.id, write.body)
         for attempt in range(ATTEMPTS):
-            if outcome := write.attempt(self.collection, self.fence, target, session):
+            if outcome := write.attempt(self.collection, fence, target, session):
                 return outcome[0]
             if upsert:
                 try:
@@ -173,10 +195,10 @@ class Documents:
                     duplicate = error
                 # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
                 ended = session is not None and session.in_transaction
-                self.judge(target.id, None if ended else session)
+                self.judge(target.id, fence, None if ended else session)
                 if ended:
                     break
-            elif not self.judge(target.id, session):
+            elif not self.judge(target.id, fence, session):
                 return write.missed
             if target.rest and attempt:
                 break
@@ -184,35 +206,36 @@ class Documents:
             raise duplicate
         return write.missed
 
-    def judge(self, document_id: Any, session: ClientSession | None) -> bool:
+    def judge(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
         """
         Whether the document exists.
 
         Raises:
-            StaleFencingTokenError: it, or its tombstone, is stamped newer.
+            StaleFencingTokenError, OutdatedChangeError: it, or its tombstone, is stamped newer.
         """
         [stamps] = stamps_of(self.collection, [document_id], session, bare={})
         exists = stamps is not None
         if not exists and self.tombstones is not None:
             [stamps] = self.tombstones.read([document_id], session)
-        self.demand(document_id, stamps)
+        self.demand(document_id, fence, stamps)
         return exists
 
-    def demand(self, document_id: Any, stamps: Stamps | None) -> None:
+    def demand(self, document_id: Any, fence: Fence, stamps: Stamps | None) -> None:
         """Raise if `stamps` are newer than the fence."""
-        if not self.fence.admits(stamps):
-            raise self.fence.stale(namespace=self.collection.full_name, document_id=document_id)
+        fence.demand(stamps, namespace=self.collection.full_name, document_id=document_id)
 
     def create(self, write: FencedWrite[R], target: Target, session: ClientSession | None) -> R:
         """Create the document with what its tombstone remembers, or raise because that is newer."""
-        tombstones = self.tombstones
+        tombstones, fence = self.tombstones, self.fence_for(target.id, write.body)
+        if fence.origin is not None and session is not None and session.in_transaction:
+            self.judge(target.id, fence, session)  # before E11000 ends it: a handler may pass over an older change
         if tombstones is None:
-            return write.insert(self.collection, target, self.fence.stamp(None), session)
+            return write.insert(self.collection, target, fence.stamp(None), session)
 
         def body(inside: ClientSession) -> R:
             [buried] = tombstones.take([target.id], inside)
-            self.demand(target.id, buried)
-            result = write.insert(self.collection, target, self.fence.stamp(buried), inside)
+            self.demand(target.id, fence, buried)
+            result = write.insert(self.collection, target, fence.stamp(buried), inside)
             tombstones.settle([(target.id, None)], inside)
             return result
 
@@ -231,8 +254,9 @@ class Documents:
         def body(inside: ClientSession) -> list[UpdateResult]:
             requests = []
             for (write, target), buried in zip(wanted, tombstones.take(ids, inside), strict=True):
-                self.demand(target.id, buried)
-                requests.append(write.insertion(target, self.fence.stamp(buried)))
+                fence = self.fence_for(target.id, write.body)
+                self.demand(target.id, fence, buried)
+                requests.append(write.insertion(target, fence.stamp(buried)))
             try:
                 result = self.collection.bulk_write(requests, session=inside, **command)
             except BulkWriteError as error:
@@ -244,18 +268,31 @@ class Documents:
         return self._atomically(tombstones, body, session)
 
     def delete(self, target: Target, session: ClientSession | None, **options: Any) -> int:
-        """Delete the document, leave a tombstone even if there was none, and return how many were deleted."""
-        tombstones = self.tombstones
+        """
+        Delete the document, leave a tombstone even if there was none, and return how many were deleted.
+
+        Raises:
+            OutboxRefusedError: what is pending in it cannot be delivered first.
+        """
+        for _ in range(ATTEMPTS):
+            count = self._delete(target, session, options)
+            if count or not self.pending.deliver(target, session):
+                return count
+        raise self.pending.refused(target.id, KEPT_FILLING)
+
+    def _delete(self, target: Target, session: ClientSession | None, options: Mapping[str, Any]) -> int:
+        tombstones, fence = self.tombstones, self.fence_for(target.id)
         if tombstones is None:
-            result = self.collection.delete_one(target.where(self.fence.guard()), session=session, **options)
+            where = target.where(fence.guard(), *self.pending.nothing)
+            result = self.collection.delete_one(where, session=session, **options)
             if not result.deleted_count:
-                self.judge(target.id, session)
+                self.judge(target.id, fence, session)
             return result.deleted_count
 
         def body(inside: ClientSession) -> int:
             [buried] = tombstones.take([target.id], inside)
-            self.demand(target.id, buried)
-            count, stamps = self._remove(target, buried, inside, options)
+            self.demand(target.id, fence, buried)
+            count, stamps = self._remove(target, fence, buried, inside, options)
             tombstones.settle([(target.id, stamps)], inside)
             return count
 
@@ -265,33 +302,35 @@ class Documents:
         """Delete several documents in one transaction, all or none, with tombstones; how many there were."""
         tombstones = self.tombstones
         assert tombstones is not None
+        fences = [self.fence_for(document_id) for document_id in ids]
 
         def body(inside: ClientSession) -> int:
             buried = tombstones.take(ids, inside)
             current = stamps_of(self.collection, ids, inside, bare={})
-            for document_id, *stamps in zip(ids, buried, current, strict=True):
+            for document_id, fence, *stamps in zip(ids, fences, buried, current, strict=True):
                 for each in stamps:
-                    self.demand(document_id, each)
-            there = [i for i, stamps in zip(ids, current, strict=True) if stamps is not None]
-            count = self.collection.delete_many({"_id": {"$in": there}}, session=inside).deleted_count if there else 0
-            left = [self.fence.stamp(merge(*stamps)) for stamps in zip(buried, current, strict=True)]
+                    self.demand(document_id, fence, each)
+            there = {"_id": {"$in": [i for i, stamps in zip(ids, current, strict=True) if stamps is not None]}}
+            self.pending.refuse_any(there, inside)
+            count = self.collection.delete_many(there, session=inside).deleted_count if there["_id"]["$in"] else 0
+            left = [fence.stamp(merge(*stamps)) for fence, *stamps in zip(fences, buried, current, strict=True)]
             tombstones.settle([*zip(ids, left, strict=True)], inside)
             return count
 
         return self._atomically(tombstones, body, session)
 
     def _remove(
-        self, target: Target, buried: Stamps | None, session: ClientSession, options: Mapping[str, Any]
+        self, target: Target, fence: Fence, buried: Stamps | None, session: ClientSession, options: Mapping[str, Any]
     ) -> tuple[int, Stamps | None]:
         """The number of removed documents and what the tombstone must say then."""
-        guarded = target.where(self.fence.guard())
+        guarded = target.where(fence.guard(), *self.pending.nothing)
         removed = self.collection.find_one_and_delete(guarded, {FIELD: 1}, session=session, **options)
         if removed is not None:
-            return 1, self.fence.stamp(merge(buried, removed.get(FIELD)))
+            return 1, fence.stamp(merge(buried, removed.get(FIELD)))
         [current] = stamps_of(self.collection, [target.id], session, bare={})
-        self.demand(target.id, current)
-        # Admitted, yet not matched: the user's own conditions; what was buried stays so.
-        return 0, self.fence.stamp(buried) if current is None else buried
+        self.demand(target.id, fence, current)
+        # Admitted, yet not matched: the user's own conditions, or something is pending; what was buried stays so.
+        return 0, fence.stamp(buried) if current is None else buried
 
     def _atomically(
         self, tombstones: Tombstones, body: Callable[[ClientSession], T], session: ClientSession | None

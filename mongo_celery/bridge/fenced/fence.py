@@ -3,8 +3,9 @@ The fencing token as targets see it: the guard that refuses older ones, the stam
 
 A target carries one stamp per subscription, under one field::
 
-    _fence: {"shop/summarise": {g: 3, p: {"0": 812, "7": 990}}}
-             subscription key   |     '- newest token seen from each partition
+    _fence: {"shop/summarise": {g: 3, p: {"0": 812, "7": 990}, l: {i: 7, t: 990, d: 4711, o: ...}}}
+             subscription key   |     |                         '- where the last write came from
+                                |     '- newest token seen from each partition
                                 '- generation of the partition layout
 
 Invariants, for one target and one key:
@@ -15,6 +16,10 @@ F2. An admitted write leaves ``g`` and every ``p`` of that generation not smalle
 F3. Tokens of different partitions are never compared: each has its slot. Tokens of an older generation are
     dropped with it, since its indexes name other partitions.
 F4. Stamps of other keys are kept, whatever the write does to the rest of the target.
+F5. Where changes of one document may be in several partitions, ``l`` says where the last overwriting write came from:
+    partition, token, document and place in the stream. A write that overwrites is refused where that was another
+    partition, and a later change of the same document. Tokens from before a rewind of mine do not count: what they
+    stand for comes once more.
 
 Why an operator update becomes two statements: its operators cannot look at the stored ``g``, so one statement
 serves an equal generation (sets one slot) and one serves an older or no stamp (replaces the map). After the
@@ -31,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.errors import ConfigurationError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.writes import Addition, Body, Operators
 
 FIELD = "_fence"
@@ -53,6 +58,22 @@ _KEY = re.compile(r"[^.$\x00/][^.$\x00/]*/[^.$\x00/]+")
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """
+    The change that a write is for, as changes of its document in other partitions compare with it (F5).
+
+    Attributes:
+        document: stable hash of the changed document, from 0 to 2^63 - 1.
+        place: in the stream; bytes, as many for each change, which compare in its order.
+        since: earlier tokens do not count.
+    """
+
+    document: int
+    place: bytes
+    since: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Fence:
     """
     The right of one execution to write, as an older or newer one of the same partition compares with it.
@@ -62,6 +83,7 @@ class Fence:
         generation: the partition layout's number, from 0.
         index: the partition's index, from 0.
         token: the claim's fencing token, from 0 to 2^63 - 1.
+        origin: the change, where others of its document may be in other partitions.
 
     Raises:
         ConfigurationError: a part is out of its range, or the token is that of a change built by hand.
@@ -71,6 +93,7 @@ class Fence:
     generation: int
     index: int
     token: int
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         if not _KEY.fullmatch(self.key):
@@ -91,31 +114,66 @@ class Fence:
 
     def admits(self, stamps: Mapping[str, Any] | None) -> bool:
         """
-        Whether a target that carries `stamps` (the value of ``_fence``, or None) may be written (F1).
+        Whether a target that carries `stamps` (the value of ``_fence``, or None) may be written (F1, F5).
 
         The same verdict as `guard` gives in the server: use it with a store that can check and write in one
         transaction.
         """
+        return not self._is_stale(stamps) and not self._is_outdated(stamps)
+
+    def _is_stale(self, stamps: Mapping[str, Any] | None) -> bool:
         entry = (stamps or {}).get(self.key)
         generation = entry.get("g") if isinstance(entry, Mapping) else None
         if not isinstance(generation, int) or generation != self.generation:
-            return not isinstance(generation, int) or generation < self.generation
+            return isinstance(generation, int) and generation > self.generation
         seen = _slots(entry).get(str(self.index))
-        return not isinstance(seen, int) or seen <= self.token
+        return isinstance(seen, int) and seen > self.token
+
+    def _is_outdated(self, stamps: Mapping[str, Any] | None) -> bool:
+        entry = (stamps or {}).get(self.key)
+        last = entry.get("l") if isinstance(entry, Mapping) and entry.get("g") == self.generation else None
+        if self.origin is None or not isinstance(last, Mapping):
+            return False
+        is_other = last["i"] != self.index and last["t"] >= self.origin.since
+        return is_other and last["d"] == self.origin.document and bytes(last["o"]) > self.origin.place
 
     def stamp(self, stamps: Mapping[str, Any] | None) -> dict[str, Any]:
         """
-        The value of ``_fence`` after this execution's write to a target that carried `stamps` (F2-F4).
+        The value of ``_fence`` after this execution's write to a target that carried `stamps` (F2-F5).
 
         Raises:
-            StaleFencingTokenError: `stamps` are newer; stamping over them would take the fence back.
+            StaleFencingTokenError, OutdatedChangeError: `stamps` are newer; stamping over them would take the fence
+                back.
         """
-        if not self.admits(stamps):
-            raise self.stale()
-        entry = (stamps or {}).get(self.key)
-        same = isinstance(entry, Mapping) and entry.get("g") == self.generation
-        slots = {**(_slots(entry) if same else {}), str(self.index): self.token}
-        return {**(stamps or {}), self.key: {"g": self.generation, "p": slots}}
+        self.demand(stamps)
+        entry: Any = (stamps or {}).get(self.key)
+        known = entry if isinstance(entry, Mapping) and entry.get("g") == self.generation else {}
+        slots = {"p": {**_slots(known), str(self.index): self.token}}
+        return {**(stamps or {}), self.key: {**known, "g": self.generation, **slots, **self._last()}}
+
+    def demand(self, stamps: Mapping[str, Any] | None, **facts: Any) -> None:
+        """
+        Refuse to write to a target that carries newer stamps.
+
+        Args:
+            stamps: the value of ``_fence``, or None.
+            facts: become attributes of the error.
+
+        Raises:
+            StaleFencingTokenError: a newer execution of this partition has written.
+            OutdatedChangeError: another partition has written for a later change of the same document.
+        """
+        if self._is_stale(stamps):
+            raise self.stale(**facts)
+        if self._is_outdated(stamps):
+            raise OutdatedChangeError(key=self.key, generation=self.generation, index=self.index, **facts)
+
+    def _last(self) -> dict[str, Any]:
+        """The part of the stamp that says where this write comes from."""
+        origin = self.origin
+        if origin is None:
+            return {}
+        return {"l": {"i": self.index, "t": self.token, "d": origin.document, "o": origin.place}}
 
     def bears(self, stamps: Mapping[str, Any] | None) -> bool:
         """Whether `stamps` hold exactly my token in my slot."""
@@ -130,25 +188,28 @@ class Fence:
 
     def guard_same(self) -> dict[str, Any]:
         """The part of the guard for a stamp of my own generation."""
-        return {
+        guard: dict[str, Any] = {
             f"{self.path}.g": self.generation,
             f"{self.path}.p.{self.index}": {"$not": {"$gt": self.token}},
         }
+        if self.origin is not None:
+            last, origin = f"{self.path}.l", self.origin
+            is_mine = [{f"{last}.i": self.index}, {f"{last}.d": {"$ne": origin.document}}]
+            is_over = [{f"{last}.t": {"$lt": origin.since}}, {f"{last}.o": {"$not": {"$gt": origin.place}}}]
+            guard["$or"] = [*is_mine, *is_over]
+        return guard
 
     def guard_older(self) -> dict[str, Any]:
         """The part of the guard for an older stamp, or none: `$lt` would not match a missing field."""
         return {f"{self.path}.g": {"$not": {"$gte": self.generation}}}
 
     def expression(self) -> dict[str, Any]:
-        """The new value of ``_fence`` as an aggregation expression over the stored document (F2-F4)."""
+        """The new value of ``_fence`` as an aggregation expression over the stored document (F2-F5)."""
         mine = {str(self.index): {"$literal": self.token}}
-        fresh = {"g": self.generation, "p": {str(self.index): self.token}}
-        merged = {
-            "g": {"$literal": self.generation},
-            "p": {"$mergeObjects": [f"${self.path}.p", mine]},
-        }
+        slots = {"p": {"$mergeObjects": [f"${self.path}.p", mine]}}
+        merged = {"$mergeObjects": [f"${self.path}", slots, {"$literal": self._last()}]}
         same = {"$eq": [f"${self.path}.g", {"$literal": self.generation}]}
-        entry = {"$cond": [same, merged, {"$literal": fresh}]}
+        entry = {"$cond": [same, merged, {"$literal": self._fresh()}]}
         return {"$mergeObjects": [f"${FIELD}", {self.key: entry}]}
 
     def edits(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
@@ -156,11 +217,16 @@ class Fence:
         if not isinstance(body, Operators):
             return [(self.guard(), Addition(FIELD, {}, self.expression()))]
         slot = {f"{self.path}.p.{self.index}": self.token}
-        entry = {self.path: {"g": self.generation, "p": {str(self.index): self.token}}}
+        slot |= {f"{self.path}.{name}": value for name, value in self._last().items()}
+        entry = {self.path: self._fresh()}
         return [
             (self.guard_same(), Addition(FIELD, {"$set": slot}, self.expression())),
             (self.guard_older(), Addition(FIELD, {"$set": entry}, self.expression())),
         ]
+
+    def _fresh(self) -> dict[str, Any]:
+        """The stamp in a target that has none of this generation."""
+        return {"g": self.generation, "p": {str(self.index): self.token}, **self._last()}
 
     def stale(self, **facts: Any) -> StaleFencingTokenError:
         """The error for a target that has been stamped newer."""
@@ -170,7 +236,7 @@ class Fence:
 
 
 def merge(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The newest of two values of ``_fence``: per key the larger generation, per slot the larger token."""
+    """The newest of two values of ``_fence``: the larger generation of each key, its later place, its larger tokens."""
     merged = dict(first or {})
     for key, entry in (second or {}).items():
         other = merged.get(key)
@@ -179,8 +245,13 @@ def merge(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> 
         elif entry["g"] == other["g"]:
             slots = _slots(other)
             newest = {i: max(token, slots.get(i, token)) for i, token in _slots(entry).items()}
-            merged[key] = {"g": entry["g"], "p": {**slots, **newest}}
+            last = max((each["l"] for each in (other, entry) if "l" in each), key=_place, default=None)
+            merged[key] = {"g": entry["g"], "p": {**slots, **newest}, **({"l": last} if last else {})}
     return merged
+
+
+def _place(last: Mapping[str, Any]) -> bytes:
+    return bytes(last["o"])
 
 
 def _slots(entry: Any) -> Mapping[str, Any]:

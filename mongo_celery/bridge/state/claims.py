@@ -135,6 +135,7 @@ class Claim:
         inline: whether no commit task follows: its success is written as the position.
         at: when it was taken, by the server's clock; for metrics alone.
         passed_over: earlier changes of its document for which its first change stands: `count` and `tokens`.
+        rewound: version of the last rewind that has sent the partition back with all others; 0 for none.
         taken: when it was answered for, on the monotonic clock.
     """
 
@@ -152,6 +153,7 @@ class Claim:
     inline: bool = False
     at: datetime | None = None
     passed_over: Mapping[str, Any] | None = None
+    rewound: int = 0
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
 
@@ -232,7 +234,7 @@ class Claims:
                 {"$set": {name: {"$cond": [gone, None, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}},
             ],
-            {"fence": 1, "retry": 1, "parkedKeys": 1, "fencedAs": 1, "claim.at": 1},
+            {"fence": 1, "retry": 1, "parkedKeys": 1, "fencedAs": 1, "claim.at": 1, "rewound": 1},
         )
         if document is None:
             return None
@@ -252,6 +254,7 @@ class Claims:
             inline=inline,
             at=document["claim"]["at"],
             passed_over=counts.get("passedOver"),
+            rewound=document.get("rewound", 0),
         )
 
     def take_for_replay(
@@ -300,9 +303,18 @@ class Claims:
         if document is None:
             return None
         committed = document["committed"]
-        known_as, parked = document.get("fencedAs"), parked_in(document)
-        fence = document["fence"]
-        return Claim(partition_id, owner, committed + 1, committed, fence, 0, 0, fenced_as=known_as, parked=parked)
+        return Claim(
+            partition_id,
+            owner,
+            committed + 1,
+            committed,
+            document["fence"],
+            0,
+            0,
+            fenced_as=document.get("fencedAs"),
+            parked=parked_in(document),
+            rewound=document.get("rewound", 0),
+        )
 
     def end_transactions(self, partition_ids: Sequence[str]) -> list[str]:
         """
@@ -639,7 +651,7 @@ def _took(claim: Claim) -> Int64:
     return millis(time.monotonic() - claim.taken)
 
 
-_REPLAY_FIELDS = {"fence": 1, "committed": 1, "fencedAs": 1, "parkedKeys": 1}
+_REPLAY_FIELDS = {"fence": 1, "committed": 1, "fencedAs": 1, "parkedKeys": 1, "rewound": 1}
 _OWN_FIELDS = {"fence": 1, "claim.owner": 1, "committed": 1, "handled": 1}
 
 

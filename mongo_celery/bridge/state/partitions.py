@@ -624,7 +624,9 @@ def moved_stages(
         moves = {"$and": [{"$eq": ["$_id", literal(only)]}, moves]}
     reached = {"$lte": ["$spilled.to", data if forward else own]}  # also where there is no mark
     ends = moves if forward else {"$or": [moves, {"$eq": [own, ""]}]}
+    is_again = not forward and only is None  # all that these have handled behind the place is handled again
     place = {
+        **({"rewound": {"$cond": [moves, Int64(version), "$rewound"]}} if is_again else {}),
         "resumeToken": {"$cond": [moves, literal(dict(token)), "$resumeToken"]},
         "spilled": {"$cond": [{"$and": [moves, reached]}, None, "$spilled"]},
     }

@@ -11,6 +11,9 @@ a lock or a transaction would not have made these changes. In users' documents i
 | two-phase commit by markers | a version given, a transaction settled | `transactionFence`, and a version in it |
 | fenced writes | a stamp without a change beside it | `_fence`, and stamps in it |
 
+A handler that gets a change for other reasons does not see these fields either (`shown`). Copied, entries
+would be sent twice, and stamps, locks and versions would count for a document to which they do not belong.
+
 What an outbox keeps is known from the outbox, since a field named so may be a user's elsewhere. The others work on
 whatever collection; so the value counts too, and who has a field of such a name for something else misses nothing.
 
@@ -25,7 +28,7 @@ update, is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +41,13 @@ from mongo_celery.twophase.receipts import COLLECTION
 
 LOCK = "_lock"
 """Where `select_for_update` writes unless it is told another field."""
+
+KNOWN_BY_VALUE = frozenset({LOCK, MARKERS, PARTICIPANT_VERSION, FENCE})
+"""Fields that are ours in any collection, where they hold what we write."""
+
+DESCRIPTION = "updateDescription"
+DOCUMENTS = frozenset({"fullDocument", "fullDocumentBeforeChange", DESCRIPTION})
+"""Fields of an event in which fields of a document stand."""
 
 Changes = Mapping[str, Any]
 """The values that an update has given, by their paths."""
@@ -55,7 +65,8 @@ _GONE = object()
 _DESCRIPTION = b"\x03updateDescription\0"
 _LOCK_PARTS = frozenset({"application", "at", "id"})
 _VERSION_PARTS = frozenset({"of", "at"})
-_STAMP_PARTS = frozenset({"g", "p"})
+_STAMP_PARTS = frozenset({"g", "p", "l"})
+_PATHS = ("updatedFields", "disambiguatedPaths")
 _ALTERING = frozenset({"$redact"})
 
 
@@ -104,9 +115,7 @@ class Bookkeeping:
         return False
 
     def _is_all_of(self, event: Mapping[str, Any], namespace: str | None) -> bool:
-        touched: dict[str, dict[str, Any]] = {}
-        for path, value in _touched(event["updateDescription"]):
-            touched.setdefault(path.partition(".")[0], {})[path] = value
+        touched = _touched_by_field(event[DESCRIPTION])
         if namespace is None:
             namespace = f"{event['ns']['db']}.{event['ns']['coll']}"
         outboxes = self.outboxes.get(namespace, frozenset())
@@ -124,12 +133,88 @@ def is_receipt(event: Mapping[str, Any]) -> bool:
         return False
 
 
+def fields_touched(description: Mapping[str, Any]) -> set[str]:
+    """Return the fields at the top of a document that an update has touched; none where that cannot be told."""
+    try:
+        return {_field_of(path) for path, _ in _touched(description)}
+    except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+        return set()
+
+
 def _touched(description: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     yield from description["updatedFields"].items()
     for path in description["removedFields"]:
         yield path, _GONE
     for array in description.get("truncatedArrays") or ():
         yield array["field"], _GONE
+
+
+def _touched_by_field(description: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    touched: dict[str, dict[str, Any]] = {}
+    for path, value in _touched(description):
+        touched.setdefault(_field_of(path), {})[path] = value
+    return touched
+
+
+def _field_of(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def shown(event: Mapping[str, Any], name: str, outboxes: Collection[str], asks_for: Callable[[str], bool]) -> Any:
+    """
+    Return one of an event's `DOCUMENTS` without the fields that this package keeps. Never raises.
+
+    Args:
+        event: plain, as the server sent it; it stays as it is.
+        name: one of `DOCUMENTS`.
+        outboxes: fields of the outboxes on its collection.
+        asks_for: says of a field whether it stays.
+    """
+    value = event[name]
+    try:
+        if name == DESCRIPTION:
+            document = event.get("fullDocument") or {}
+            return _described(value, _kept_in(value, document, outboxes), asks_for)
+        hidden = {field for field in value if (field in outboxes or _holds(field, value)) and not asks_for(field)}
+    except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+        return value
+    return {field: value[field] for field in value if field not in hidden} if hidden else value
+
+
+def _kept_in(description: Mapping[str, Any], document: Mapping[str, Any], outboxes: Collection[str]) -> set[str]:
+    """Fields of which an update of this document touches nothing but what this package keeps."""
+    touched = _touched_by_field(description)
+    found = {name for name in touched if name in outboxes or _is_kept(name, touched)}
+    if _holds(MARKERS, document):
+        return found | {MARKERS}
+    return found if PARTICIPANT_VERSION in found else found - {MARKERS}
+
+
+def _described(description: Mapping[str, Any], hidden: set[str], asks_for: Callable[[str], bool]) -> Mapping[str, Any]:
+    """The description of an update without some fields at the top of its document."""
+    hidden = {field for field in hidden if not asks_for(field)}
+    if not hidden:
+        return description
+    shown = dict(description)
+    for name in (name for name in _PATHS if name in description):
+        shown[name] = {path: value for path, value in description[name].items() if _field_of(path) not in hidden}
+    shown["removedFields"] = [path for path in description["removedFields"] if _field_of(path) not in hidden]
+    if "truncatedArrays" in description:
+        arrays = description["truncatedArrays"] or ()
+        shown["truncatedArrays"] = [each for each in arrays if _field_of(each["field"]) not in hidden]
+    return shown
+
+
+def _holds(name: str, document: Mapping[str, Any]) -> bool:
+    """Whether a field of a document is one of `KNOWN_BY_VALUE`, and holds all of what this package writes there."""
+    if name not in KNOWN_BY_VALUE or name not in document:
+        return False
+    value = document[name]
+    if name == LOCK:
+        return isinstance(value, Mapping) and value.keys() == _LOCK_PARTS and _is_lock({LOCK: value})
+    if name == FENCE:
+        return bool(value) and _are_stamps({FENCE: value})
+    return _is_version({PARTICIPANT_VERSION: document.get(PARTICIPANT_VERSION)})
 
 
 def _is_kept(name: str, touched: Mapping[str, Changes]) -> bool:
@@ -169,7 +254,7 @@ def _are_stamps(changes: Changes) -> bool:
 
 
 def _is_stamp(value: Any) -> bool:
-    return isinstance(value, Mapping) and frozenset(value) == _STAMP_PARTS
+    return isinstance(value, Mapping) and {"g", "p"} <= value.keys() <= _STAMP_PARTS
 
 
 def _parts(name: str, changes: Changes) -> Changes | None:

@@ -166,8 +166,8 @@ class Filter:
         operations: operation types; `{"*"}` for all.
         fields: an update counts only when it touches one of these; None for all.
         match: an aggregation expression over the event, judged by the server; None for all.
-        bookkeeping: whether it counts what this package keeps in documents, and in collections of a database that is
-            watched whole. Where there are `fields`, these alone decide about updates.
+        bookkeeping: whether the handler sees what this package keeps in documents, and in collections of a database
+            that is watched whole. Where there are `fields`, these alone decide which updates count.
     """
 
     operations: frozenset[str] = DOCUMENT_OPERATIONS
@@ -211,11 +211,6 @@ def filter_of(
         raise ConfigurationError(f"match={match!r} must be an aggregation expression, such as {{'$gt': [...]}}.")
     if not isinstance(bookkeeping, bool):
         raise ConfigurationError(f"bookkeeping={bookkeeping!r} must be True or False.")
-    if bookkeeping and fields is not None:
-        raise ConfigurationError(
-            "bookkeeping=True does nothing beside fields=, which alone say what an update has to touch; add the field "
-            "to them, or leave one of the two out.",
-        )
     if fields is not None and not asked & {"update", ALL}:
         raise ConfigurationError(
             "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "

@@ -12,6 +12,7 @@ whatever else a handler raises is its own, and counts. In doubt it waits too, bu
 | `SoftTimeLimitExceeded` that struck while PyMongo was looking for a server | infrastructure |
 | an exception that was raised *from* one of these (`raise ... from error`) | infrastructure |
 | an exception that was raised while one of these was handled, without `from` | the handler |
+| a delete that is refused since entries of an outbox are pending (`OutboxRefusedError`, `retryable`) | in doubt |
 | a conflict in a transaction (`mongo.verdicts.is_conflict`), or its limit, reached while MongoDB answers | in doubt |
 | another error of PyMongo: a duplicate key, a query that is wrong, a time limit of the handler's own | the handler |
 | `ConnectionError`, `TimeoutError` ... of whatever else it calls | the handler |
@@ -26,7 +27,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu.exceptions import OperationalError
 from pymongo.errors import EncryptionError, NetworkTimeout, PyMongoError, ServerSelectionTimeoutError
 
-from mongo_celery.errors import TransactionTimeoutError
+from mongo_celery.errors import OutboxRefusedError, TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import brief, is_conflict, is_outage
 
@@ -50,7 +51,7 @@ def infrastructure_cause(error: BaseException) -> str | None:
 def conflict_cause(error: BaseException) -> str | None:
     """What has ended a transaction though no server failed, in words that can be shown; None when nothing has."""
     for each in _causes(error):
-        if is_conflict(each):
+        if is_conflict(each) or (isinstance(each, OutboxRefusedError) and each.retryable):
             return cause_text(each)
         if _is_answer(each):
             return None

@@ -35,7 +35,8 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change, describe
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.fenced.fence import Fence
+from mongo_celery.bridge.fenced.fence import Fence, Origin
+from mongo_celery.bridge.partitioning import origin_of
 from mongo_celery.bridge.state.claims import Claim, new_owner
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.source import strip_flags
@@ -53,7 +54,13 @@ from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, Outcomes, Waitin
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
-from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
+from mongo_celery.errors import (
+    HandlerCrashedError,
+    HandlerUsageError,
+    OutdatedChangeError,
+    RefusedChangeError,
+    StaleFencingTokenError,
+)
 from mongo_celery.mongo.verdicts import brief, explained, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
@@ -132,6 +139,7 @@ class Execution:
         self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store
         self._codec = wiring.client.codec_options
+        self._view = wiring.view_of(handler)
         self.claim: Claim | None = None
         self.session: ClientSession | None = None
         self._handled_in_transaction = False
@@ -434,7 +442,7 @@ class Execution:
                 error = unusable
             else:
                 outcomes.park(error, raw, *due)
-        if isinstance(error, StaleFencingTokenError):
+        if isinstance(error, StaleFencingTokenError | OutdatedChangeError):
             self._check_stale(claim)
         waiting = None if error is self._decided else self._waiting_for(error)
         if waiting is not None:
@@ -503,6 +511,7 @@ class Execution:
             fencing_token=claim.fence,
             _fence=self._fence_of,
             _named=self._wiring.collection,
+            _view=self._view,
         )
 
     def _fence_key(self) -> str:
@@ -511,7 +520,16 @@ class Execution:
         return f"{self._run.bridge}/{known_as or self._run.subscription}"
 
     def _fence_of(self, change: Change) -> Fence:
-        return Fence(self._fence_key(), self._run.generation, self._run.index, change.fencing_token)
+        run = self._run
+        return Fence(self._fence_key(), run.generation, run.index, change.fencing_token, self._origin_of(change))
+
+    def _origin_of(self, change: Change) -> Origin | None:
+        """What writes of other partitions compare with; None where all changes of a document are in this one."""
+        assert self.claim is not None, "a handler runs under a claim"
+        if self.handler.partitioner(self._wiring.options).is_by_document:
+            return None
+        raw = self._bytes_of(change)
+        return origin_of(raw, self._run.token_of(raw), self.claim.rewound)
 
     def _crashed(self, claim: Claim) -> HandlerCrashedError:
         message = (

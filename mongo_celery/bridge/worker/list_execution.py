@@ -30,7 +30,7 @@ from mongo_celery.bridge.changes import ChangeFailed, Changes
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.worker.execution import Execution, SupersededError, current
 from mongo_celery.bridge.worker.parts import Parts, document_of
-from mongo_celery.errors import StaleFencingTokenError
+from mongo_celery.errors import OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class ListExecution(Execution):
     def _part_failed(self, claim: Claim, error: Exception, given: Sequence[int]) -> None:
         """Find out which change it is, or give less the next time; raises where the execution ends with it."""
         parts, place = self._parts, 0 if len(given) == 1 else self.told
-        if isinstance(error, StaleFencingTokenError):
+        if isinstance(error, StaleFencingTokenError | OutdatedChangeError):
             self._check_stale(self._written.claim)
         if place is None:
             self._wait_for_outage(error)

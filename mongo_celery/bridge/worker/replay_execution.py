@@ -274,14 +274,14 @@ class ReplayExecution(Execution):
             replayed=True,
             _fence=self._fence_of,
             _named=self._wiring.collection,
+            _view=self._view,
         )
 
     def _fence_of(self, change: Change) -> Fence:
         key, run, place = self._fence_key(), self._run, self._place
-        where = (run.generation, run.index)
         if place is not None and self._replay is not None and not self._replay.over_newer:
-            where = (place.generation, place.partition)
-        return Fence(key, *where, change.fencing_token)
+            return Fence(key, place.generation, place.partition, change.fencing_token, self._origin_of(change))
+        return Fence(key, run.generation, run.index, change.fencing_token)
 
 
 def _overtakes(letter: Letter, replay: ReplayRequest, claim: Claim) -> bool:

@@ -41,7 +41,7 @@ from mongo_celery.bridge.worker.list_execution import ListExecution, telling
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
-from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
+from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.transaction.ending import doom_of, raise_locked
 from mongo_celery.mongo.transaction.frames import current as open_session
 from mongo_celery.mongo.transaction.frames import entered, part_of
@@ -132,7 +132,8 @@ class ChangeTask(SealedMessages):
         """Run one message, or, with a `Change` (a list of them for a bulk handler), just the function."""
         takes_list = self.handler.batch_size is not None
         if args and _is_given(args[0], takes_list=takes_list):
-            given = Changes(args[0]) if takes_list else args[0]
+            view = self.wiring.view_of(self.handler)
+            given = Changes(each.seen_by(view) for each in args[0]) if takes_list else args[0].seen_by(view)
             return super().__call__(given, *args[1:], **kwargs)  # type: ignore[misc]
         if self.request.called_directly:
             raise HandlerUsageError(
@@ -283,7 +284,7 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
         handler=handler,
         typing=False,
         shared=False,
-        dont_autoretry_for=(*ignored, StaleFencingTokenError, Reject),
+        dont_autoretry_for=(*ignored, StaleFencingTokenError, OutdatedChangeError, Reject),
         **PROTOCOL_ATTRIBUTES,
         **options,
     )(function)

@@ -12,6 +12,7 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Fence, StaleFencingTokenError
 from mongo_celery.bridge.changes import ChangeFailed
+from mongo_celery.bridge.fenced.fence import Origin
 from mongo_celery.testing import BridgeRunner
 
 EVE = {"_id": "eve", "name": "Eve"}
@@ -30,6 +31,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         expected = {
             "bill",
             "send_invoice",
+            "copy_order",
             "copy_orders",
             "announce",
             "add_up",
@@ -41,6 +43,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         assert [handler.name for handler in bridge.handlers if handler.commits_inline(bridge.options)] == ["index"]
         assert namespace["bill"].max_retries == 5
         _copies(namespace["copy_orders"], client)
+        _passes_over_what_is_outdated(namespace["copy_order"], client)
         _announces(namespace)
         order = Change.build("insert", ns="shop.orders", full_document={"_id": 7, "customer": "eve"})
         with client.start_session() as session, session.start_transaction():
@@ -86,6 +89,15 @@ def _copies(copy_orders: Any, client: MongoClient[dict[str, Any]]) -> None:
         ]
     )
     assert list(client.shop.order_copies.find({}, {"_fence": 0})) == [{"_id": 1, "n": 2}]
+
+
+def _passes_over_what_is_outdated(copy_order: Any, client: MongoClient[dict[str, Any]]) -> None:
+    """Of an order that has moved to another customer, and so to another partition."""
+    for partition, place in ((3, b"2"), (4, b"1")):
+        fence = Fence("shop/copy_order", 0, partition, 1, Origin(1, place))
+        document = {"_id": 9, "customer": partition}
+        copy_order(Change.build("replace", ns="shop.orders", full_document=document, fence=fence, client=client))
+    assert client.shop.order_copies.find_one({"_id": 9}, {"_fence": 0}) == {"_id": 9, "customer": 3}
 
 
 def _announces(namespace: dict[str, Any]) -> None:
