@@ -466,7 +466,12 @@ def test_what_a_slow_transaction_writes_is_dispatched_after_its_commit(
     monkeypatch.setattr(dispatcher, "LOOKS_AFTER", (0.0, 0.01, 0.02))
     outbox, looks = rig.outbox(at_once=True), []
     waiting = outbox.backing.due
-    monkeypatch.setattr(outbox.backing, "due", lambda *given, **more: looks.append(1) or waiting(*given, **more))
+
+    def look(*given: Any, **more: Any) -> Any:
+        looks.append(1)
+        return waiting(*given, **more)
+
+    monkeypatch.setattr(outbox.backing, "due", look)
     database.create_collection("orders")
 
     @transactional(database.client)

@@ -38,7 +38,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
-from mongo_celery.bridge.existing import END, PLACE_CHARS
+from mongo_celery.bridge.existing import END, PLACE_CHARS, place_of
 from mongo_celery.bridge.state.stored import (
     Amount,
     Document,
@@ -54,7 +54,6 @@ from mongo_celery.bridge.state.stored import (
     part_ids,
     past,
     place_in,
-    place_of,
     replacing,
     size_of,
 )
