@@ -138,8 +138,8 @@ def unsigned_sentence(count: int) -> str:
     """Return what to do about entries that the outbox has not signed."""
     return (
         f"{number(count, 'dead letter was', 'dead letters were')} not signed by the outbox, and not sent. Somebody "
-        "else writes to its field, or its signing key was lost. Find out who wrote them, see `outbox dead-letters "
-        "list`, and discard them or replay them with --sign."
+        "else writes to its field, its signing key was lost, or its writers have another option database. Find out who "
+        "wrote them, see `outbox dead-letters list`, and discard them or replay them with --sign."
     )
 
 

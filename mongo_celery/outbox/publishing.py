@@ -252,8 +252,9 @@ class PendingPublisher:
         """As `Publisher.publish`, of what `entries_of` gives; an entry without a right signature is refused."""
         if not isinstance(entry, Entry):
             raise UnsignedEntryError(
-                "The outbox has not signed this entry, or its key was lost. Somebody else may write to "
-                f"{self._field.name}. Its name and arguments may be false: its payload says what it would run."
+                f"The outbox has not signed this entry: somebody else writes to {self._field.name}, its key was lost, "
+                "or its writer has another option database. Its name and arguments may be false: the payload says "
+                "what it would run."
             )
         self._publisher.publish(entry, document_id)
 

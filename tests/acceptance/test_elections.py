@@ -129,7 +129,8 @@ def test_nothing_is_published_of_a_write_that_an_election_takes_back(
 ) -> None:
     """Its writer waits for a majority, and so does a relay that takes it once the writer's claim has lapsed."""
     ours = make_client(three_members.url, retryWrites=False)
-    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], foreign_tasks=True, **OPTIONS)
+    state = f"{shop.name}_state"
+    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], database=state, foreign_tasks=True, **OPTIONS)
     with Tap(redis_url) as tap, ThreadPoolExecutor(2) as pool:
         shop.insert("there", 1)
         shop.sweep_all()

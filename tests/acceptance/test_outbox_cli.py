@@ -37,10 +37,10 @@ class Shop:
         self.notes = client[f"{self.names}_state"]["outbox_sweeps"]
         self.dead_letters = client[f"{self.names}_state"]["outbox_dead_letters"]
         self.app = Celery("outbox_cli", broker=broker_url)
-        self.outbox = Outbox(self.app, self.orders, at_once=False, sweep_every=None, foreign_tasks=True)
+        options: Document = {"database": f"{self.names}_state", "at_once": False, "sweep_every": None}
+        self.outbox = Outbox(self.app, self.orders, foreign_tasks=True, **options)
         lacking = Celery("outbox_cli", broker=broker_url)
         lacking.finalize()  # as in a worker: it has heard of all its tasks
-        options: Document = {"database": f"{self.names}_state", "at_once": False, "sweep_every": None}
         self.lacking = Outbox(lacking, self.orders, failure_policy="dead_letter", **options)
         self._broker = broker
         self.environment = {"PROJECT_MONGO": mongo_url, "PROJECT_BROKER": broker_url, "PROJECT_NAMES": self.names}
@@ -195,6 +195,25 @@ def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: S
     first, second = shop.published()
     assert (first[0], first[2]) == (f"{APP}.receipt", [8])
     assert second == (f"{APP}.bill", dead_letter, [7])
+
+
+def test_a_letter_that_the_outbox_has_not_signed_is_sent_where_somebody_vouches_for_it(shop: Shop) -> None:
+    """Never by --all; status, check and the refusal say what to type."""
+    shop.outbox.insert_one({"_id": 7}, tasks=[shop.task("receipt", 7)])
+    shop.orders.update_one({"_id": 7}, {"$set": {"pendingEvents.events.0.name": "harmless"}})
+    (swept, _) = shop.lines("sweep", "--older-than", "0")
+    assert (swept["dispatched"], swept["dead"], shop.published()) == (0, 1, [])
+    (status,) = shop.lines("status", "--name", "orders")
+    assert (status["unsigned"], "--sign" in " ".join(status["advice"])) == (1, True)
+    ((letter,),) = (each["letters"] for each in shop.lines("dead-letters", "list", "--name", "orders"))
+
+    (refused,) = shop.lines("dead-letters", "replay", "--all", status=1)
+    assert (refused["result"], f"replay {letter['id']} --sign" in refused["error"]) == ("refused", True)
+    assert shop.run("dead-letters", "replay", "--all", "--sign").returncode == 2
+    (done,) = shop.lines("dead-letters", "replay", letter["id"], "--sign")
+    assert done["result"] == "pending"
+    shop.lines("sweep", "--older-than", "0")
+    assert [(name, arguments) for name, _, arguments in shop.published()] == [(f"{APP}.receipt", [7])]
 
 
 def test_a_letter_whose_document_is_gone_is_refused_or_published_without_it(shop: Shop) -> None:

@@ -128,7 +128,8 @@ def test_an_aborted_transaction_sends_nothing_and_an_unknown_commit_sends_what_i
     commit: Document = {"failCommands": ["commitTransaction"], "appName": "outbox-faults"}
     not_done: Document = {**commit, "closeConnection": True}
     done: Document = {**commit, "writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
-    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], foreign_tasks=True, **OPTIONS)
+    state = f"{shop.name}_state"
+    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], database=state, foreign_tasks=True, **OPTIONS)
     keys = ["not done", "done", "aborted", "killed"]
     for key in keys:
         shop.insert(key, 0)

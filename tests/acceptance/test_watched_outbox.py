@@ -32,7 +32,8 @@ class Watched:
     def __init__(self, name: str, client: MongoClient[Document], broker: str) -> None:
         self.data = client[f"{name}_data"]
         self.app = Celery("watched", broker=broker)
-        self.outbox = Outbox(self.app, self.data["orders"], at_once=False, sweep_every=None, foreign_tasks=True)
+        options: Document = {"database": f"{name}_state", "at_once": False, "sweep_every": None}
+        self.outbox = Outbox(self.app, self.data["orders"], foreign_tasks=True, **options)
 
     def task(self, order: int, step: int) -> Any:
         """The project's task by its name: a writer need not import it."""
@@ -96,7 +97,7 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
 
 def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:
     """Killed after its write, it holds the document longer than three of Celery's retries; no beat comes back to it."""
-    entry = task_entry(watched.app, watched.task(7, 1), datetime.now(UTC))
+    entry = watched.outbox.backing.signer.sign(task_entry(watched.app, watched.task(7, 1), datetime.now(UTC)))
     field = PendingField().new_field([entry], (ObjectId(), 7.0), datetime.now(UTC))
 
     watched.data["orders"].insert_one({"_id": 7, "pendingEvents": field})

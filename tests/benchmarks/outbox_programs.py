@@ -118,7 +118,8 @@ def _leave_pending(box: Any, documents: int, each: int) -> None:
         for number in range(first, min(first + _BATCH, documents)):
             document = order(number)
             signatures = [send_receipt.s(str(document["_id"])) for _ in range(each)]
-            entries = [task_entry(app, signature, datetime.now(UTC)) for signature in signatures]
+            made = (task_entry(app, signature, datetime.now(UTC)) for signature in signatures)
+            entries = [box.backing.signer.sign(entry) for entry in made]
             batch.append(box.backing.writer.insertion(document, entries, claim=False)[0])
         box.collection.insert_many(batch, ordered=False)
 

@@ -104,15 +104,17 @@ def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
     rig: Rig, outbox: Outbox, database: Database[Document], caplog: pytest.LogCaptureFixture
 ) -> None:
     """What an app writes with `$set` as it came; in the log, the advice, the preflight and the dead letters."""
-    database["orders"].insert_one({"_id": 1})
-    database["orders"].update_one({"_id": 1}, {"$set": json_of_a_request()})
+    identity = "1\r\nERROR all is well \x1b]52;c;b3V0Ym94\x07"
+    database["orders"].insert_one({"_id": identity})
+    database["orders"].update_one({"_id": identity}, {"$set": json_of_a_request()})
 
     with caplog.at_level(logging.ERROR, "mongo_celery.outbox"):
         rig.app.tasks[SWEEP_TASK]()
 
     assert rig.drain() == []
     assert [(each.levelno, each.__dict__["event"]) for each in caplog.records] == [(logging.ERROR, "entry_unsigned")]
-    assert database["orders"].find_one() == {"_id": 1}
+    assert caplog.records[0].getMessage().isprintable(), "neither a line of its own, nor anything for a terminal"
+    assert database["orders"].find_one() == {"_id": identity}
     health = read_outbox(outbox, rig.app, None)
     assert "--sign" in " ".join(health.advice())
     found = {each.name: each.level for each in judge_state(health.status, 5.0, 15.0)}

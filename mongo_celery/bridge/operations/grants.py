@@ -98,7 +98,11 @@ def rights_of(wiring: Wiring, role: str) -> list[Right]:
         return _of_listener(wiring, scope)
     if role == "operator":
         return _of_operator(options, scope)
-    return [*_of_worker(options.database), *_keys(wiring)] if role == "worker" else _of_viewer(options.database)
+    return (
+        [*_of_worker(options.database), *_keys_of_outboxes(wiring)]
+        if role == "worker"
+        else _of_viewer(options.database)
+    )
 
 
 def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
@@ -169,7 +173,7 @@ def _of_worker(state: str) -> list[Right]:
     ]
 
 
-def _keys(wiring: Wiring) -> list[Right]:
+def _keys_of_outboxes(wiring: Wiring) -> list[Right]:
     """Return the rights on the signing keys of the bridge's outboxes. Their other collections are the app's."""
     databases = {outbox.backing.options.database for outbox in wiring.outboxes.values()}
     purpose = "the keys that sign the entries of the bridge's outboxes"
