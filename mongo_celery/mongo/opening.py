@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pymongo
 from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient, MongoClient, ReadPreference, WriteConcern
+from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.errors import ServerUnavailableError
+from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern, brief, explained, is_unanswered
 
@@ -37,9 +38,20 @@ Made = TypeVar("Made", MongoClient[Any], AsyncMongoClient[Any])
 
 
 def collection_of(source: Source) -> Collection[Any]:
-    """The collection itself, or what the callable returns now; ask through `PerProcess` to ask once a process."""
-    # A Collection is callable, only to say that it is not.
-    return source if isinstance(source, Collection) else source()
+    """
+    Return the collection itself, or what the callable returns now; ask through `PerProcess` to ask once a process.
+
+    Raises:
+        ConfigurationError: it is one of an `AsyncMongoClient`.
+    """
+    # A collection is callable, only to say that it is not.
+    found: Any = source if isinstance(source, Collection | AsyncCollection) else source()
+    if isinstance(found, AsyncCollection):
+        raise ConfigurationError(
+            f"{found.full_name} is a collection of an AsyncMongoClient, and its methods return coroutines that nobody "
+            "awaits here. Give a collection of a MongoClient.",
+        )
+    return cast("Collection[Any]", found)
 
 
 def client_of(given: Made | Callable[[], Made]) -> Made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -455,6 +456,22 @@ def _(shop: Shop) -> None:
             bank.transfer("A", "B", 10)
         shop.send(runner)
     assert (shop.counted(), shop.balances()) == ({"before": 1}, {"A": 80, "B": 120, "C": 100})
+
+
+@row("outbox-asyncio.collection", "an asynchronous collection is refused by whatever keeps something in one")
+def _(shop: Shop) -> None:
+    mongo: Any = AsyncMongoClient(shop.url)
+    source: Any = lambda: mongo[shop.db.name]["kept"]  # noqa: E731
+    uses: list[Callable[[], object]] = [
+        lambda: shop.outbox("kept", source=source).insert_one({"_id": 1}, tasks=[shop.count.s("sent")]),
+        lambda: shop.outbox_collection(source=source).add([shop.count.s("sent")]),
+        lambda: once(source, key=lambda key: key)(print)("ran"),
+        lambda: shop.bank(source).transfer("A", "B", 1),
+    ]
+    for use in uses:
+        with pytest.raises(ConfigurationError):
+            use()
+    assert (shop.counted(), shop.documents("kept")) == ({}, [])
 
 
 @row("twophase-twophase", "the same id has the same outcome, also of two at once; with other fields it is refused")

@@ -44,6 +44,7 @@ from mongo_celery.bridge.fenced.fence import Fence, Origin, refuse_stamps
 from mongo_celery.bridge.fenced.pending import PendingTasks
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
+from mongo_celery.mongo.opening import collection_of
 from mongo_celery.mongo.transaction import current
 from mongo_celery.mongo.writes import Body, BulkRequest, Modifications, Target, changing, narrowed, replacing, target_of
 
@@ -89,8 +90,8 @@ class FencedCollection:
         origin_of: gives the change that a write is for by the target's `_id`, for an execution of several changes.
 
     Raises:
-        ConfigurationError: a negative `tombstone_ttl`; or, from each method, a transaction of another client of the
-            same cluster is open here.
+        ConfigurationError: a negative `tombstone_ttl`, or a collection of an `AsyncMongoClient`; or, from each method,
+            a transaction of another client of the same cluster is open here.
         ForkedClientError: from each method, if the client was opened before this process was forked.
     """
 
@@ -103,6 +104,7 @@ class FencedCollection:
         outboxes: Callable[[], Sequence[Outbox]] = tuple,
         origin_of: Callable[[Any], Origin | None] | None = None,
     ) -> None:
+        collection = collection_of(collection)
         self._pending = PendingTasks(collection, outboxes)
         self._documents = Documents(collection, fence, lifetime_ms(tombstone_ttl), self._pending, origin_of)
 
