@@ -190,6 +190,16 @@ class Handler:
             return f"its module was imported by two names, {' and '.join(modules)}: import it by one of them everywhere"
         return "give one another name with name='...'"
 
+    def is_redefinition_of(self, other: Handler) -> bool:
+        """Return True if one `def` got two decorators that differ; a module that was loaded again has another code."""
+        if _code(self.function) is not _code(other.function):
+            return False
+        return any(
+            _comparable(getattr(self, each.name)) != _comparable(getattr(other, each.name))
+            for each in fields(self)
+            if each.name != "function"
+        )
+
     def is_another_closure(self, other: Handler) -> bool:
         """Whether both were made by one function that was called twice, with what it had each time."""
         mine, theirs = inspect.unwrap(self.function), inspect.unwrap(other.function)
@@ -396,6 +406,13 @@ def _is_task(function: object) -> bool:
 def _code(function: Callable[..., Any]) -> CodeType:
     code: CodeType = inspect.unwrap(function).__code__
     return code
+
+
+def _comparable(value: Any) -> Any:
+    """Return the code of a lambda, which is another object each time; a source that cannot be compared stays itself."""
+    if isinstance(value, tuple):
+        return tuple(map(_comparable, value))
+    return value.__code__ if isinstance(value, FunctionType) else value
 
 
 def _place(code: CodeType) -> tuple[str, int]:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -220,6 +220,12 @@ class Wiring:
                 f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); "
                 f"{handler.beside(known)}.",
             )
+        if known is not None and handler.is_redefinition_of(known):
+            raise ConfigurationError(
+                f"bridge {self.name} already has a handler {handler.name!r} of this function, with another definition, "
+                "which would be lost. To listen to several sources, write one decorator, such as "
+                '@bridge.on_change("shop.orders", "shop.invoices"). For a handler more, write a function more.',
+            )
         if known is not None and handler.is_another_closure(known):
             raise ConfigurationError(
                 f"handler {handler.name!r} of bridge {self.name} is made anew by a function that was called again, and "
@@ -260,15 +266,20 @@ class Wiring:
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise self._bad_url(error) from None
 
-    def stream(self) -> tuple[list[Selector], Scope]:
+    def stream(self, without: Container[str] = ()) -> tuple[list[Selector], Scope]:
         """
         What each handler listens to, in the order of the handlers, and the one stream that serves them all.
+
+        Args:
+            without: names of handlers to leave out.
 
         Raises:
             ConfigurationError: a source, or an option of the stream, cannot work.
         """
         options = self.options
-        selectors = [handler.selector(self.default_database) for handler in self.handlers]
+        selectors = [
+            handler.selector(self.default_database) for handler in self.handlers if handler.name not in without
+        ]
         bookkeeping = AppOutboxes(self.app).bookkeeping()
         if any(source.collection is None for selector in selectors for source in selector.sources):
             bookkeeping = replace(bookkeeping, collections=bookkeeping.collections | _own_collections(self.app))

@@ -38,6 +38,7 @@ _COLORS = {
     "halted": "red",
     "failed": "red",
     "history_lost": "red",
+    "match_refused": "red",
     "unknown": "red",
 }
 _SPILLED_SHOWN = 10

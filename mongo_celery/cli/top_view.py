@@ -31,6 +31,7 @@ _STATES = {
     "flowing": "green",
     "halted": "red",
     "history_lost": "red",
+    "match_refused": "red",
     "new": "cyan",
     "unregistered": "dim",
 }

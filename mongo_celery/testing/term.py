@@ -27,8 +27,9 @@ from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.operations import snapshot_commands
 from mongo_celery.bridge.state.snapshots import DONE, RUNNING
+from mongo_celery.bridge.stream.refused_matches import find_refused_matches
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.errors import LeaseLostError
+from mongo_celery.errors import LeaseLostError, StreamRefusedError
 from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.oplog import check_topology, operation_time
 
@@ -67,6 +68,11 @@ class SteppedTerm:
         leases = wiring.store.leases
         selectors, scope = wiring.stream()
         check_topology(wiring.client)
+        refused = find_refused_matches(wiring.stream_client, scope)
+        if refused:
+            raise StreamRefusedError(
+                "the server refuses match= of " + "; of ".join(f"{name}: {said}" for name, said in refused.items())
+            )
         leases.ensure()
         term = leases.acquire(identity_of(wiring).plain())
         if term is None:

@@ -164,15 +164,15 @@ def _defined(options: Mapping[str, Any] | None = None, **handler: object) -> Ide
 
 def test_definitions_are_the_same_in_every_process_and_other_after_every_change() -> None:
     """Sets have no order, and what two processes both do must not look different."""
-    plain = _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]})
-    assert plain == _defined(operations={"update", "insert"}, match={"$gt": ["$x", 1]})
+    plain = _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]})
+    assert plain == _defined(operations={"update", "insert"}, match={"$gt": ["$fullDocument.x", 1]})
     assert plain.changed_handlers(plain.plain()) == []
     others = [
-        _defined(operations=["insert"], match={"$gt": ["$x", 1]}),
-        _defined(operations=["insert", "update"], match={"$gt": ["$x", 2]}),
-        _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, fields={"x"}),
-        _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, transactional=True),
-        _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, failure_policy="skip"),
-        _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, group="slow"),
+        _defined(operations=["insert"], match={"$gt": ["$fullDocument.x", 1]}),
+        _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 2]}),
+        _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]}, fields={"x"}),
+        _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]}, transactional=True),
+        _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]}, failure_policy="skip"),
+        _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]}, group="slow"),
     ]
     assert all(each.changed_handlers(plain.plain()) == ["summarise"] for each in others)

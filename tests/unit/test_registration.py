@@ -218,6 +218,47 @@ def test_the_same_handler_again_is_a_reloaded_module(bridge: Bridge) -> None:
     assert [handler.name for handler in bridge.handlers] == ["handle"]
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("sources", "options"),
+    [(("shop.b",), {}), (("shop.a", "shop.b"), {}), (("shop.a",), {"operations": {"insert"}}), ((lambda: "x",), {})],
+    ids=["source", "more sources", "operations", "lambda"],
+)
+def test_a_second_decorator_does_not_replace_the_first(
+    app: Celery, lazy: bool, sources: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """P1: changes of the first source would never come. Also of a function that a factory makes twice."""
+    bridge = Bridge(None if lazy else app, URL, name="shop")
+    bridge.on_change("shop.a")(handle)
+    with pytest.raises(ConfigurationError, match="one decorator"):
+        bridge.on_change(*sources, **options)(handle)
+    make_and_register(bridge, "shop.a")
+    with pytest.raises(ConfigurationError, match="one decorator"):
+        make_and_register(bridge, *sources, **options)
+    assert [handler.targets for handler in bridge.wiring.handlers] == [("shop.a",), ("shop.a",)]
+
+
+def make_and_register(bridge: Bridge, *sources: Any, **options: Any) -> None:
+    """Define a handler in a function that is called several times."""
+
+    def made(change: Change) -> None:
+        """Do nothing."""
+
+    bridge.on_change(*sources, **options)(made)
+
+
+def test_a_source_by_a_lambda_may_be_registered_again(bridge: Bridge) -> None:
+    """A factory that runs twice for one app makes another lambda of the same code."""
+    for _ in range(2):
+        make_and_register_lambda(bridge)
+    assert [handler.name for handler in bridge.handlers] == ["handle"]
+
+
+def make_and_register_lambda(bridge: Bridge) -> None:
+    """Register by a lambda, as for models that come later."""
+    bridge.on_change(lambda: "shop.orders")(handle)
+
+
 def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> None:
     """P1: Celery would keep the first task of that name, and the second subscription would wait for ever."""
     bridge.on_change("shop.orders")(handle)
@@ -287,7 +328,13 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"operations": "insert"}, "must be a set of names"),
         ({"fields": "customer"}, "must be a set of names"),
         ({"fields": {"a"}, "operations": {"insert", "delete"}}, "asks for no update"),
-        ({"match": "$x"}, "must be an aggregation expression"),
+        ({"match": "$x"}, "is no condition"),
+        ({"match": {"status": "paid"}}, "is no condition"),
+        ({"match": {"$eq": ["$ns.db", "a"], "$ne": ["$ns.coll", "b"]}}, "is no condition"),
+        ({"match": {}}, "is no condition"),
+        ({"match": {"$and": [{"status": "paid"}, {"$eq": ["$ns.coll", "b"]}]}}, "is true for every change"),
+        ({"match": {"$or": [{"$not": {"status": "paid"}}]}}, "is true for every change"),
+        ({"match": {"$eq": ["$status", "paid"]}}, r"write '\$fullDocument.status'"),
         ({"match": {"$not": [{"$eq": ["$fullDocument.a", 1]}]}, "operations": {"delete"}}, "has no fullDocument"),
         ({"name": "a.b"}, "handler name 'a.b' must be 1 to 64"),
         ({"name": "x" * 65}, "must be 1 to 64"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from mongo_celery.bridge.existing import (
     token_at,
 )
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.listener.chunks import checked_match
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names, snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings
 from mongo_celery.bridge.state.snapshots import Snapshot
@@ -65,20 +63,6 @@ def test_the_letter_of_an_existing_document_is_named_by_its_key_and_stands_first
     assert letter_name(first, event_bytes(shaped, first)) == letter_name(again, event_bytes(shaped, again)) < first
     assert letter_name(first, b"broken") == first
     assert letter_name("82AA", event_bytes(shaped, "82AA")) == "82AA"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "1", '{"status": "open"}', '{"$a": 1, "$b": 2}', "{}"])
-def test_what_is_no_expression_is_refused(text: str) -> None:
-    """A query would be true of every document."""
-    with pytest.raises(ValueError):  # noqa: PT011 - whatever a parser says
-        checked_match(text)
-
-
-def test_an_expression_is_kept_with_its_types() -> None:
-    """As extended JSON, so that names with dollars need no care."""
-    assert json.loads(checked_match('{"$gt": ["$fullDocument.n", {"$numberLong": "5"}]}')) == {
-        "$gt": ["$fullDocument.n", {"$numberLong": "5"}]
-    }
 
 
 @pytest.mark.parametrize("words", [["--list", "--stop", "a"], ["--stop", "a", "--rate", "5"], ["--list", "--dry-run"]])

@@ -15,6 +15,7 @@ from pymongo.collection import Collection
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.change import FLAGS
+from mongo_celery.bridge.stream.condition import find_objection
 from mongo_celery.bridge.stream.source import (
     Filter,
     Scope,
@@ -432,7 +433,7 @@ def test_all_operations_stand_alone() -> None:
 @pytest.mark.parametrize("match", ["$x", [], 5, True, ["$gt", 1]])
 def test_a_match_is_an_expression(match: object) -> None:
     """P9: with an example."""
-    with pytest.raises(ConfigurationError, match="must be an aggregation expression"):
+    with pytest.raises(ConfigurationError, match="is no condition"):
         filter_of(None, None, match)
 
 
@@ -681,3 +682,20 @@ def test_a_pipeline_that_removes_what_handlers_are_chosen_by_is_refused(removed:
 
     with pytest.raises(ConfigurationError, match=f"pipeline removes {removed}"):
         one.selects(change)
+
+
+@pytest.mark.parametrize(
+    "match",
+    [
+        {"$eq": ["$fullDocument.status", "paid"]},
+        {"$and": [{"$regexMatch": {"input": "$ns.db", "regex": "^tenant_"}}, {"$not": ["$updateDescription.x"]}]},
+        {"$anyElementTrue": {"$map": {"input": "$fullDocument.items", "in": {"$gt": ["$$this.price", 5]}}}},
+        {"$in": ["$fullDocument.text", [{"$literal": "$status"}, "paid"]]},
+        {"$eq": [{"$getField": {"field": "a.b", "input": "$$ROOT"}}, {"a": 1}]},
+        {"$literal": True},
+    ],
+    ids=str,
+)
+def test_an_expression_over_the_event_is_a_condition(match: dict[str, Any]) -> None:
+    """Also one that the event alone cannot tell: the server judges the rest."""
+    assert find_objection(match) is None

@@ -357,16 +357,3 @@ def _behind(last: DocumentId | None, end: DocumentId | None = None) -> dict[str,
     if end is not None:
         bounds.append({"$lte": ["$_id", end.named("$literal")]})
     return {"$expr": bounds[0] if len(bounds) == 1 else {"$and": bounds}} if bounds else {}
-
-
-def checked_match(text: str) -> str:
-    """
-    A condition as it is stored, from what was typed.
-
-    Raises:
-        ValueError: it is no aggregation expression in extended JSON.
-    """
-    found = json_util.loads(text)
-    if not isinstance(found, Mapping) or len(found) != 1 or not next(iter(found)).startswith("$"):
-        raise ValueError(text)
-    return json_util.dumps(found, json_options=json_util.CANONICAL_JSON_OPTIONS)

@@ -78,6 +78,8 @@ class Leader:
         stopping: set when the process is told to end.
         on_history_lost: `halt`, `oldest` or `now`.
         activity: is told what is done.
+        refused: what the server said of a `match` that it refuses, by handler. These are not led: they keep their
+            positions, and `selectors` and `scope` are without them.
 
     Attributes:
         is_hurried: whether the stream says soon how far it is, also where nothing comes: while somebody waits for it.
@@ -94,8 +96,11 @@ class Leader:
         stopping: threading.Event,
         on_history_lost: str,
         activity: Activity,
+        refused: Mapping[str, str] | None = None,
     ) -> None:
         self._wiring = wiring
+        self._refused = refused or {}
+        self._led = [handler for handler in wiring.handlers if handler.name not in self._refused]
         self._activity = activity
         self._options = wiring.options
         self._store = wiring.store
@@ -143,8 +148,8 @@ class Leader:
         )
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
         self._fairness = Fairness(
-            {handler.name: handler.group for handler in wiring.handlers},
-            {handler.name for handler in wiring.handlers if token_seconds(wiring.app, handler.task_name)},
+            {handler.name: handler.group for handler in self._led},
+            {handler.name for handler in self._led if token_seconds(wiring.app, handler.task_name)},
         )
 
     def lead(self) -> None:
@@ -236,6 +241,7 @@ class Leader:
             **self._spilling.report(),
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "snapshots": self._snapshots.report(),
+            "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
             "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 
@@ -263,7 +269,8 @@ class Leader:
         rules = rules_in_force(self._options, handlers, takeover)
         starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, handlers, takeover)
         subscriptions: dict[str, Subscription] = {}
-        for handler, selector in zip(handlers, self._selectors, strict=True):
+        starts = {handler.name: starts[handler.name] for handler in self._led}
+        for handler, selector in zip(self._led, self._selectors, strict=True):
             start = starts[handler.name]
             plan = Plan(
                 handler,
@@ -292,7 +299,7 @@ class Leader:
         self._spilling.begin(subscriptions, takeover.version)
         owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
         self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
-        position = self._history.begin(subscriptions, starts, self._watermarks)
+        position = self._history.begin(subscriptions, starts, self._watermarks) if subscriptions else None
         self._relayouts.begin(subscriptions, takeover)
         self._leftovers = Leftovers(self._store, takeover.version)
         self._read_on(position)

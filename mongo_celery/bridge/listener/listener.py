@@ -25,6 +25,7 @@ from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.state.positions import make_intervention
+from mongo_celery.bridge.stream.refused_matches import find_refused_matches
 from mongo_celery.bridge.stream.source import Scope, Selector
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import (
@@ -295,6 +296,17 @@ class Listener:
             self._release(leases, renewal, ended_by)
 
     def _lead_by(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
+        refused = find_refused_matches(self._wiring.stream_client, scope)
+        if refused:
+            selectors, scope = self._wiring.stream(without=refused)
+        for name, said in refused.items():
+            logger.error(
+                "handler %s gets no change: the server refuses its match. Its position is kept. Correct match= and "
+                "start the listener again. The server said (%s)",
+                name,
+                said,
+                extra={"event": "match_refused", "handler": name},
+            )
         self._leader = Leader(
             self._wiring,
             renewal,
@@ -303,6 +315,7 @@ class Listener:
             self._stopping,
             self._on_history_lost or self._options.on_history_lost,
             self.activity,
+            refused,
         )
         self._leader.lead()
 

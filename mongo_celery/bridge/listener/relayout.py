@@ -129,7 +129,9 @@ class Relayouts:
     def begin(self, subscriptions: Mapping[str, Subscription], takeover: Takeover) -> None:
         """Take in what this term leads, before anything is dispatched."""
         self._led, self._version = subscriptions, takeover.version
-        self._moves = {name: _Move(subscriptions[name], takeover.wanted[name]) for name in takeover.moving}
+        self._moves = {
+            name: _Move(subscriptions[name], takeover.wanted[name]) for name in takeover.moving if name in subscriptions
+        }
         for move in self._moves.values():
             self._decide(move)
 

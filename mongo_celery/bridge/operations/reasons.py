@@ -56,6 +56,7 @@ CODES = (
     "consumers",
     "worker_tasks",
     "reading_waits",
+    "match_refused",
     "halted",
     "broker_rejects",
     "not_stored",

@@ -18,13 +18,14 @@ from bson import Timestamp, json_util
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.listener.chunks import CollectionFacts, checked_match, estimate, facts_of, shape_of
+from mongo_celery.bridge.listener.chunks import CollectionFacts, estimate, facts_of, shape_of
 from mongo_celery.bridge.listener.owed import collections_of
 from mongo_celery.bridge.operations.rename_check import refuse_renaming
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
+from mongo_celery.bridge.stream.condition import find_objection
 from mongo_celery.bridge.stream.source import source_of
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
@@ -33,11 +34,6 @@ from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
-
-_NO_EXPRESSION = (
-    "--match {text} is no condition: give an aggregation expression over the event as JSON, as `match=` of a handler, "
-    'such as \'{{"$eq": ["$fullDocument.status", "open"]}}\'.'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +169,13 @@ def _condition(text: str | None) -> str | None:
     if text is None:
         return None
     try:
-        return checked_match(text)
+        found = json_util.loads(text)
     except Exception:  # noqa: BLE001 - whatever a parser makes of it
-        raise CommandRefusedError(_NO_EXPRESSION.format(text=text)) from None
+        found = None
+    objection = find_objection(found)
+    if objection is not None:
+        raise CommandRefusedError(f"--match {text} {objection}")
+    return json_util.dumps(found, json_options=json_util.CANONICAL_JSON_OPTIONS)
 
 
 def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, CollectionFacts | None]:

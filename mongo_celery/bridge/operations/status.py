@@ -145,6 +145,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
       `flowing`), or `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where
       the oplog no longer holds its place: then `lost` says since when and where, and what was `decided`.
+    - a subscription's `match_refused`: what the server said of its `match`, which it refuses, so that no change comes
+      (`state` says so, too); else None.
     - a subscription's `commit`: who writes its positions, `chain` (the commit task) or `inline` (the execution itself);
       None where it is `unregistered`.
     - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
@@ -330,6 +332,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
     idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
     version = (facts.lease or {}).get("version")
     moving = {each["subscription"]: each for each in report.get("moving", ())}
+    refused = {each["subscription"]: each["error"] for each in report.get("refusedMatches", ())}
     shaped = []
     for name in sorted({*documents, *facts.registered}):
         document = documents.get(name, {})
@@ -337,12 +340,14 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         layout = facts.layouts.get(name)
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
         lost = lost_in(document)
-        done = idle and name in facts.registered and document.get("epoch") == version and not lost
+        is_led = name in facts.registered and document.get("epoch") == version and name not in refused
+        done = idle and is_led and not lost
         lag = 0 if done else _lag(place_in(document), facts.now)
         shaped.append(
             {
                 "name": name,
-                "state": _subscription_state(facts, name, document, images),
+                "state": "match_refused" if name in refused else _subscription_state(facts, name, document, images),
+                "match_refused": refused.get(name),
                 "commit": facts.commits.get(name),
                 "generation": int(layout.generation) if layout else None,
                 "partitions": layout.partitions if layout else None,

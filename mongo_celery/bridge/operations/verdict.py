@@ -170,6 +170,13 @@ def _handlers(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
             "This app has no handler for the bridge: import the module with the @bridge.on_change functions, for "
             "example with include=[...] of the Celery app.",
         )
+    for each in status["subscriptions"]:
+        if each["match_refused"]:
+            yield failing(
+                "match_refused",
+                f"Handler {each['name']} gets no change, since the server refuses its match: "
+                f"{cut(each['match_refused'])}. Its position is kept. Correct it, and start a listener with this code.",
+            )
     listener = status["listener"]
     process = f"process {listener['pid']} on {listener['host']}" if listener is not None else None
     if status["difference"]:

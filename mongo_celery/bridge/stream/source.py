@@ -34,6 +34,7 @@ from mongo_celery.bridge.stream.bookkeeping import (
     is_receipt,
     left_out,
 )
+from mongo_celery.bridge.stream.condition import find_objection, paths_in
 from mongo_celery.bridge.stream.operation_types import (
     ALL,
     DOCUMENT_OPERATIONS,
@@ -207,8 +208,9 @@ def filter_of(
         if value is not None and not _are_names(value):
             raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
     asked = operations_of(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
-    if match is not None and not isinstance(match, Mapping):
-        raise ConfigurationError(f"match={match!r} must be an aggregation expression, such as {{'$gt': [...]}}.")
+    objection = find_objection(match) if match is not None else None
+    if objection is not None:
+        raise ConfigurationError(f"match={match!r} {objection}")
     if not isinstance(bookkeeping, bool):
         raise ConfigurationError(f"bookkeeping={bookkeeping!r} must be True or False.")
     if fields is not None and not asked & {"update", ALL}:
@@ -216,21 +218,13 @@ def filter_of(
             "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
             "or leave fields out.",
         )
-    if not asked & (TAKES_DOCUMENTS | {ALL}) and _reads_document(match):
+    reads_document = any(path.partition(".")[0] == "fullDocument" for path in paths_in(match))
+    if reads_document and not asked & (TAKES_DOCUMENTS | {ALL}):
         raise ConfigurationError(
             f"match= reads $fullDocument, and a change of {', '.join(sorted(asked))} has no fullDocument: read "
             "$documentKey, or $fullDocumentBeforeChange where the bridge asks for it.",
         )
     return Filter(asked, frozenset(fields) if fields is not None else None, match, bookkeeping)
-
-
-def _reads_document(expression: Any) -> bool:
-    """Return True if an expression names the document that a change leaves."""
-    if isinstance(expression, Mapping):
-        return any(_reads_document(value) for name, value in expression.items() if name != "$literal")
-    if isinstance(expression, (list, tuple)):
-        return any(map(_reads_document, expression))
-    return isinstance(expression, str) and f"{expression}.".startswith("$fullDocument.")
 
 
 def _are_names(value: object) -> bool:
@@ -400,6 +394,16 @@ class Scope:
     def selection(self) -> tuple[Mapping[str, Any], ...]:
         """Of our stages those that filter: they look at nothing but what the oplog fixes."""
         return tuple(stage for stage in self.own_stages if not _is_of_flags(stage))
+
+    @property
+    def flags(self) -> Mapping[str, Any]:
+        """The expressions of `match`, by handler."""
+        return next((stage["$addFields"][FLAGS] for stage in self.own_stages if _is_of_flags(stage)), {})
+
+    def only_flags(self, names: Iterable[str]) -> Scope:
+        """Return the same stream with nothing but the flags of some handlers."""
+        flags = {name: self.flags[name] for name in names}
+        return replace(self, pipeline=({"$addFields": {FLAGS: flags}},), options={}, given=0)
 
     def opened_on(self, client: MongoClient[Any]) -> Any:
         """The client, database or collection to `watch`."""
