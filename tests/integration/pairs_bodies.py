@@ -112,16 +112,15 @@ def _(shop: Shop) -> Body:
 
 @row("transactional-outbox.dispatch", "dispatch() inside is about what is committed, however long the body takes")
 def _(shop: Shop) -> None:
-    box = shop.outbox("parcels", at_once=True)
+    box, parcels = shop.outbox("parcels", at_once=True), shop.db["parcels"]
 
     @transactional(shop.client)
     def pack(*, session: ClientSession) -> None:
-        shop.db["parcels"].insert_one(box.with_tasks({"_id": 1}, [shop.count.s("sent")]), session=session)
+        parcels.insert_one(box.with_tasks({"_id": 1}, [shop.count.s("sent")]), session=session)
         box.dispatch(1)
         for place in ("soon", "later"):  # until whatever looked for what is pending has looked
-            shop.db["parcels"].replace_one(
-                {"_id": place}, box.with_tasks({"_id": place}, [shop.count.s(place)]), upsert=True
-            )
+            other = box.with_tasks({"$set": {"n": 1}}, [shop.count.s(place)])
+            together(lambda place=place, other=other: parcels.update_one({"_id": place}, other, upsert=True))
             runner.assert_enqueued("count", [place])
 
     with shop.run() as runner:
@@ -190,7 +189,7 @@ def _(shop: Shop) -> None:
             await db["hot"].find_one({"_id": 1}, session=session)
             await db["done"].update_one({"_id": "one"}, {"$inc": {"n": 1}}, upsert=True, session=session)
             if not shop.seen:
-                shop.db["hot"].update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+                together(shop.heat)
             shop.seen.append(1)
             await db["hot"].update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True, session=session)
 

@@ -214,8 +214,12 @@ class Shop:
         hot.find_one({"_id": 1}, session=session)  # from here on it sees what was there
         if self._conflicts:
             self._conflicts -= 1
-            self.db["hot"].update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+            together(self.heat)
         hot.update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True, session=session)
+
+    def heat(self) -> None:
+        """Write what `conflict` writes, as somebody else."""
+        self.db["hot"].update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
 
     def meet(self, session: ClientSession, key: Any) -> None:
         """What may happen to a transaction: the first time a conflict, and the failure that is asked for."""
