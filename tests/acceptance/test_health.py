@@ -36,7 +36,7 @@ def health(shop: Shop, **variables: str) -> tuple[int, Document]:
     done = shop.changes("health", "--json", **variables)
     assert done.stdout, done.stderr
     found: Document = json.loads(done.stdout)
-    assert set(found) == {"bridge", "verdict", "reasons"}
+    assert set(found) == {"bridge", "verdict", "note", "reasons"}
     assert done.returncode == {"healthy": 0, "degraded": 1, "failing": 2}[found["verdict"]]
     assert "Traceback" not in done.stderr
     return done.returncode, found

@@ -22,6 +22,7 @@ from mongo_celery.bridge.operations.reasons import (
     LAG_SECONDS,
     LAYOUT_SECONDS,
     PARKED_SECONDS,
+    RUNNING_LONG_SECONDS,
     UNLED_SECONDS,
     UNREAD_SECONDS,
     UNTAKEN_SECONDS,
@@ -98,6 +99,12 @@ def late(seconds: int, **report: Any) -> dict[str, Any]:
     """A subscription whose watermark is so old, and a listener that has something to do."""
     stored = subscription(clusterTime=Timestamp(SECOND + 10 - seconds, 1))
     return {"subscriptions": [stored], "lease": reporting(buffered=1, **report)}
+
+
+def running(seconds: int, limit: float | None = None) -> dict[str, Any]:
+    """A call that began so long ago, of a handler with such a time limit."""
+    claim = {**CLAIM, "owner": "one:42:ab", "at": since(seconds)}
+    return {"images": [image(0), image(1, claim=claim, live=True)], "time_limits": {"summarise": limit}}
 
 
 def halted(index: int = 1, **changes: Any) -> Any:
@@ -290,15 +297,25 @@ CASES: dict[str, list[Case]] = {
     "lag": [
         Case(late(LAG_SECONDS), "degraded", WORK, "summarise is 5 min behind", without=late(LAG_SECONDS - 1)),
         Case({**late(LAG_SECONDS), "images": [image(ran=QUICK)]}, "degraded", WORK, "run_size=100 would handle"),
-    ],
-    "behind": [
         Case(
             {"images": [image(1, spilled=fresh("running", LAG_SECONDS))]},
             "degraded",
-            "celery -A shop changes head summarise 1",
-            "behind for 5 min (running)",
+            WORK,
+            "summarise is 5 min behind",
             without={"images": [image(1, spilled=fresh("running", LAG_SECONDS - 1))]},
         ),
+    ],
+    "running_long": [
+        Case(
+            running(RUNNING_LONG_SECONDS),
+            "degraded",
+            None,
+            "Partition 1 of summarise has been running for 60 s in process 42 on one,",
+            without=running(RUNNING_LONG_SECONDS - 1),
+        ),
+        Case(running(99), "degraded", None, "kill -9 42.", (ok("workers", "1 of 1", 2),), running(99, limit=600.0)),
+        Case(running(99), "failing", None, "Every slot", (ok("workers", "1 of 1", 1),)),
+        Case(running(99), "failing", None, "Every slot", (NONE_ANSWERED,)),
     ],
     "locked": [Case({"lease": reporting(locked=["summarise 1"])}, "degraded", None, "summarise 1")],
     "layout_waits": [
@@ -384,7 +401,29 @@ def test_a_bridge_that_has_nothing_wrong_is_healthy() -> None:
     """No reason, and status 0; also where workers have answered."""
     verdict = judge(shape(calm()), (ok("workers", "2 of 2"), ok("broker", "answers")), LINE)
     assert (verdict.bridge, verdict.state, verdict.exit_code, verdict.reasons) == ("shop", "healthy", 0, ())
-    assert verdict.plain() == {"verdict": "healthy", "reasons": []}
+    assert verdict.plain() == {"verdict": "healthy", "note": None, "reasons": []}
+
+
+def test_a_verdict_names_who_was_not_asked() -> None:
+    """P16: MongoDB alone cannot tell that no worker runs; nor can `health` where workers cannot be asked."""
+    note = judge(shape(calm()), (), LINE).note
+    assert note is not None
+    assert note.endswith("run: celery -A shop changes health")
+    assert "transport" in str(judge(shape(calm()), (warning("workers", "a transport without them"),), LINE).note)
+
+
+def test_the_advice_for_a_call_that_runs_for_long_is_not_more_workers() -> None:
+    """The next one hangs as well: the reason for it comes first, and the lag's has no command."""
+    facts = late(LAG_SECONDS, outstanding=1)
+    lagging = judge(shape(calm(**{**facts, **running(99)})), (ok("workers", "1 of 1", 4),), LINE).reasons
+    assert [(each.code, each.command) for each in lagging] == [("running_long", None), ("lag", None)]
+
+
+def test_one_blocked_partition_hides_no_lag_of_the_others() -> None:
+    """The lag of what flows is told beside a halt, and that of the halt is not."""
+    for age, codes in ((LAG_SECONDS, ["halted", "lag"]), (LAG_SECONDS - 1, ["halted"])):
+        images = [image(0, spilled=fresh("running", age)), halted(1, spilled={**MARK, "since": since(9999)})]
+        assert [each.code for each in judge(shape(calm(images=images)), (), LINE).reasons] == codes
 
 
 @pytest.mark.parametrize(("code", "case"), ALL)
