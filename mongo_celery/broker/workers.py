@@ -42,15 +42,20 @@ def ask_workers(app: Celery, seconds: float) -> WorkersSaid:
     Raises:
         Exception: what the transport raises; some have no remote control.
     """
-
-    def ask(question: str) -> Mapping[str, Any]:
-        with bounded_connection(app, BROKER_SECONDS) as connection:
-            inspect = app.control.inspect(timeout=seconds, connection=connection)
-            return getattr(inspect, question)() or {}
-
     with ThreadPoolExecutor(len(_QUESTIONS)) as threads:
-        queues, tasks, stats = threads.map(ask, _QUESTIONS)
+        queues, tasks, stats = threads.map(lambda question: _ask(app, question, seconds), _QUESTIONS)
     return WorkersSaid(queues, tasks, {worker: said.get("pool") or {} for worker, said in stats.items()})
+
+
+def ask_for_queues(app: Celery, seconds: float) -> dict[str, set[str]]:
+    """Ask the workers that run now for the queues that they consume; as `ask_workers`."""
+    return consumed_queues(WorkersSaid(_ask(app, "active_queues", seconds), {}))
+
+
+def _ask(app: Celery, question: str, seconds: float) -> Mapping[str, Any]:
+    with bounded_connection(app, BROKER_SECONDS) as connection:
+        inspect = app.control.inspect(timeout=seconds, connection=connection)
+        return getattr(inspect, question)() or {}
 
 
 def consumed_queues(said: WorkersSaid) -> dict[str, set[str]]:

@@ -25,7 +25,6 @@ from mongo_celery.bridge.operations.reasons import (
     RUNNING_LONG_SECONDS,
     UNLED_SECONDS,
     UNREAD_SECONDS,
-    UNTAKEN_SECONDS,
     CommandLine,
 )
 from mongo_celery.bridge.operations.state_check import judge_state
@@ -191,7 +190,10 @@ CASES: dict[str, list[Case]] = {
     "dropped_messages": [Case({}, "degraded", None, "2 forged", (warning("dropped_messages", "2 forged"),), {})],
     "broker": [Case({}, "failing", None, "No answer", (error("broker", "No answer"),), {})],
     "worker_tasks": [Case({}, "failing", None, "lacks", (error("worker_tasks", "lacks"),), {})],
-    "consumers": [Case({}, "failing", WORK, "shop.1", (error("consumers", "shop.1"),), {})],
+    "consumers": [
+        Case({}, "failing", WORK, "shop.1", (error("consumers", "shop.1"),), {}),
+        Case({"lease": reporting(untaken={"queues": ["shop.1"], "answered": True})}, "failing", WORK, "shop.1"),
+    ],
     "spill_missing": [
         Case(
             {**storing(0.0), "stored": replace(storing(0.0)["stored"], missing=frozenset({("summarise", 0)}))},
@@ -211,11 +213,17 @@ CASES: dict[str, list[Case]] = {
         Case({}, "degraded", WORK, "the next change waits", (NONE_ANSWERED,), {}),
         Case({"lease": reporting(outstanding=2)}, "failing", WORK, "2 runs of changes wait", (NONE_ANSWERED,), {}),
         Case(
-            late(UNTAKEN_SECONDS, outstanding=2),
+            {"lease": reporting(outstanding=2, untaken={"queues": ["shop.1"], "answered": False})},
+            "failing",
+            WORK,
+            "2 runs of changes wait",
+            without={"lease": reporting(outstanding=2)},
+        ),
+        Case(
+            {"lease": reporting(outstanding=2, untaken={"queues": ["shop.1"], "answered": None})},
             "degraded",
             WORK,
-            "no worker has one in hand",
-            without=late(UNTAKEN_SECONDS - 1, outstanding=2),
+            "cannot be asked",
         ),
     ],
     "reading_waits": [
@@ -495,8 +503,9 @@ def test_a_busy_worker_that_does_not_answer_is_seen_by_what_it_does() -> None:
     """A solo pool; and workers that have answered are not called absent because of what they leave undone."""
     running = image(0, claim=CLAIM, live=True)
     assert judge(shape(calm(images=[running])), (NONE_ANSWERED,)).state == "healthy"
-    assert judge(shape(calm(images=[running], **late(UNTAKEN_SECONDS, outstanding=1)))).state == "healthy"
-    answered = judge(shape(calm(**late(UNTAKEN_SECONDS, outstanding=1))), (ok("workers", "1 of 1"),))
+    untaken = {"queues": ["shop.1"], "answered": False}
+    assert judge(shape(calm(images=[running], lease=reporting(untaken=untaken)))).state == "healthy"
+    answered = judge(shape(calm(lease=reporting(untaken=untaken, outstanding=1))), (ok("workers", "1 of 1"),))
     assert answered.state == "healthy"
 
 
@@ -508,7 +517,7 @@ def test_what_stands_is_not_called_late_too() -> None:
 
 def test_that_nobody_works_is_not_told_as_lag_too() -> None:
     """At a first start from the oldest entry the watermark may be minutes old before anybody could have worked."""
-    behind = shape(calm(**late(LAG_SECONDS, outstanding=1)))
+    behind = shape(calm(**late(LAG_SECONDS, outstanding=1, untaken={"queues": ["shop.1"], "answered": False})))
     assert [reason.code for reason in judge(behind, (NONE_ANSWERED,)).reasons] == ["no_worker"]
     assert [reason.code for reason in judge(behind).reasons] == ["no_worker"]
 

@@ -23,9 +23,6 @@ UNLED_SECONDS = 30
 UNREAD_SECONDS = 30
 """An election takes no longer: from then on a stream that is not read is failing."""
 
-UNTAKEN_SECONDS = 60
-"""A change that waits for so long while no worker has one in hand says that there is no worker."""
-
 LAG_SECONDS = 300
 """From then on a handler is called late."""
 

@@ -129,6 +129,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       `rejected_by_broker_count` in all: their partition, the change, its bytes, the broker's reason and since when.
     - `not_stored`: the same of changes that are too large for a message and that MongoDB does not store, of
       `not_stored_count` in all.
+    - `untaken`: the `queues` of which nobody has taken anything for longer than `dispatch_grace`, as the listener has
+      found by asking the workers, and whether any `answered`; None where there are none.
     - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.
@@ -298,6 +300,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "standing": report.get("standing"),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
+        "untaken": report.get("untaken"),
         "rejected_by_broker": [{**each, "since": _iso(each["since"])} for each in report.get("rejected", ())],
         "rejected_by_broker_count": report.get("rejectedCount", 0),
         "not_stored": [{**each, "since": _iso(each["since"])} for each in report.get("notStored", ())],

@@ -15,7 +15,6 @@ from mongo_celery.bridge.identity import ways_out
 from mongo_celery.bridge.operations.reasons import (
     UNLED_SECONDS,
     UNREAD_SECONDS,
-    UNTAKEN_SECONDS,
     CommandLine,
     Reason,
     cut,
@@ -244,16 +243,21 @@ def _working(status: Mapping[str, Any], asked: Sequence[Finding], line: CommandL
     silent = any(each.name == "no_worker" for each in asked)
     if any(each.name == "workers" and each.level == "ok" for each in asked):
         return
+    start, untaken = line.celery("worker"), status["untaken"]
+    if untaken and not silent and untaken["answered"]:
+        yield failing(
+            "consumers", f"No running worker consumes {listed(untaken['queues'])}: changes there wait.", start
+        )
+        return
     if any((each["claim"] and each["claim"]["live"]) or each["handled"] for each in status["partitions"]):
         return  # a busy solo pool does not answer
     sent = status["outstanding"] or 0
-    start = line.celery("worker")
+    silent = silent or bool(untaken and untaken["answered"] is False)
     if silent and sent:
         text = f"No worker answers, and {number(sent, 'run of changes waits', 'runs of changes wait')} for one."
         yield failing("no_worker", text, start)
     elif silent:
         yield degraded("no_worker", "No worker answers: the next change waits for one.", start)
-    elif sent and status["state"] == "leading" and (status["lag_seconds"] or 0) >= UNTAKEN_SECONDS:
-        waits = duration(status["lag_seconds"])
-        text = f"Changes were sent, the oldest has waited for {waits}, and no worker has one in hand."
+    elif untaken:
+        text = f"No worker takes what was sent to {listed(untaken['queues'])}, and workers cannot be asked."
         yield degraded("no_worker", text, start)
