@@ -22,17 +22,19 @@ class Finding:
         name: stable, for scripts.
         message: what was found and, unless it is ok, what to do.
         command: that cures it, as it is to be typed; None where the message says what does.
+        amount: of what was counted, for a program; None where nothing was.
     """
 
     level: Level
     name: str
     message: str
     command: str | None = None
+    amount: int | None = None
 
 
-def ok(name: str, message: str) -> Finding:
+def ok(name: str, message: str, amount: int | None = None) -> Finding:
     """All is well."""
-    return Finding("ok", name, message)
+    return Finding("ok", name, message, amount=amount)
 
 
 def warning(name: str, message: str, command: str | None = None) -> Finding:

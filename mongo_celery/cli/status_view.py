@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mongo_celery.bridge.operations.overview import needs_attention
+from mongo_celery.bridge.operations.overview import CALM, needs_attention
 from mongo_celery.cli.snapshot_view import progress_line, progress_style
 from mongo_celery.cli.verdict_view import verdict_view
 from mongo_celery.findings import NEAR, SERIOUS
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _COLORS = {
     "leading": "green",
     "flowing": "green",
+    "not_led": "yellow",
     "parked": "yellow",
     "waiting": "yellow",
     "moving": "yellow",
@@ -162,7 +163,7 @@ def _stored(status: Mapping[str, Any]) -> Iterable[RenderableType]:
 def _why_stored(partition: Mapping[str, Any]) -> str:
     """The reason is that of its beginning; what stood then may flow again, and work off what is stored."""
     reason, state = str(partition["spilled"]["reason"]), partition["state"]
-    stood = reason in _COLORS and reason not in {state, "flowing"}
+    stood = reason in _COLORS and reason not in {state, *CALM}
     return f"{reason} then, {state} now" if stood else reason
 
 
@@ -183,7 +184,7 @@ def _handlers(subscriptions: Sequence[Mapping[str, Any]], *, everything: bool) -
     """A row each; of very many those first that do not flow, then those that lag most."""
     shown = subscriptions
     if not everything and len(subscriptions) > _ROWS:
-        worst_first = sorted(subscriptions, key=lambda each: (each["state"] == "flowing", -(each["lag_seconds"] or 0)))
+        worst_first = sorted(subscriptions, key=lambda each: (each["state"] in CALM, -(each["lag_seconds"] or 0)))
         shown = worst_first[:_ROWS]
     if shown:
         yield Padding(_HandlerTable(shown), _INDENT, expand=False)

@@ -43,6 +43,7 @@ _CELL_MARKS: Mapping[str, tuple[str, str]] = {
     CELLS["waiting"]: ("W", "yellow"),
     CELLS["parked"]: ("K", "yellow"),
     CELLS["moving"]: ("M", "yellow"),
+    CELLS["not_led"]: ("·", "dim"),
 }
 _FIRST_DIGITS = 10
 
@@ -104,6 +105,8 @@ def _leader(shown: Mapping[str, Any]) -> str:
 
 
 def _reasons(verdict: BridgeVerdict) -> Iterator[RenderableType]:
+    if verdict.note is not None:
+        yield Padding(Text(verdict.note, "dim", overflow="fold"), (0, 0, 0, 2), expand=False)
     for reason in verdict.reasons:
         text = Text.assemble((reason.code, COLORS[reason.severity]), f": {visible(reason.sentence)}")
         yield Padding(text, (0, 0, 0, 2), expand=False)
@@ -139,11 +142,9 @@ def _handlers(shown: Mapping[str, Any], rates: Rates) -> RenderableType:
     table.add_column("partitions", no_wrap=True, overflow="ellipsis", ratio=4, min_width=10)
     table.add_column("dead", no_wrap=True, justify="right")
     for each in shown["handlers"]:
-        # Where nobody leads nothing flows, whatever is stored of a partition.
-        state = "not led" if each["state"] == "flowing" and shown["state"] != "leading" else each["state"]
         table.add_row(
             Text(each["name"]),
-            Text(state, _STATES.get(state, "yellow")),
+            Text(each["state"].replace("_", " "), _STATES.get(each["state"], "yellow")),
             _rate(rates.of(each["name"])),
             duration(each["lag_seconds"]),
             _cells(each),
@@ -154,7 +155,7 @@ def _handlers(shown: Mapping[str, Any], rates: Rates) -> RenderableType:
 
 def _cells(handler: Mapping[str, Any]) -> Text:
     """A mark for each partition; what stands first, since the last ones are cut where there is no room."""
-    calm = {CELLS["flowing"], CELLS["running"]}
+    calm = {CELLS["flowing"], CELLS["running"], CELLS["not_led"]}
     text = Text()
     for one in sorted(handler["cells"], key=lambda each: each in calm):
         text.append(*_CELL_MARKS[one])

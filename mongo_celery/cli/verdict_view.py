@@ -34,10 +34,11 @@ def verdict_view(verdict: BridgeVerdict, *, folded: bool = False) -> RenderableT
 
 def _parts(verdict: BridgeVerdict, *, folded: bool) -> Iterator[RenderableType]:
     line = Text.assemble((verdict.bridge, "bold"), " is ", (verdict.state, COLORS[verdict.state]))
-    if not verdict.reasons:
-        yield line
-        return
-    yield line.append(f", for {number(len(verdict.reasons), 'reason', 'reasons')}:")
+    if verdict.reasons:
+        line.append(f", for {number(len(verdict.reasons), 'reason', 'reasons')}:")
+    yield line
+    if verdict.note is not None:
+        yield Padding(Text(verdict.note, "dim"), _INDENT, expand=False)
     for reason in verdict.reasons:
         yield Padding(
             Text.assemble((reason.code, COLORS[reason.severity]), f": {visible(reason.sentence)}"),

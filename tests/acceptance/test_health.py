@@ -36,7 +36,7 @@ def health(shop: Shop, **variables: str) -> tuple[int, Document]:
     done = shop.changes("health", "--json", **variables)
     assert done.stdout, done.stderr
     found: Document = json.loads(done.stdout)
-    assert set(found) == {"bridge", "verdict", "reasons"}
+    assert set(found) == {"bridge", "verdict", "note", "reasons"}
     assert done.returncode == {"healthy": 0, "degraded": 1, "failing": 2}[found["verdict"]]
     assert "Traceback" not in done.stderr
     return done.returncode, found
@@ -118,6 +118,7 @@ def test_nobody_who_leads_and_nobody_who_works_are_seen(shop: Shop) -> None:
     assert shop.status(1)["reasons"][0]["code"] == "never_started"
 
     shop.start("listener", awaited="leading bridge")
+    listener = shop._processes.started[-1]
     shop.orders.insert_one({"_id": 1})
     shop.wait_for_report(outstanding=1)
     code, found = health(shop)
@@ -129,9 +130,33 @@ def test_nobody_who_leads_and_nobody_who_works_are_seen(shop: Shop) -> None:
     level, findings = shop.findings()
     assert (level, findings["no_worker"]["level"]) == (1, "error")
 
+    listener.wait_for_output("nobody takes what was sent to .* no worker answers")
+    wait_for(lambda: "no_worker" in codes_of_status(shop), message="what asks nobody says it, too")
     shop.start(*_WORKER, awaited="ready")
     shop.wait_for_summaries(1)
     wait_healthy(shop)
+    assert listener.text.count("nobody takes what was sent to") == 1
+
+
+def codes_of_status(shop: Shop) -> set[str]:
+    """What `status` says, which reads MongoDB alone; its verdict is failing or not yet."""
+    found: Document = json.loads(shop.changes("status", "--json").stdout)
+    return {each["code"] for each in found["reasons"] if each["severity"] == "failing"}
+
+
+def test_workers_that_consume_other_queues_are_told_once(shop: Shop) -> None:
+    """P16: in the listener's log with the command, and in every verdict, also of what asks nobody."""
+    shop.start(*_WORKER, "-Q", "default,mail", awaited="ready")
+    shop.start("listener", awaited="leading bridge")
+    listener = shop._processes.started[-1]
+    shop.orders.insert_one({"_id": 1})
+    said = listener.wait_for_output("nobody takes what was sent to .*consume other queues.* Run: (.*)")
+    assert "worker -Q" in said[1]
+    wait_for(lambda: "consumers" in codes_of_status(shop), message="what asks nobody says it, too")
+    shop.start(*_WORKER, awaited="ready")
+    shop.wait_for_summaries(1)
+    wait_healthy(shop)
+    assert listener.text.count("nobody takes what was sent to") == 1
 
 
 @pytest.mark.slow

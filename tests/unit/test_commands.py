@@ -178,4 +178,4 @@ def test_the_page_has_the_keys_of_a_status() -> None:
     }
     assert {name: set(part) for name, part in parts.items()} == {name: found[name] for name in parts}
     assert found.keys() == {"where", *parts}
-    assert set(judge(status).plain()) == {"verdict", "reasons"}
+    assert set(judge(status).plain()) == {"verdict", "note", "reasons"}

@@ -188,6 +188,48 @@ def test_the_lag_counts_from_the_watermark_while_anything_is_left(change: Docume
     assert status["outstanding"] == change.get("outstanding", 0)
 
 
+STORED = {"since": NOON, "reason": "halted", "to": "82EE"}
+
+
+def token_of(age: int) -> Document:
+    """A resume token of a change of so many seconds before the moment at which `facts` are read."""
+    return {"_data": f"82{SECOND + 10 - age:08X}00000001"}
+
+
+@pytest.mark.parametrize("led", [True, False])
+@pytest.mark.parametrize(
+    ("change", "oldest"),
+    [
+        ({"images": [image(0, state="halted", head={"resumeToken": token_of(780), "key": "a"})]}, {}),
+        ({"images": [image(0, state="paused", spilled=STORED)]}, {("summarise", 0): 780}),
+        ({"images": [image(0, due_in=60.0, retries=1, spilled=STORED)]}, {("summarise", 0): 780}),
+        ({"images": [image(0, spilled=STORED)]}, {("summarise", 0): 780}),
+        ({"images": [image(0, spilled={**STORED, "since": NOON - timedelta(seconds=770)})]}, {}),
+    ],
+    ids=["halted", "paused", "retrying", "flowing", "not looked up"],
+)
+def test_the_lag_is_the_age_of_the_oldest_change_that_nobody_has_handled(
+    change: Document, oldest: Document, led: bool
+) -> None:
+    """P16: what is stored moves the watermark, and waits all the same; the room in the oplog is the watermark's."""
+    found = {place: token_of(age)["_data"] for place, age in oldest.items()}
+    changed = facts(**change, oldest=found) if led else facts(**change, oldest=found, lease=lease(live=False))
+    status = shape(changed)
+    (handler,), (partition,) = status["subscriptions"], status["partitions"]
+    assert [each["lag_seconds"] for each in (status, handler)] == [780, 780]
+    assert partition["oldest_seconds"] == 780
+    assert handler["oplog_left_seconds"] == (3600 if led else 3590)
+
+
+def test_nothing_flows_where_nobody_leads() -> None:
+    """One state for all views; what is blocked stays what it is."""
+    states = [image(0), image(1, state="paused")]
+    gone = shape(facts(lease=lease(live=False), images=states))
+    assert [each["state"] for each in gone["partitions"]] == ["not_led", "paused"]
+    assert shape(facts(lease=lease(live=False)))["subscriptions"][0]["state"] == "not_led"
+    assert [each["state"] for each in shape(facts(images=states))["partitions"]] == ["flowing", "paused"]
+
+
 def test_a_report_of_an_earlier_term_does_not_count() -> None:
     """A new listener has not reported yet: nobody knows what it has buffered."""
     status = shape(facts(lease=lease(report=None)))
@@ -284,6 +326,7 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
         "waiting": None,
         "head": {"token": "82CC", "key": "shop.orders insert 1"},
+        "oldest_seconds": None,
         "spilled": None,
         "parked_keys": 0,
     }

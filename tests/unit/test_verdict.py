@@ -22,9 +22,9 @@ from mongo_celery.bridge.operations.reasons import (
     LAG_SECONDS,
     LAYOUT_SECONDS,
     PARKED_SECONDS,
+    RUNNING_LONG_SECONDS,
     UNLED_SECONDS,
     UNREAD_SECONDS,
-    UNTAKEN_SECONDS,
     CommandLine,
 )
 from mongo_celery.bridge.operations.state_check import judge_state
@@ -98,6 +98,12 @@ def late(seconds: int, **report: Any) -> dict[str, Any]:
     """A subscription whose watermark is so old, and a listener that has something to do."""
     stored = subscription(clusterTime=Timestamp(SECOND + 10 - seconds, 1))
     return {"subscriptions": [stored], "lease": reporting(buffered=1, **report)}
+
+
+def running(seconds: int, limit: float | None = None) -> dict[str, Any]:
+    """A call that began so long ago, of a handler with such a time limit."""
+    claim = {**CLAIM, "owner": "one:42:ab", "at": since(seconds)}
+    return {"images": [image(0), image(1, claim=claim, live=True)], "time_limits": {"summarise": limit}}
 
 
 def halted(index: int = 1, **changes: Any) -> Any:
@@ -184,7 +190,10 @@ CASES: dict[str, list[Case]] = {
     "dropped_messages": [Case({}, "degraded", None, "2 forged", (warning("dropped_messages", "2 forged"),), {})],
     "broker": [Case({}, "failing", None, "No answer", (error("broker", "No answer"),), {})],
     "worker_tasks": [Case({}, "failing", None, "lacks", (error("worker_tasks", "lacks"),), {})],
-    "consumers": [Case({}, "failing", WORK, "shop.1", (error("consumers", "shop.1"),), {})],
+    "consumers": [
+        Case({}, "failing", WORK, "shop.1", (error("consumers", "shop.1"),), {}),
+        Case({"lease": reporting(untaken={"queues": ["shop.1"], "answered": True})}, "failing", WORK, "shop.1"),
+    ],
     "spill_missing": [
         Case(
             {**storing(0.0), "stored": replace(storing(0.0)["stored"], missing=frozenset({("summarise", 0)}))},
@@ -204,11 +213,17 @@ CASES: dict[str, list[Case]] = {
         Case({}, "degraded", WORK, "the next change waits", (NONE_ANSWERED,), {}),
         Case({"lease": reporting(outstanding=2)}, "failing", WORK, "2 runs of changes wait", (NONE_ANSWERED,), {}),
         Case(
-            late(UNTAKEN_SECONDS, outstanding=2),
+            {"lease": reporting(outstanding=2, untaken={"queues": ["shop.1"], "answered": False})},
+            "failing",
+            WORK,
+            "2 runs of changes wait",
+            without={"lease": reporting(outstanding=2)},
+        ),
+        Case(
+            {"lease": reporting(outstanding=2, untaken={"queues": ["shop.1"], "answered": None})},
             "degraded",
             WORK,
-            "no worker has one in hand",
-            without=late(UNTAKEN_SECONDS - 1, outstanding=2),
+            "cannot be asked",
         ),
     ],
     "reading_waits": [
@@ -290,15 +305,25 @@ CASES: dict[str, list[Case]] = {
     "lag": [
         Case(late(LAG_SECONDS), "degraded", WORK, "summarise is 5 min behind", without=late(LAG_SECONDS - 1)),
         Case({**late(LAG_SECONDS), "images": [image(ran=QUICK)]}, "degraded", WORK, "run_size=100 would handle"),
-    ],
-    "behind": [
         Case(
             {"images": [image(1, spilled=fresh("running", LAG_SECONDS))]},
             "degraded",
-            "celery -A shop changes head summarise 1",
-            "behind for 5 min (running)",
+            WORK,
+            "summarise is 5 min behind",
             without={"images": [image(1, spilled=fresh("running", LAG_SECONDS - 1))]},
         ),
+    ],
+    "running_long": [
+        Case(
+            running(RUNNING_LONG_SECONDS),
+            "degraded",
+            None,
+            "Partition 1 of summarise has been running for 60 s in process 42 on one,",
+            without=running(RUNNING_LONG_SECONDS - 1),
+        ),
+        Case(running(99), "degraded", None, "kill -9 42.", (ok("workers", "1 of 1", 2),), running(99, limit=600.0)),
+        Case(running(99), "failing", None, "Every slot", (ok("workers", "1 of 1", 1),)),
+        Case(running(99), "failing", None, "Every slot", (NONE_ANSWERED,)),
     ],
     "locked": [Case({"lease": reporting(locked=["summarise 1"])}, "degraded", None, "summarise 1")],
     "layout_waits": [
@@ -384,7 +409,29 @@ def test_a_bridge_that_has_nothing_wrong_is_healthy() -> None:
     """No reason, and status 0; also where workers have answered."""
     verdict = judge(shape(calm()), (ok("workers", "2 of 2"), ok("broker", "answers")), LINE)
     assert (verdict.bridge, verdict.state, verdict.exit_code, verdict.reasons) == ("shop", "healthy", 0, ())
-    assert verdict.plain() == {"verdict": "healthy", "reasons": []}
+    assert verdict.plain() == {"verdict": "healthy", "note": None, "reasons": []}
+
+
+def test_a_verdict_names_who_was_not_asked() -> None:
+    """P16: MongoDB alone cannot tell that no worker runs; nor can `health` where workers cannot be asked."""
+    note = judge(shape(calm()), (), LINE).note
+    assert note is not None
+    assert note.endswith("run: celery -A shop changes health")
+    assert "transport" in str(judge(shape(calm()), (warning("workers", "a transport without them"),), LINE).note)
+
+
+def test_the_advice_for_a_call_that_runs_for_long_is_not_more_workers() -> None:
+    """The next one hangs as well: the reason for it comes first, and the lag's has no command."""
+    facts = late(LAG_SECONDS, outstanding=1)
+    lagging = judge(shape(calm(**{**facts, **running(99)})), (ok("workers", "1 of 1", 4),), LINE).reasons
+    assert [(each.code, each.command) for each in lagging] == [("running_long", None), ("lag", None)]
+
+
+def test_one_blocked_partition_hides_no_lag_of_the_others() -> None:
+    """The lag of what flows is told beside a halt, and that of the halt is not."""
+    for age, codes in ((LAG_SECONDS, ["halted", "lag"]), (LAG_SECONDS - 1, ["halted"])):
+        images = [image(0, spilled=fresh("running", age)), halted(1, spilled={**MARK, "since": since(9999)})]
+        assert [each.code for each in judge(shape(calm(images=images)), (), LINE).reasons] == codes
 
 
 @pytest.mark.parametrize(("code", "case"), ALL)
@@ -456,8 +503,9 @@ def test_a_busy_worker_that_does_not_answer_is_seen_by_what_it_does() -> None:
     """A solo pool; and workers that have answered are not called absent because of what they leave undone."""
     running = image(0, claim=CLAIM, live=True)
     assert judge(shape(calm(images=[running])), (NONE_ANSWERED,)).state == "healthy"
-    assert judge(shape(calm(images=[running], **late(UNTAKEN_SECONDS, outstanding=1)))).state == "healthy"
-    answered = judge(shape(calm(**late(UNTAKEN_SECONDS, outstanding=1))), (ok("workers", "1 of 1"),))
+    untaken = {"queues": ["shop.1"], "answered": False}
+    assert judge(shape(calm(images=[running], lease=reporting(untaken=untaken)))).state == "healthy"
+    answered = judge(shape(calm(lease=reporting(untaken=untaken, outstanding=1))), (ok("workers", "1 of 1"),))
     assert answered.state == "healthy"
 
 
@@ -469,7 +517,7 @@ def test_what_stands_is_not_called_late_too() -> None:
 
 def test_that_nobody_works_is_not_told_as_lag_too() -> None:
     """At a first start from the oldest entry the watermark may be minutes old before anybody could have worked."""
-    behind = shape(calm(**late(LAG_SECONDS, outstanding=1)))
+    behind = shape(calm(**late(LAG_SECONDS, outstanding=1, untaken={"queues": ["shop.1"], "answered": False})))
     assert [reason.code for reason in judge(behind, (NONE_ANSWERED,)).reasons] == ["no_worker"]
     assert [reason.code for reason in judge(behind).reasons] == ["no_worker"]
 

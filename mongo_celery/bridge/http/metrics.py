@@ -33,7 +33,7 @@ except ImportError as error:
 
 PREFIX = "mongo_celery_bridge_"
 
-_PARTITION_STATES = ("flowing", "halted", "paused", "waiting", "parked", "moving")
+_PARTITION_STATES = ("flowing", "halted", "paused", "waiting", "parked", "moving", "not_led")
 _SNAPSHOT_STATES = (RUNNING, DONE, GONE, STOPPED, FAILED)
 _SEVERITIES = {"degraded": 1, "failing": 2}
 _BRIDGE = ("bridge",)
@@ -50,13 +50,19 @@ _GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
         ("bridge", "code"),
     ),
     "lease_version": ("State: of the lease; it grows with every take-over.", _BRIDGE),
-    "lag_seconds": ("State: from the handler's watermark to MongoDB's latest operation.", _HANDLER),
+    "lag_seconds": (
+        "State: age of the oldest change that is not handled, also of what is blocked or stored.",
+        _HANDLER,
+    ),
     "oplog_window_seconds": ("State: from the oplog's oldest entry to its latest.", _BRIDGE),
     "oplog_left_seconds": (
         "State: what of that lies before the handler's watermark: at 0, once the oplog is full, history is lost.",
         _HANDLER,
     ),
-    "partitions": ("State: partitions by how they stand; waiting is for infrastructure.", (*_HANDLER, "state")),
+    "partitions": (
+        "State: partitions by state; waiting is for infrastructure, not_led for a listener.",
+        (*_HANDLER, "state"),
+    ),
     "dead_letters": ("State: changes that were set aside.", _HANDLER),
     "parked_keys": ("State: keys of which changes are set aside until a person releases them.", _HANDLER),
     "snapshots": ("State: snapshots by state; one that is done or over for an hour.", (*_HANDLER, "state")),
@@ -206,9 +212,8 @@ def _of_handler(
 ) -> None:
     if subscription["lag_seconds"] is not None:
         families["lag_seconds"].add_metric(labels, subscription["lag_seconds"])
-        if status["oplog_window_seconds"] is not None:
-            left = status["oplog_window_seconds"] - subscription["lag_seconds"]
-            families["oplog_left_seconds"].add_metric(labels, max(left, 0))
+    if subscription["oplog_left_seconds"] is not None:
+        families["oplog_left_seconds"].add_metric(labels, subscription["oplog_left_seconds"])
     for name in ("dead_letters", "parked_keys"):
         families[name].add_metric(labels, subscription[name])
     states = Counter(each["state"] for each in status["partitions"] if each["subscription"] == labels[1])

@@ -4,7 +4,7 @@ What is served beside the listeners of one process: probes, metrics, and a page 
 | path | what it tells |
 |---|---|
 | `/healthz` | whether the loops of this process turn. It asks nobody, so nothing that hangs elsewhere can keep it |
-| `/readyz` | the verdict on each bridge, as `status` gives it: 503 where one is failing |
+| `/verdict` | the verdict on each bridge, as `status` gives it: 503 where one is failing; for an alarm |
 | `/metrics` | for Prometheus |
 | `/`, `/status` | the page, and what it shows as JSON |
 
@@ -91,8 +91,8 @@ class HttpService:
         match path:
             case "/healthz":
                 return self._health()
-            case "/readyz":
-                return self._readiness()
+            case "/verdict":
+                return self._verdict()
             case "/metrics":
                 return self._exposition(path, accept)
             case "/status":
@@ -107,7 +107,7 @@ class HttpService:
         status = HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE
         return _as_json({"alive": alive, "bridges": bridges}, status)
 
-    def _readiness(self) -> Response:
+    def _verdict(self) -> Response:
         verdicts = [sight.verdict for sight in self._sights.bridges().values()]
         worst = max((each.state for each in verdicts), key=lambda state: EXIT_CODES[state], default="healthy")
         told = [{"bridge": each.bridge, **each.plain()} for each in verdicts]

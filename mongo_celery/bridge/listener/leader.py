@@ -44,6 +44,7 @@ from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import LockedPartitions, take_over
 from mongo_celery.bridge.listener.tracker import Step
+from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.items import Failed
 from mongo_celery.bridge.stream.reader import Position, StreamReader
@@ -147,6 +148,7 @@ class Leader:
             activity,
         )
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
+        self._untaken = UntakenQueues(wiring)
         self._fairness = Fairness(
             {handler.name: handler.group for handler in self._led},
             {handler.name for handler in self._led if token_seconds(wiring.app, handler.task_name)},
@@ -234,6 +236,7 @@ class Leader:
             "standing": standing,
             "caughtUp": self._at_end and not (stuck or is_spilled or any(lost)),
             "brokerDown": self._publishing.is_down,
+            "untaken": self._untaken.report(),
             "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
             **rejected,
             **reading,
@@ -439,6 +442,8 @@ class Leader:
         self._fairness.observe(self._subscriptions, began)
         if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
             self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
+        if not self._publishing.is_down:
+            self._untaken.turn(self._subscriptions.values(), seen)
 
     def _count(self) -> None:
         for subscription in self._subscriptions.values():

@@ -24,8 +24,12 @@ CELLS: Mapping[str, str] = {
     "waiting": "w",
     "parked": "k",
     "moving": "m",
+    "not_led": "n",
 }
 """How a partition stands, in one letter; running is one that flows, and whose handler is at work."""
+
+CALM = frozenset({"flowing", "not_led"})
+"""States of a partition that waits for nothing but changes, or a listener."""
 
 _AS_IT_IS = (
     "state",
@@ -76,13 +80,13 @@ def overview(status: Mapping[str, Any], letters: Iterable[Mapping[str, Any]] = (
 def needs_attention(partition: Mapping[str, Any]) -> bool:
     """Whether a partition stands still, or its change has killed a worker or lost its claim."""
     retry, claim = partition["retry"] or {}, partition["claim"] or {"live": True}
-    return partition["state"] != "flowing" or bool(retry.get("crashes")) or not claim["live"]
+    return partition["state"] not in CALM or bool(retry.get("crashes")) or not claim["live"]
 
 
 def cell(partition: Mapping[str, Any]) -> str:
     """How a partition stands, in one letter of `CELLS`."""
     state = partition["state"]
-    if state == "flowing" and ((partition["claim"] or {}).get("live") or partition["handled"] is not None):
+    if state in CALM and ((partition["claim"] or {}).get("live") or partition["handled"] is not None):
         state = "running"
     return CELLS.get(state, CELLS["flowing"])
 

@@ -16,7 +16,7 @@ from mongo_celery.bridge.operations.lease_check import check_lease
 from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
-from mongo_celery.bridge.operations.worker_check import check_workers
+from mongo_celery.bridge.operations.worker_check import check_time_limits, check_workers
 from mongo_celery.bridge.shared import shared_with_others
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
@@ -76,6 +76,7 @@ def _check_celery(wiring: Wiring) -> Iterable[Finding]:
     if conf.task_protocol != _TASK_PROTOCOL:
         yield error("task_protocol", "task_protocol=1 cannot carry chains; use Celery's default, 2.")
     yield _check_handlers(wiring)
+    yield check_time_limits(wiring)
     yield from _check_shared(wiring)
     overridden = overridden_attributes(wiring.app)
     for task, attributes in sorted(overridden.items()):

@@ -23,11 +23,11 @@ UNLED_SECONDS = 30
 UNREAD_SECONDS = 30
 """An election takes no longer: from then on a stream that is not read is failing."""
 
-UNTAKEN_SECONDS = 60
-"""A change that waits for so long while no worker has one in hand says that there is no worker."""
-
 LAG_SECONDS = 300
-"""From then on a bridge, or a partition, is called late."""
+"""From then on a handler is called late."""
+
+RUNNING_LONG_SECONDS = 60
+"""A call that no time limit ends, and that takes longer, may never return: it is told."""
 
 LAYOUT_SECONDS = 300
 """A new layout waits for live claims: after so long a handler hangs."""
@@ -63,8 +63,8 @@ CODES = (
     "snapshot_failed",
     "never_started",
     "waiting",
+    "running_long",
     "lag",
-    "behind",
     "locked",
     "layout_waits",
     "definitions",

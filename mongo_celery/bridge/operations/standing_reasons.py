@@ -1,4 +1,4 @@
-"""Reasons that are about single handlers: what of them stands, is late, was set aside, or is served by nobody."""
+"""Reasons that are about single handlers: what of them is blocked, is late, was set aside, or is served by nobody."""
 
 from __future__ import annotations
 
@@ -30,8 +30,15 @@ Partition = Mapping[str, Any]
 Subscription = Mapping[str, Any]
 
 
-def standing_reasons(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
-    """Reasons from a status, as `read_status` gives it."""
+def standing_reasons(status: Mapping[str, Any], line: CommandLine, running: Sequence[Reason] = ()) -> Iterator[Reason]:
+    """
+    Return the reasons about single handlers.
+
+    Args:
+        status: as `read_status` gives it.
+        running: about calls that run for long, which come first.
+    """
+    yield from running
     served = [each for each in status["subscriptions"] if each["state"] != "unregistered"]
     partitions: dict[str, list[Partition]] = {each["name"]: [] for each in served}
     for each in status["partitions"]:
@@ -42,9 +49,8 @@ def standing_reasons(status: Mapping[str, Any], line: CommandLine) -> Iterator[R
     yield from _waiting(concerned, line)
     yield from _parked(concerned, line)
     yield from _missing(concerned)
-    yield from _behind(status, concerned, line)
     yield from _histories(status, concerned, line)
-    yield from _late(status, concerned, line)
+    yield from _late(status, concerned, line, running)
     yield from _layouts(status, served)
     yield from _dead_letters(status, line)
     yield from _snapshots(status, line)
@@ -198,28 +204,6 @@ def _missing(concerned: Concerned) -> Iterator[Reason]:
 # -- what is late ----------------------------------------------------------------------------------
 
 
-def _behind(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
-    """Partitions that flow, and of which changes have been stored for long: the watermark has passed them."""
-    if status["state"] != "leading":
-        return
-    found = []
-    for each, partitions in concerned:
-        late = [
-            one
-            for one in partitions
-            if one["spilled"] and one["state"] not in _STANDING and one["spilled"]["age_seconds"] >= LAG_SECONDS
-        ]
-        if late:
-            longest = max(late, key=lambda one: one["spilled"]["age_seconds"])
-            has = "has" if len(late) == 1 else "have"
-            text = (
-                f"{where(each, _indexes(late))} {has} been behind for {duration(longest['spilled']['age_seconds'])} "
-                f"({longest['spilled']['reason']}): what is stored is being worked off, or a handler hangs."
-            )
-            found.append(degraded("behind", text, line.changes("head", each["name"], str(longest["index"]))))
-    yield from summed(found, f"have partitions that are behind; {_ALL}.", None)
-
-
 def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
     lost, near = [], []
     leads = status["state"] == "leading"
@@ -266,27 +250,36 @@ def _near(subscription: Subscription, partitions: Sequence[Partition], line: Com
     )
 
 
-def _late(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
-    """The lag, but for handlers of which something stands: that is told by itself."""
+def _late(
+    status: Mapping[str, Any], concerned: Concerned, line: CommandLine, running: Sequence[Reason]
+) -> Iterator[Reason]:
+    """The lag of each handler, but for what is blocked: that has a reason of its own."""
     if status["state"] != "leading":
         return
+    lags = {each["name"]: _lag_of_flowing(each, partitions) for each, partitions in concerned}
     late = sorted(
-        (
-            each
-            for each, partitions in concerned
-            if (each["lag_seconds"] or 0) >= LAG_SECONDS and not any(one["state"] in _STANDING for one in partitions)
-        ),
-        key=lambda each: -each["lag_seconds"],
+        (each for each, _ in concerned if lags[each["name"]] >= LAG_SECONDS), key=lambda each: -lags[each["name"]]
     )
-    if late:
-        is_late = "is" if len(late) == 1 else "are"
-        gains = [f" For {each['name']}, {each['run_gain']['sentence']}." for each in late if each.get("run_gain")]
-        yield degraded(
-            "lag",
-            f"{listed([each['name'] for each in late])} {is_late} {duration(late[0]['lag_seconds'])} behind: changes "
-            f"are handled so much later. More workers help, or faster handlers.{''.join(gains[:1])}",
-            line.celery("worker"),
-        )
+    if not late:
+        return
+    is_late = "is" if len(late) == 1 else "are"
+    gains = [f" For {each['name']}, {each['run_gain']['sentence']}." for each in late if each.get("run_gain")]
+    cure, command = f"More workers help, or faster handlers.{''.join(gains[:1])}", line.celery("worker")
+    if running:
+        cure, command = "End the calls that run for long first.", None
+    yield degraded(
+        "lag",
+        f"{listed([each['name'] for each in late])} {is_late} {duration(lags[late[0]['name']])} behind: the oldest "
+        f"change has waited for so long. {cure}",
+        command,
+    )
+
+
+def _lag_of_flowing(subscription: Subscription, partitions: Sequence[Partition]) -> int:
+    """Return the age of the oldest change of a handler that is not blocked, as far as it is known."""
+    blocked = any(one["state"] in _STANDING for one in partitions)
+    ages = [one["oldest_seconds"] for one in partitions if one["state"] not in _STANDING]
+    return max((age or 0 for age in [*ages, None if blocked else subscription["lag_seconds"]]), default=0)
 
 
 def _layouts(status: Mapping[str, Any], served: Sequence[Subscription]) -> Iterator[Reason]:

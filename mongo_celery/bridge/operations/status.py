@@ -34,6 +34,7 @@ from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
+from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
@@ -47,6 +48,8 @@ _HEADS_MAX = 10
 """Partitions whose change is looked up for each status: an event may be large."""
 
 _FAILURES = {"failed", "history_lost"}
+_OLDEST_MAX = 32
+"""Partitions whose oldest stored change is looked up for each status, by the index alone."""
 _WORST_FIRST = ("halted", "paused", "waiting", "parked", MOVING, "flowing")
 
 
@@ -69,6 +72,8 @@ class Facts:
         layouts: those in force, by subscription.
         groups: of the registered subscriptions, by name.
         heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
+        oldest: comparable part of the token of the first stored change, of the partitions that have waited longest.
+        time_limits: of the registered subscriptions, the seconds after which Celery ends their handlers, if any.
         snapshots: all that are stored.
         without_runs: of the registered subscriptions, those that `run_size` is not for.
         commits: who writes the positions of the registered subscriptions, by name: `chain` or `inline`.
@@ -88,6 +93,8 @@ class Facts:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     groups: Mapping[str, str | None] = field(default_factory=dict)
     heads: Mapping[Place, Mapping[str, str]] = field(default_factory=dict)
+    oldest: Mapping[Place, str] = field(default_factory=dict)
+    time_limits: Mapping[str, float | None] = field(default_factory=dict)
     snapshots: Sequence[Snapshot] = ()
     replaying: Mapping[str, int] = field(default_factory=dict)
     without_runs: frozenset[str] = frozenset()
@@ -108,8 +115,9 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `at`: when it was read, by the cluster's latest operation.
     - `unled_seconds`: for how long nobody has renewed the lease, to some seconds; None while one leads, and before the
       first start.
-    - `lag_seconds`: from the watermark to the cluster's latest operation, the largest of the registered
-      subscriptions; 0 when the listener has read everything and nothing is left to do.
+    - `lag_seconds`: age of the oldest change that is not handled, the largest of the registered subscriptions: of what
+      is stored or blocked by its own time, else from the watermark to the cluster's latest operation; 0 when the
+      listener has read everything and nothing is left to do.
     - `difference`: why the bridge is that of another app or environment than this process; None where it is not.
     - `listener`: who leads, its `app` and `handlers`, and which of these have another definition in this process
       (`changed`).
@@ -121,6 +129,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       `rejected_by_broker_count` in all: their partition, the change, its bytes, the broker's reason and since when.
     - `not_stored`: the same of changes that are too large for a message and that MongoDB does not store, of
       `not_stored_count` in all.
+    - `untaken`: the `queues` of which nobody has taken anything for longer than `dispatch_grace`, as the listener has
+      found by asking the workers, and whether any `answered`; None where there are none.
     - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.
@@ -132,6 +142,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       not stored that should be. The figures are those of the listener's report. Where nobody has reported, the marked
       partitions are counted for some seconds; `uncounted` says how many it took too long for, and then `count`, `bytes`
       and what follows from them are None.
+    - a partition's `oldest_seconds`: age of the change at which it is blocked, or of the first one that is stored; None
+      where it is neither. Its claim's `seconds`: for how long it has been held.
     - a partition's `head`: the change at which it has halted, or is parked or waits; None where that is not known, as
       before it is stored.
     - a partition's `spilled`: `count` and `bytes` of what is stored (None where that is not known: the report names the
@@ -143,12 +155,16 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `replaying`: how many of its dead letters are there only for a replay that `changes replay` has
       asked for, and wait for it.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
-      `flowing`), or `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where
-      the oplog no longer holds its place: then `lost` says since when and where, and what was `decided`.
+      `flowing`, which is `not_led` where no listener is running), or `new` (registered, but no listener has led with it
+      yet), or `unregistered`; `history_lost` where the oplog no longer holds its place: then `lost` says since when
+      and where, and what was `decided`.
     - a subscription's `match_refused`: what the server said of its `match`, which it refuses, so that no change comes
       (`state` says so, too); else None.
     - a subscription's `commit`: who writes its positions, `chain` (the commit task) or `inline` (the execution itself);
       None where it is `unregistered`.
+    - a subscription's `time_limit`: seconds after which Celery ends its handler; None where nothing does in this app.
+    - a subscription's `oplog_left_seconds`: what of the oplog's window lies before its watermark; None where it cannot
+      be read.
     - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
     - a subscription's `new_layout`: while one is being prepared, how many `partitions` it will have, since when, and
       what it `waits` for.
@@ -206,6 +222,8 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
         stored=reported(_report(lease or {})) or counted(store.spill, _marked(store, layouts, images)),
         heads=_stored_heads(store, layouts, images),
+        oldest=_oldest_stored(store, layouts, images),
+        time_limits={each.name: time_limit(wiring.app.tasks.get(each.task_name)) for each in wiring.handlers},
     )
 
 
@@ -239,6 +257,22 @@ def _stored_heads(store: Store, layouts: Mapping[str, Layout], images: Sequence[
     return found
 
 
+def _oldest_stored(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, str]:
+    """Return the first stored change of the partitions that have waited longest; others are judged by their mark."""
+    marked = sorted(
+        ((image, image.spilled) for image in images if image.spilled and not image.head),
+        key=lambda each: (each[1]["since"], each[0].subscription, each[0].index),
+    )
+    found = {}
+    for image, mark in marked[:_OLDEST_MAX]:
+        name, index = image.subscription, image.index
+        partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
+        first = store.spill.first(partition_id, image.data, mark["to"])
+        if first is not None:
+            found[name, index] = first
+    return found
+
+
 def shape(facts: Facts) -> dict[str, Any]:
     """The status from facts."""
     lease = facts.lease or {}
@@ -268,6 +302,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "standing": report.get("standing"),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
+        "untaken": report.get("untaken"),
         "rejected_by_broker": [{**each, "since": _iso(each["since"])} for each in report.get("rejected", ())],
         "rejected_by_broker_count": report.get("rejectedCount", 0),
         "not_stored": [{**each, "since": _iso(each["since"])} for each in report.get("notStored", ())],
@@ -342,19 +377,22 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         lost = lost_in(document)
         is_led = name in facts.registered and document.get("epoch") == version and name not in refused
         done = idle and is_led and not lost
-        lag = 0 if done else _lag(place_in(document), facts.now)
+        behind = 0 if done else _lag(place_in(document), facts.now)
+        ages = [behind, *(_age_of_oldest(image, facts) for image in images)]
         shaped.append(
             {
                 "name": name,
                 "state": "match_refused" if name in refused else _subscription_state(facts, name, document, images),
                 "match_refused": refused.get(name),
                 "commit": facts.commits.get(name),
+                "time_limit": facts.time_limits.get(name),
                 "generation": int(layout.generation) if layout else None,
                 "partitions": layout.partitions if layout else None,
                 "new_layout": _new_layout(moving[name]) if name in moving else None,
                 "watermark": _data(document.get("resumeToken")),
                 "watermark_at": _iso(document.get("clusterTime")),
-                "lag_seconds": lag,
+                "lag_seconds": max((age for age in ages if age is not None), default=None),
+                "oplog_left_seconds": _oplog_left(facts, behind),
                 "oplog_share": _share(facts, place_in(document)),
                 "run_gain": _run_gain(facts, name, images),
                 "spilled": facts.stored.sum((name, image.index) for image in images if image.spilled),
@@ -390,7 +428,12 @@ def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], im
     if lost_in(document):
         return "history_lost"
     states = {state_of(image) for image in images}
-    return next((state for state in _WORST_FIRST if state in states), "flowing")
+    return _state_under(facts, next((state for state in _WORST_FIRST if state in states), "flowing"))
+
+
+def _state_under(facts: Facts, state: str) -> str:
+    """Return the state, which is `not_led` for what would flow if a listener were running."""
+    return "not_led" if state == "flowing" and not _is_led(facts.lease or {}) else state
 
 
 def place_in(document: Mapping[str, Any]) -> Timestamp | None:
@@ -402,6 +445,19 @@ def place_in(document: Mapping[str, Any]) -> Timestamp | None:
 
 def _lag(place: Timestamp | None, now: Timestamp) -> int | None:
     return None if place is None else max(0, now.time - place.time)
+
+
+def _age_of_oldest(image: Image, facts: Facts) -> int | None:
+    """Return the age of the first change of a partition that is blocked or stored; None where it is neither."""
+    data = token_data(image.head["resumeToken"]) if image.head else facts.oldest.get((image.subscription, image.index))
+    place = time_of_token({"_data": data}, None) if data else None
+    return _lag(place or _place_of((image.spilled or {}).get("since")), facts.now)
+
+
+def _oplog_left(facts: Facts, behind: int | None) -> int | None:
+    if facts.oplog is None or behind is None:
+        return None
+    return max(facts.oplog.window_seconds - behind, 0)
 
 
 def _place_of(moment: datetime | None) -> Timestamp | None:
@@ -433,28 +489,31 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
         "subscription": image.subscription,
         "index": image.index,
         "queue": facts.options.queue_of(image.index, facts.groups.get(image.subscription)),
-        "state": state_of(image),
+        "state": _state_under(facts, state_of(image)),
         "committed": int(image.committed),
         "token": image.data or None,
         "epoch": int(image.epoch),
         "fence": int(image.fence),
-        "claim": _claim(image),
+        "claim": _claim(image, facts.now),
         "handled": int(image.handled["last"]) if image.handled else None,
         "retry": _retry(image),
         "waiting": _waiting(image),
         "head": _head(image) or facts.heads.get((image.subscription, image.index)),
+        "oldest_seconds": _age_of_oldest(image, facts),
         "spilled": _spilled(image, facts),
         "parked_keys": image.parked_keys,
     }
 
 
-def _claim(image: Image) -> dict[str, Any] | None:
+def _claim(image: Image, now: Timestamp) -> dict[str, Any] | None:
     claim = image.claim
     if claim is None:
         return None
+    now = _place_of(image.read_at) or now  # an idle cluster's latest operation may be some seconds old
     return {
         "owner": claim["owner"],
         "process": process_of(str(claim["owner"])),
+        "seconds": _lag(_place_of(claim.get("at")), now),
         "first": int(claim["first"]),
         "last": int(claim["last"]),
         "until": _iso(claim["until"]),

@@ -1,8 +1,8 @@
 """
 The verdict on a bridge: healthy, degraded or failing, with the reasons and the command that cures each.
 
-There is one. `health`, `status` and `check` say it, and whoever else has to say how a bridge is asks here: from a
-status alone, or with what was found by asking broker and workers beside it.
+There is one judgement for all views: from a status alone, or with what was found by asking broker and workers beside
+it. A verdict from a status alone says so (`note`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from mongo_celery.bridge.identity import ways_out
 from mongo_celery.bridge.operations.reasons import (
     UNLED_SECONDS,
     UNREAD_SECONDS,
-    UNTAKEN_SECONDS,
     CommandLine,
     Reason,
     cut,
@@ -23,6 +22,7 @@ from mongo_celery.bridge.operations.reasons import (
     failing,
     listed,
 )
+from mongo_celery.bridge.operations.running_long import running_long, slots_of
 from mongo_celery.bridge.operations.spill_check import judge_spill
 from mongo_celery.bridge.operations.standing_reasons import standing_reasons
 from mongo_celery.bridge.operations.status import read_status
@@ -52,10 +52,12 @@ class BridgeVerdict:
     Attributes:
         bridge: its name.
         reasons: why it is not healthy, the worst first; empty where it is.
+        note: who was not asked, and the command that asks them; None where everybody was.
     """
 
     bridge: str
     reasons: tuple[Reason, ...] = ()
+    note: str | None = None
 
     @property
     def state(self) -> State:
@@ -68,8 +70,8 @@ class BridgeVerdict:
         return EXIT_CODES[self.state]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON: `verdict`, and `reasons` with `code`, `severity`, `sentence` and `command`."""
-        return {"verdict": self.state, "reasons": [reason.plain() for reason in self.reasons]}
+        """As JSON: `verdict`, `note`, and `reasons` with `code`, `severity`, `sentence` and `command`."""
+        return {"verdict": self.state, "note": self.note, "reasons": [reason.plain() for reason in self.reasons]}
 
 
 def judge(
@@ -80,14 +82,16 @@ def judge(
 
     Args:
         status: as `read_status` gives it.
-        findings: of a preflight, where it was asked for: of the lease, the broker and the workers.
+        findings: of a preflight, where it was asked for: of the lease, the broker and the workers. Without any the
+            verdict has its `note`.
         line: how the person who is told types commands.
     """
     line = line or CommandLine()
     asked = list(findings)
     idle = list(_working(status, asked, line))
+    running = running_long(status, slots_of(asked))
     # Where nobody works everything is late: one cause, and one command.
-    standing = (each for each in standing_reasons(status, line) if not (idle and each.code == "lag"))
+    standing = (each for each in standing_reasons(status, line, running) if not (idle and each.code == "lag"))
     reasons = [
         *_listening(status, line),
         *_handlers(status, line),
@@ -97,7 +101,15 @@ def judge(
         *(_from_finding(each) for each in judge_spill(status) if each.name in _OF_SPILL),
         *(_from_finding(each, line) for each in asked if each.name in _ASKED and each.level != "ok"),
     ]
-    return BridgeVerdict(status["bridge"], tuple(sorted(reasons, key=lambda reason: reason.rank)))
+    return BridgeVerdict(status["bridge"], tuple(sorted(reasons, key=lambda reason: reason.rank)), _note(asked, line))
+
+
+def _note(asked: Sequence[Finding], line: CommandLine) -> str | None:
+    if not asked:
+        ask = line.changes("health")
+        return f"This is as far as MongoDB tells: broker and workers were not asked. To ask them, run: {ask}"
+    silent = next((each for each in asked if each.name == "workers" and each.level != "ok"), None)
+    return None if silent is None else f"Workers were not asked: {cut(silent.message)}."
 
 
 def unreadable(bridge: str, sentence: str) -> BridgeVerdict:
@@ -238,16 +250,21 @@ def _working(status: Mapping[str, Any], asked: Sequence[Finding], line: CommandL
     silent = any(each.name == "no_worker" for each in asked)
     if any(each.name == "workers" and each.level == "ok" for each in asked):
         return
+    start, untaken = line.celery("worker"), status["untaken"]
+    if untaken and not silent and untaken["answered"]:
+        yield failing(
+            "consumers", f"No running worker consumes {listed(untaken['queues'])}: changes there wait.", start
+        )
+        return
     if any((each["claim"] and each["claim"]["live"]) or each["handled"] for each in status["partitions"]):
         return  # a busy solo pool does not answer
     sent = status["outstanding"] or 0
-    start = line.celery("worker")
+    silent = silent or bool(untaken and untaken["answered"] is False)
     if silent and sent:
         text = f"No worker answers, and {number(sent, 'run of changes waits', 'runs of changes wait')} for one."
         yield failing("no_worker", text, start)
     elif silent:
         yield degraded("no_worker", "No worker answers: the next change waits for one.", start)
-    elif sent and status["state"] == "leading" and (status["lag_seconds"] or 0) >= UNTAKEN_SECONDS:
-        waits = duration(status["lag_seconds"])
-        text = f"Changes were sent, the oldest has waited for {waits}, and no worker has one in hand."
+    elif untaken:
+        text = f"No worker takes what was sent to {listed(untaken['queues'])}, and workers cannot be asked."
         yield degraded("no_worker", text, start)

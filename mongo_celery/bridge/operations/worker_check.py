@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from mongo_celery.bridge.operations.reasons import listed
+from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
-from mongo_celery.broker.workers import WorkersSaid, ask_workers, consumed_queues, known_tasks
+from mongo_celery.broker.workers import WorkersSaid, ask_workers, consumed_queues, known_tasks, slots_of
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.redaction import short
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 INSPECT_SECONDS = 1.5
-"""How long workers have to answer each of two questions."""
+"""How long workers have to answer."""
 
 _QUEUES_SHOWN = 4
 
@@ -27,6 +29,19 @@ def check_workers(wiring: Wiring) -> Iterator[Finding]:
         yield warning("workers", f"They cannot be asked over this broker: {short(failure)}")
         return
     yield from judge_workers(_needed(wiring), said)
+
+
+def check_time_limits(wiring: Wiring) -> Finding:
+    """Name the handlers that no time limit ends; one that a worker was started with is not seen here."""
+    tasks = wiring.app.tasks
+    names = [each.name for each in wiring.handlers if time_limit(tasks.get(each.task_name)) is None]
+    if not names:
+        return ok("time_limits", "Every handler has one.")
+    return warning(
+        "time_limits",
+        f"{listed(names)} {'has' if len(names) == 1 else 'have'} none: a call that never returns keeps its partition "
+        "and a slot of a worker for ever. Set time_limit or soft_time_limit of the handler, or task_time_limit.",
+    )
 
 
 def _needed(wiring: Wiring) -> dict[str, list[str]]:
@@ -55,7 +70,11 @@ def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid) -> I
         return
     consumed = consumed_queues(said)
     concerned = {worker: names & needed.keys() for worker, names in sorted(consumed.items()) if names & needed.keys()}
-    yield ok("workers", f"{len(concerned)} of {len(said.queues)} that answered consume this bridge's queues.")
+    yield ok(
+        "workers",
+        f"{len(concerned)} of {len(said.queues)} that answered consume this bridge's queues.",
+        slots_of(said, concerned) if concerned else None,
+    )
     yield from _missing_consumers(needed, consumed)
     yield from _missing_tasks(concerned, needed, known_tasks(said))
 

@@ -163,9 +163,15 @@ def new_owner() -> str:
 
 
 def process_of(owner: str) -> str:
-    """Who holds a claim, in words; an earlier version names no process."""
-    host, pid, *rest = [*owner.rsplit(":", 2), ""]
-    return f"process {pid} on {host}" if rest and pid.isdecimal() else f"owner {owner}"
+    """Return the process that holds a claim, in words."""
+    pid = pid_of(owner)
+    return f"owner {owner}" if pid is None else f"process {pid} on {owner.rsplit(':', 2)[0]}"
+
+
+def pid_of(owner: str) -> str | None:
+    """Return the id of the process that holds a claim; None where its owner names none."""
+    _, pid, *rest = [*owner.rsplit(":", 2), ""]
+    return pid if len(rest) > 1 and pid.isdecimal() else None
 
 
 class Claims:
@@ -282,6 +288,7 @@ class Claims:
             "last": "$committed",
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
+            "at": "$$NOW",
             "leaving": literal(owner),
             "session": session,
             "replay": literal(letter),

@@ -48,6 +48,15 @@ class RunLimits:
     time_limits: TimeLimits = (None, None)
 
 
+def time_limit(task: Any) -> float | None:
+    """Return the seconds after which Celery ends a call of a task, by its own limits or the app's; None for never."""
+    if task is None:
+        return None
+    conf = task.app.conf
+    limits = (task.time_limit or conf.task_time_limit, task.soft_time_limit or conf.task_soft_time_limit)
+    return min((float(each) for each in limits if each), default=None)
+
+
 def run_limits(task: Any, run_seconds: float, *, is_one_call: bool, may_be_several: bool) -> RunLimits:
     """
     The limits of a message for a handler.

@@ -69,14 +69,14 @@ class BridgeAdmin(OperationsAdmin):
             if sentence is None:
                 raise status
             return {**row, "verdict": "failing", "state": "unknown", "sentence": shown(sentence)}
-        verdict = judge(status)
+        verdict = judge(status, line=line_in_project(wiring.name))
         return {
             **row,
             "verdict": verdict.state,
             "state": status["state"],
             "lag": duration(status["lag_seconds"]),
             "dead_letters": status["dead_letters"],
-            "sentence": shown(verdict.reasons[0].sentence) if verdict.reasons else "",
+            "sentence": shown(verdict.reasons[0].sentence if verdict.reasons else verdict.note or ""),
         }
 
     def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
@@ -96,6 +96,7 @@ class BridgeAdmin(OperationsAdmin):
                 "listener": _listener(seen["listener"]),
                 "error": shown(seen["error"]) if seen["error"] else "",
                 "verdict": verdict.state,
+                "note": shown(verdict.note or ""),
                 "reasons": [
                     {"severity": each.severity, "sentence": shown(each.sentence), "command": shown(each.command or "")}
                     for each in verdict.reasons

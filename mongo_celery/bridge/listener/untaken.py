@@ -1,0 +1,119 @@
+"""
+Queues of which nobody takes what was sent: once the grace is over the workers are asked, and one warning says why.
+
+They are asked by a thread of its own, only while something has waited for longer than `dispatch_grace`: a broker that
+is frozen never holds the leading thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.broker.workers import ask_for_queues
+from mongo_celery.mongo.redaction import short
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_LOOK_SECONDS = 0.5
+_ASK_SECONDS = 30.0
+_ANSWER_SECONDS = 1.5
+_NAMED = 4
+
+
+class UntakenQueues:
+    """
+    What is known of queues that nobody consumes, in one term. Used by the leading thread.
+
+    Args:
+        wiring: of the bridge.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._app = wiring.app
+        self._grace = wiring.options.grace
+        self._since: dict[str, float] = {}
+        self._names: list[str] = []
+        self._answered: bool | None = None
+        self._is_told = False
+        self._looked_at = self._asked_at = -math.inf
+        self._thread: threading.Thread | None = None
+        self._consumed: Mapping[str, set[str]] | None = None
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the queues, and whether any worker `answered` (None: it cannot be asked); None where all is taken."""
+        return {"queues": list(self._names), "answered": self._answered} if self._names else None
+
+    def turn(self, subscriptions: Collection[Subscription], now: float) -> None:
+        """Find out who should take what has waited for longer than the grace; log it once until it is taken."""
+        if now - self._looked_at < _LOOK_SECONDS:
+            return
+        self._looked_at = now
+        self._note_waiting(subscriptions)
+        late = {queue for queue, since in self._since.items() if now - since >= self._grace}
+        if not late:
+            self._names, self._is_told = [], False
+            return
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._judge(late, is_working=_is_working(subscriptions))
+        elif self._thread is None and now - self._asked_at >= _ASK_SECONDS:
+            self._asked_at = now
+            self._thread = threading.Thread(target=self._ask, name="mongo_celery-untaken", daemon=True)
+            self._thread.start()
+
+    def _note_waiting(self, subscriptions: Collection[Subscription]) -> None:
+        """Keep since when nothing of a queue has been taken, for those to which something was sent."""
+        waiting: dict[str, float] = {}
+        taken: dict[str, float] = {}
+        for subscription in subscriptions:
+            for index, tracker in subscription.trackers.items():
+                queue = subscription.queue_of(index)
+                if tracker.taken is not None:
+                    taken[queue] = max(tracker.taken[1], taken.get(queue, -math.inf))
+                if tracker.is_awaited and tracker.outstanding is not None:
+                    sent_at = min(tracker.outstanding.sent_at, self._since.get(queue, math.inf))
+                    waiting[queue] = min(sent_at, waiting.get(queue, math.inf))
+                elif tracker.is_repeated and queue in self._since:
+                    waiting.setdefault(queue, self._since[queue])
+        self._since = {queue: max(since, taken.get(queue, -math.inf)) for queue, since in waiting.items()}
+
+    def _ask(self) -> None:
+        try:
+            self._consumed = ask_for_queues(self._app, _ANSWER_SECONDS)
+        except Exception as error:  # noqa: BLE001 - every transport raises its own; some have no remote control
+            logger.debug("workers cannot be asked for their queues: %s", short(error))
+            self._consumed = None
+
+    def _judge(self, late: set[str], *, is_working: bool) -> None:
+        self._answered = None if self._consumed is None else bool(self._consumed)
+        consumed = set().union(*(self._consumed or {}).values())
+        # A solo pool that is busy does not answer.
+        self._names = [] if is_working and not self._answered else sorted(late - consumed)
+        if not self._names or self._is_told:
+            return
+        self._is_told = True
+        more = f" and {len(self._names) - _NAMED} more" if len(self._names) > _NAMED else ""
+        why = "no worker answers"
+        if self._answered is not False:
+            why = "the workers that answer consume other queues" if self._answered else "workers cannot be asked"
+        celery = f"celery -A {self._app.main or 'APP'}"
+        logger.warning(
+            "nobody takes what was sent to %s%s: %s. Changes there wait. Run: %s",
+            ", ".join(self._names[:_NAMED]),
+            more,
+            why,
+            f'{celery} worker -Q "$({celery} changes queues)"',
+            extra={"event": "queues_unconsumed", "queues": list(self._names)},
+        )
+
+
+def _is_working(subscriptions: Collection[Subscription]) -> bool:
+    return any(tracker.image.live for led in subscriptions for tracker in led.trackers.values())
