@@ -59,7 +59,7 @@ class HandlerTask(Protocol[Given_contra, Result_co]):
     """
     What `on_change` and `on_changes` make of a function: a Celery task that is called as the function is.
 
-    With `bind=True` it is called without `self`. It has no `delay`: the listener dispatches it.
+    With `bind=True` it is called without `self`. The listener dispatches it: `delay` raises.
     """
 
     @property

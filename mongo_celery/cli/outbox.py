@@ -192,7 +192,7 @@ def _sweep_in_turns(
 
 @outbox.group("dead-letters")
 def dead_letters() -> None:
-    """Show, replay and discard entries that could not be published."""
+    """Show, replay and discard entries that were never published."""
 
 
 @dead_letters.command("list")

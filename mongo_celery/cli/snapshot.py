@@ -46,7 +46,7 @@ def snapshot(
     **given: Any,
 ) -> None:
     """
-    Give a handler the documents that exist, between its changes.
+    Give a handler the existing documents, between its changes.
 
     Each comes once, as operation type `snapshot`, exactly at its place: behind the changes that it has, before those
     that follow. It goes on across restarts, chunk by chunk; `status --watch` shows how far it is. HANDLER may be left

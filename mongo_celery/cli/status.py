@@ -37,7 +37,7 @@ _WATCH_SECONDS = 2.0
 @click.pass_context
 def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bool, watch: float | None) -> None:
     """
-    Show who leads, the lag, what stands, and what to do about it.
+    Show the leader, the lag, what is blocked, and what to do.
 
     The lag is the time from the position up to which all is done to MongoDB's latest operation. Numbers
     of changes under way come from the listener's last report, a few seconds old.

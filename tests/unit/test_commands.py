@@ -36,6 +36,7 @@ from tests.unit.test_status import IDLE_REPORT, LOST, MARK, NOON, SECOND, SERVED
 
 PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
+CONTENT = WIDTH - 2  # what Click fills of a terminal of that width
 WITHOUT_JSON = {
     "listener": "a process: it logs",
     "changes top": "a screen: `changes status --watch --json` is for programs",
@@ -50,7 +51,7 @@ WITHOUT_KEYS = {
 
 def tree(command: click.Command, path: str, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
     """A command and all below it, by what is typed."""
-    context = click.Context(command, info_name=path.rpartition(" ")[2], parent=parent, terminal_width=WIDTH)
+    context = click.Context(command, info_name=path.rpartition(" ")[2], parent=parent, terminal_width=CONTENT)
     yield path, context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,6 +41,15 @@ def compose(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize(("image", "server"), [("mongo", ""), ("redis", "Redis "), ("python", "")])
+def test_the_images_are_of_versions_that_are_tested(image: str, server: str) -> None:
+    """The table of the versions page has a row for each, with a full version."""
+    tags = re.findall(rf"image: {image}:([\d.]+)", (ROOT / "docker-compose.yml").read_text())
+    rows = (ROOT / "docs/versions.md").read_text()
+    assert tags
+    assert all(re.search(rf"\| {server}{re.escape(tag)}\.\d+ \|", rows) for tag in tags)
 
 
 def test_compose_accepts_the_file() -> None:
