@@ -45,8 +45,6 @@ CODES = (
     "history_lost",
     "history_at_risk",
     "identity",
-    "foreign_leader",
-    "foreign_bridge",
     "spill_missing",
     "spill_refused",
     "spill_bound",
@@ -73,6 +71,7 @@ CODES = (
     "paused",
     "dead_letters",
     "spill_unserved",
+    "foreign_bridge",
     "dropped_messages",
     "unregistered",
 )
