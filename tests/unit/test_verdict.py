@@ -163,6 +163,14 @@ CASES: dict[str, list[Case]] = {
             "goes on (now)",
         ),
     ],
+    "stopped": [
+        Case(
+            {"lease": reporting(stopped=[{"subscription": "summarise", "reason": "no rule."}])},
+            "failing",
+            None,
+            "summarise is stopped: no rule",
+        )
+    ],
     "history_at_risk": [
         Case(behind(0.91), "failing", None, "lie behind summarise", without=behind(0.45)),
         Case(behind(0.55), "degraded", None, "Enlarge the oplog"),

@@ -43,6 +43,7 @@ CODES = (
     "no_listener",
     "handlers",
     "history_lost",
+    "stopped",
     "history_at_risk",
     "identity",
     "spill_missing",

@@ -43,6 +43,7 @@ def standing_reasons(status: Mapping[str, Any], line: CommandLine) -> Iterator[R
     yield from _parked(concerned, line)
     yield from _missing(concerned)
     yield from _behind(status, concerned, line)
+    yield from _stopped(concerned)
     yield from _histories(status, concerned, line)
     yield from _late(status, concerned, line)
     yield from _layouts(status, served)
@@ -218,6 +219,12 @@ def _behind(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) 
             )
             found.append(degraded("behind", text, line.changes("head", each["name"], str(longest["index"]))))
     yield from summed(found, f"have partitions that are behind; {_ALL}.", None)
+
+
+def _stopped(concerned: Concerned) -> Iterator[Reason]:
+    stopped = [each for each, _ in concerned if each["stopped"]]
+    reasons = [failing("stopped", f"{each['name']} is stopped: {each['stopped']}") for each in stopped]
+    yield from summed(reasons, "are stopped; `status` shows them.", None)
 
 
 def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
