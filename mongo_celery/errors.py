@@ -105,9 +105,8 @@ class ServerUnavailableError(DeploymentError):
 
 class ForeignBridgeError(DeploymentError):
     """
-    Another app or environment has a bridge of this name on the same MongoDB, or leads one on the same broker with
-    another MongoDB. Give one of them another name, state database or broker. If the broker, the collection or the app's
-    name has moved, run `celery -A app listener --take-over`.
+    Another app or environment has a bridge of this name on the same MongoDB. Give one of them another name or state
+    database. If the broker, the collection or the app's name has moved, run `celery -A app listener --take-over`.
     """
 
 

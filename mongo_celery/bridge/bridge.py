@@ -23,6 +23,7 @@ from mongo_celery.bridge.shared import BOUND, LOCK, taken_up_by
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges, TaskOptions
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
+from mongo_celery.bridge.worker.intake import install_intake
 from mongo_celery.bridge.worker.tasks import register_commit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox import Outbox
@@ -314,6 +315,7 @@ class Bridge:
         if BRIDGES.add(app, wiring, name):
             register_commit(app)
             install(app, serving)
+            install_intake(app)
             discover_last()
         for each, handler in handlers:
             each.make_task_in(wiring, handler)

@@ -161,14 +161,18 @@ class Handler:
         """The rule by which this subscription's changes are spread."""
         return self._partitioner(self.partition_by if self.partition_by is not None else options.partition_by, options)
 
-    def partitioner_named(self, name: str, options: BridgeOptions) -> Partitioner:
+    def partitioner_named(self, name: str, options: BridgeOptions, handlers: Iterable[Handler]) -> Partitioner:
         """
-        The rule by which they were spread under another option, by the name that is stored.
+        Return the rule by which changes were spread under another option, by the name that is stored.
+
+        Args:
+            handlers: all of the bridge; of functions only theirs, and the bridge's own, are known.
 
         Raises:
-            ConfigurationError: it is gone, or might give another key with the present options.
+            ConfigurationError: the rule is not among them, or might give another key with the present options.
         """
-        return self._partitioner(rule_named(name), options)
+        registered = (options.partition_by, *(each.partition_by for each in handlers))
+        return self._partitioner(rule_named(name, registered), options)
 
     def _partitioner(self, rule: PartitionKey | None, options: BridgeOptions) -> Partitioner:
         return partitioner(

@@ -19,11 +19,9 @@ does then stands in `listener/admission.py`.
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import bson
@@ -166,25 +164,24 @@ def partitioner(
     return Partitioner(".".join(path), lambda event: _at(event, path))
 
 
-def rule_named(name: str) -> PartitionKey:
+def rule_named(name: str, registered: Iterable[PartitionKey | None]) -> PartitionKey:
     """
-    The rule of a stored name: the name itself, or the function that has it.
+    Return the rule of a stored name: the name itself, or a registered function that has it.
+
+    Whoever can write the state chooses the name, so nothing else is looked up by it.
+
+    Args:
+        registered: rules that are in use in this process.
 
     Raises:
-        ConfigurationError: no module that is imported has such a function.
+        ConfigurationError: no registered function has this name.
     """
-    module, is_function, qualname = name.partition(":")
-    if not is_function:
+    if ":" not in name:
         return name
-    found: Any = sys.modules.get(module)
-    try:
-        found = attrgetter(qualname)(found)
-    except AttributeError:
-        found = None
-    if not callable(found):
-        raise ConfigurationError(f"partition_by={name!r} is stored, and no module that is imported has this function.")
-    rule: PartitionKey = found
-    return rule
+    for rule in registered:
+        if callable(rule) and _callable_name(rule) == name:
+            return rule
+    raise ConfigurationError(f"partition_by={name!r} is stored, and no handler of this app has this function.")
 
 
 def document_key(event: Mapping[str, Any]) -> Any:

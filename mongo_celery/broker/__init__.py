@@ -1,1 +1,1 @@
-"""The broker: bounded connections, the queues that an app knows, and notices."""
+"""The broker: bounded connections, and the queues that an app knows."""

@@ -40,6 +40,7 @@ _COLORS = {
     "failed": "red",
     "history_lost": "red",
     "match_refused": "red",
+    "stopped": "red",
     "unknown": "red",
 }
 _SPILLED_SHOWN = 10

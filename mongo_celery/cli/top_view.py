@@ -32,6 +32,7 @@ _STATES = {
     "halted": "red",
     "history_lost": "red",
     "match_refused": "red",
+    "stopped": "red",
     "new": "cyan",
     "unregistered": "dim",
 }

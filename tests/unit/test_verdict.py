@@ -169,6 +169,14 @@ CASES: dict[str, list[Case]] = {
             "goes on (now)",
         ),
     ],
+    "stopped": [
+        Case(
+            {"lease": reporting(stopped=[{"subscription": "summarise", "reason": "no rule."}])},
+            "failing",
+            None,
+            "summarise is stopped: no rule",
+        )
+    ],
     "history_at_risk": [
         Case(behind(0.91), "failing", None, "lie behind summarise", without=behind(0.45)),
         Case(behind(0.55), "degraded", None, "Enlarge the oplog"),
@@ -184,8 +192,7 @@ CASES: dict[str, list[Case]] = {
             without={"lease": lease(**serving("summarise", broker=HERE.plain()["broker"])), "identity": HERE},
         ),
     ],
-    "foreign_leader": [Case({}, "failing", None, "two lead", (error("foreign_leader", "two lead"),), {})],
-    "foreign_bridge": [Case({}, "failing", None, "foreign", (error("foreign_bridge", "foreign"),), {})],
+    "foreign_bridge": [Case({}, "degraded", None, "foreign", (warning("foreign_bridge", "foreign"),), {})],
     "layout": [Case({}, "degraded", None, "16, this app 4", (warning("layout", "16, this app 4"),), {})],
     "dropped_messages": [Case({}, "degraded", None, "2 forged", (warning("dropped_messages", "2 forged"),), {})],
     "broker": [Case({}, "failing", None, "No answer", (error("broker", "No answer"),), {})],

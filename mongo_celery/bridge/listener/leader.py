@@ -36,13 +36,13 @@ from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.relayout import Relayouts
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.replaying import Replaying
-from mongo_celery.bridge.listener.rules import rules_in_force
+from mongo_celery.bridge.listener.rules import Rules, find_rules
 from mongo_celery.bridge.listener.run_gain import RunAdvice
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import LockedPartitions, take_over
+from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
@@ -112,6 +112,7 @@ class Leader:
         self._inbox = Inbox()
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
+        self._stopped: Mapping[str, str] = {}
         self._leftovers: Leftovers | None = None
         self._locked: LockedPartitions | None = None
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
@@ -149,10 +150,7 @@ class Leader:
         )
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
         self._untaken = UntakenQueues(wiring)
-        self._fairness = Fairness(
-            {handler.name: handler.group for handler in self._led},
-            {handler.name for handler in self._led if token_seconds(wiring.app, handler.task_name)},
-        )
+        self._fairness = Fairness({}, set())
 
     def lead(self) -> None:
         """
@@ -228,7 +226,8 @@ class Leader:
         reading = self._reading()
         rejected = rejections(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
         is_spilled = any(each.spilled for each in subscriptions)
-        stuck = standing or rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
+        waits = rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
+        stuck = self._stopped or standing or waits
         return {
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
@@ -245,6 +244,7 @@ class Leader:
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "snapshots": self._snapshots.report(),
             "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
+            "stopped": [{"subscription": name, "reason": reason} for name, reason in self._stopped.items()],
             "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 
@@ -269,16 +269,17 @@ class Leader:
     def _begin(self) -> None:
         handlers = self._wiring.handlers
         takeover = take_over(self._store, self._renewal, self._options, handlers)
-        rules = rules_in_force(self._options, handlers, takeover)
-        starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, handlers, takeover)
+        rules = self._find_rules(takeover)
+        found = find_starts(self._store, self._wiring.client, self._renewal, self._options, handlers, takeover)
+        led = [each for each in zip(self._led, self._selectors, strict=True) if each[0].name not in rules.missing]
+        starts = {handler.name: found[handler.name] for handler, _ in led}
         subscriptions: dict[str, Subscription] = {}
-        starts = {handler.name: starts[handler.name] for handler in self._led}
-        for handler, selector in zip(self._led, self._selectors, strict=True):
+        for handler, selector in led:
             start = starts[handler.name]
             plan = Plan(
                 handler,
                 selector,
-                rules[handler.name],
+                rules.in_force[handler.name],
                 takeover.layouts[handler.name],
                 takeover.version,
                 start.time,
@@ -299,6 +300,10 @@ class Leader:
             self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
         )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
+        self._fairness = Fairness(
+            {name: each.plan.handler.group for name, each in subscriptions.items()},
+            {name for name, each in subscriptions.items() if each.plan.is_rate_limited},
+        )
         self._spilling.begin(subscriptions, takeover.version)
         owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
         self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
@@ -306,6 +311,26 @@ class Leader:
         self._relayouts.begin(subscriptions, takeover)
         self._leftovers = Leftovers(self._store, takeover.version)
         self._read_on(position)
+
+    def _find_rules(self, takeover: Takeover) -> Rules:
+        """
+        Find the partition rules, and say which handlers are not led since theirs is not registered.
+
+        Raises:
+            LayoutError: no handler is left.
+        """
+        rules = find_rules(self._options, self._wiring.handlers, takeover)
+        for name, error in rules.missing.items():
+            if all(handler.name in rules.missing for handler in self._led):
+                raise error
+            logger.error(
+                "handler %s is stopped, and the others are led: %s",
+                name,
+                error,
+                extra={"event": "handler_stopped", "subscription": name},
+            )
+        self._stopped = {name: str(error) for name, error in rules.missing.items()}
+        return rules
 
     def _read_on(self, position: Position | None) -> None:
         """Read from there, and nothing more of what was read before; or not at all, where nobody can be read."""

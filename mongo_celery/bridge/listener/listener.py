@@ -18,9 +18,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.identity import Identity, identity_of, ways_out
 from mongo_celery.bridge.listener.activity import Activity
-from mongo_celery.bridge.listener.foreign_messages import ForeignMessages
 from mongo_celery.bridge.listener.leader import Leader
-from mongo_celery.bridge.listener.mark import MarkKeeper, refuse_foreign_leader
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.leases import Leases, Term
@@ -97,7 +95,7 @@ class Listener:
         Raises:
             ConfigurationError: nothing to listen for, or an option or source is wrong.
             DeploymentError: a wrong topology, a missing right, servers that stay away, or a bridge of this name of
-                another app or environment, on the same MongoDB or leading on the same broker.
+                another app or environment on the same MongoDB.
             StreamError: the stream cannot go on; also HistoryLostError.
         """
         check_app(self._wiring.app)
@@ -105,7 +103,6 @@ class Listener:
         self._wait_for_servers()
         leases = self._wiring.store.leases
         identity = identity_of(self._wiring)
-        refuse_foreign_leader(self._wiring, self._stopping)
         while not self._stopping.is_set():
             term = self._stand_by(leases, identity)
             if term is not None:
@@ -255,18 +252,8 @@ class Listener:
             term.version,
             extra={"event": "lease_acquired", "version": term.version},
         )
-        foreign, keys = ForeignMessages(), self._wiring.store.signing
-        renewal = Renewal(
-            leases,
-            keys,
-            term,
-            self._options.lease_ttl,
-            self._report,
-            lambda _: foreign.notice(leases.read() or {}),
-        )
-        mark = MarkKeeper(self._wiring, str(term.document["installation"]))
+        renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl, self._report)
         requests = PeriodicRequests(self._wiring.app)
-        mark.start()
         requests.start()
         renewal.start()
         self.activity.begins_term(term.version)
@@ -291,7 +278,6 @@ class Listener:
             self._leader = None
             self.activity.ends_term()
             renewal.stop()
-            mark.stop()
             requests.stop()
             self._release(leases, renewal, ended_by)
 

@@ -35,7 +35,6 @@ class Renewal:
         term: as acquired.
         ttl: seconds.
         report: gives what `status` shows of this listener.
-        read: is shown the lease as each renewal finds it.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Renewal:
         term: Term,
         ttl: float,
         report: Callable[[], Mapping[str, Any]],
-        read: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> None:
         self._leases = leases
         self._keys = keys
@@ -53,7 +51,6 @@ class Renewal:
         self._term = term
         self._ttl = ttl
         self._report = report
-        self._read = read
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._lost = False
@@ -119,8 +116,6 @@ class Renewal:
                         return
                     self._term = renewed
                 self.read_key()
-                if self._read is not None:
-                    self._read(renewed.document)
                 pause = self._ttl / 3
             except PyMongoError as error:
                 logger.warning(

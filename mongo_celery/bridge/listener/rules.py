@@ -7,7 +7,8 @@ That of its handler, as a rule. After `partition_by` was changed it is the one b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import Handler
@@ -18,30 +19,40 @@ from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
 from mongo_celery.errors import ConfigurationError, LayoutError
 
 
-def rules_in_force(options: BridgeOptions, handlers: Iterable[Handler], takeover: Takeover) -> dict[str, Partitioner]:
+@dataclass(frozen=True, slots=True)
+class Rules:
     """
-    By which rule the changes of each subscription are spread in its layout in force.
+    The rules of some handlers.
 
-    Raises:
-        LayoutError: it was another one than now, which is gone, and what is read belongs to partitions by that one.
+    Attributes:
+        in_force: by handler.
+        missing: by handler, why its rule cannot be found. What is read for it belongs to partitions by that rule alone.
     """
-    rules = {}
+
+    in_force: Mapping[str, Partitioner]
+    missing: Mapping[str, LayoutError]
+
+
+def find_rules(options: BridgeOptions, handlers: Sequence[Handler], takeover: Takeover) -> Rules:
+    """Find the rule by which the changes of each handler are spread in its layout in force."""
+    rules: dict[str, Partitioner] = {}
+    missing: dict[str, LayoutError] = {}
     for handler in handlers:
         rules[handler.name] = rule = handler.partitioner(options)
         hash_name, _, name = takeover.layouts[handler.name].key.partition(":")
         if (hash_name, name) == (HASH_NAME, rule.name):
             continue
         try:
-            rules[handler.name] = handler.partitioner_named(name, options)
+            rules[handler.name] = handler.partitioner_named(name, options, handlers)
         except ConfigurationError as error:
             if not _is_stored(takeover, handler.name):
-                raise LayoutError(
+                missing[handler.name] = LayoutError(
                     f"partition_by of handler {handler.name} cannot change from {name} now: changes are under way in "
-                    f"the old partitions, and by the old rule alone it is known in which. {error} Start with the old "
-                    "rule, and the options that it needs, once more until `status` shows nothing outstanding or "
-                    "standing; then change it.",
-                ) from error
-    return rules
+                    f"the old partitions, and by the old rule alone it is known in which. {error} Deploy the old rule "
+                    "again, with the options that it needs, until `status` shows nothing outstanding or standing for "
+                    "the handler. Then change it."
+                )
+    return Rules(rules, missing)
 
 
 def _is_stored(takeover: Takeover, name: str) -> bool:

@@ -111,13 +111,6 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, "leases", _UPSERT, "the lease"),
         Right(state, KEYS, _UPSERT, "the keys by which messages are signed"),
         Right(state, DROPS, _FIND, "what workers have dropped"),
-        Right(
-            state,
-            DROPS,
-            ("insert", "update"),
-            "another leader on the broker",
-            "`changes check` does not name another one",
-        ),
         Right(state, "subscriptions", _UPSERT, "positions and layouts of the handlers"),
         Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),

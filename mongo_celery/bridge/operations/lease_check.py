@@ -1,4 +1,4 @@
-"""Preflight of the lease: other listeners on its broker, its layout, and what its workers have dropped."""
+"""Preflight of the lease: its layout, and what its workers have dropped."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.drops import FOREIGN, FORGED, TAMPERED
-from mongo_celery.findings import Finding, error, warning
+from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, TAMPERED
+from mongo_celery.findings import Finding, warning
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _RECENT = timedelta(hours=1)
-_STANDING = timedelta(minutes=2)
-"""For what a listener repeats every half minute while it lasts."""
 
 
 def check_lease(wiring: Wiring) -> Iterator[Finding]:
@@ -49,34 +47,24 @@ def judge_lease(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
         lease: as read, with its verdict `live`.
         now: when; what was dropped more than an hour ago is no finding.
     """
-    yield from _foreign_leader(lease, now)
     yield from _dropped(lease, now)
-
-
-def _foreign_leader(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
-    found = lease.get("foreignLeader") or {}
-    if found and now - _aware(found["at"]) < _STANDING:
-        yield error(
-            "foreign_leader",
-            f"Another listener leads a bridge of this name on this broker, with a state of its own ({found['who']}): "
-            "each takes the other's messages, and a restart of either is refused while only the other leads. Give each "
-            "bridge a name of its own, or each app a broker, virtual host, database or global_keyprefix of its own.",
-        )
 
 
 def _dropped(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
     counts = lease.get("dropped") or {}
     recent = {reason for reason, at in (lease.get("droppedAt") or {}).items() if now - _aware(at) < _RECENT}
     if FOREIGN in recent:
-        yield error(
+        process = lease.get("foreignSender")
+        yield warning(
             "foreign_bridge",
-            f"Another app uses this bridge name on this broker, with a state of its own (its listener: "
-            f"{lease.get('foreignSender') or 'unknown'}): {counts[FOREIGN]} of its messages came here and were "
-            "dropped, and ours go there. Give each bridge a name of its own, or each app a broker database of its own.",
+            f"Messages of another installation arrive: {counts[FOREIGN]} were dropped, the last within the hour"
+            f"{f', from process {process} as it says' if process else ''}. Another app with its own state database may "
+            "use this bridge name on this broker, and take our messages. Give one of the two another name, "
+            "Bridge(..., name='...'), or a broker database of its own.",
         )
-    bad = [reason for reason in (FORGED, TAMPERED) if reason in recent]
+    bad = [reason for reason in (FORGED, TAMPERED, MALFORMED) if reason in recent]
     if bad:
-        numbers = " and ".join(f"{counts[reason]} {reason}" for reason in bad)
+        numbers = ", ".join(f"{counts[reason]} {reason}" for reason in bad)
         yield warning(
             "dropped_messages",
             f"Workers have dropped {numbers} messages, the last within the hour: find out who else writes to the "

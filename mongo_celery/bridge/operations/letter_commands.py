@@ -397,7 +397,7 @@ def _placed_anew(wiring: Wiring, letter: Letter, handler: Handler, layout: Layou
         return _DAMAGED
     rule = layout.key.partition(":")[2]
     try:
-        partitioner = handler.partitioner_named(rule, wiring.options)
+        partitioner = handler.partitioner_named(rule, wiring.options, wiring.handlers)
     except ConfigurationError:
         return (
             f"belongs to a partition by {rule!r}, a rule that this app does not have: repeat the command when `status` "

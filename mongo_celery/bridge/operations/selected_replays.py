@@ -262,7 +262,8 @@ class _Range:
 
     def _rule(self) -> Any:
         try:
-            return self.handler.partitioner_named(self.layout.key.partition(":")[2], self.wiring.options)
+            rule = self.layout.key.partition(":")[2]
+            return self.handler.partitioner_named(rule, self.wiring.options, self.wiring.handlers)
         except ConfigurationError as error:
             raise CommandRefusedError(
                 f"The partition rule of {self.handler.name} is another one by now, and its layout is not: {error}",

@@ -49,6 +49,7 @@ def standing_reasons(status: Mapping[str, Any], line: CommandLine, running: Sequ
     yield from _waiting(concerned, line)
     yield from _parked(concerned, line)
     yield from _missing(concerned)
+    yield from _stopped(concerned)
     yield from _histories(status, concerned, line)
     yield from _late(status, concerned, line, running)
     yield from _layouts(status, served)
@@ -202,6 +203,12 @@ def _missing(concerned: Concerned) -> Iterator[Reason]:
 
 
 # -- what is late ----------------------------------------------------------------------------------
+
+
+def _stopped(concerned: Concerned) -> Iterator[Reason]:
+    stopped = [each for each, _ in concerned if each["stopped"]]
+    reasons = [failing("stopped", f"{each['name']} is stopped: {each['stopped']}") for each in stopped]
+    yield from summed(reasons, "are stopped; `status` shows them.", None)
 
 
 def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:

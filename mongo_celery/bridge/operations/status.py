@@ -157,7 +157,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
       `flowing`, which is `not_led` where no listener is running), or `new` (registered, but no listener has led with it
       yet), or `unregistered`; `history_lost` where the oplog no longer holds its place: then `lost` says since when
-      and where, and what was `decided`.
+      and where, and what was `decided`; `stopped`
+      where the listener does not lead it: then `stopped` says why.
     - a subscription's `match_refused`: what the server said of its `match`, which it refuses, so that no change comes
       (`state` says so, too); else None.
     - a subscription's `commit`: who writes its positions, `chain` (the commit task) or `inline` (the execution itself);
@@ -368,6 +369,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
     version = (facts.lease or {}).get("version")
     moving = {each["subscription"]: each for each in report.get("moving", ())}
     refused = {each["subscription"]: each["error"] for each in report.get("refusedMatches", ())}
+    stopped = {each["subscription"]: each["reason"] for each in report.get("stopped", ())}
     shaped = []
     for name in sorted({*documents, *facts.registered}):
         document = documents.get(name, {})
@@ -382,7 +384,9 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         shaped.append(
             {
                 "name": name,
-                "state": "match_refused" if name in refused else _subscription_state(facts, name, document, images),
+                "state": "match_refused"
+                if name in refused
+                else _subscription_state(facts, name, document, images, stopped),
                 "match_refused": refused.get(name),
                 "commit": facts.commits.get(name),
                 "time_limit": facts.time_limits.get(name),
@@ -400,6 +404,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "replaying": facts.replaying.get(name, 0),
                 "parked_keys": sum(image.parked_keys for image in images),
                 "lost": _lost(lost) if lost else None,
+                "stopped": stopped.get(name),
                 "gaps": [_gap(gap) for gap in document.get("gaps", ())],
             },
         )
@@ -420,13 +425,17 @@ def _run_gain(facts: Facts, name: str, images: Sequence[Image]) -> dict[str, Any
     return None if gain is None else gain.plain()
 
 
-def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], images: Sequence[Image]) -> str:
+def _subscription_state(
+    facts: Facts, name: str, document: Mapping[str, Any], images: Sequence[Image], stopped: Mapping[str, str]
+) -> str:
     if name not in facts.registered:
         return "unregistered"
     if not document:
         return "new"
     if lost_in(document):
         return "history_lost"
+    if name in stopped:
+        return "stopped"
     states = {state_of(image) for image in images}
     return _state_under(facts, next((state for state in _WORST_FIRST if state in states), "flowing"))
 

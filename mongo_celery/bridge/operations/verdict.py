@@ -38,7 +38,7 @@ EXIT_CODES: Mapping[str, int] = {"healthy": 0, "degraded": 1, "failing": 2}
 """Of the commands that say a verdict."""
 
 _ASKED = frozenset({
-    "foreign_leader", "foreign_bridge", "dropped_messages", "layout", "broker", "consumers", "worker_tasks",
+    "foreign_bridge", "dropped_messages", "layout", "broker", "consumers", "worker_tasks",
 })  # fmt: skip
 """Findings that are reasons under the same name. What is about a bridge's settings is no reason."""
 _OF_SPILL = frozenset({"spill_refused", "spill_bound", "spill_unserved"})

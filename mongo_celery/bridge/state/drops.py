@@ -1,6 +1,6 @@
 """
-What came to a bridge from elsewhere: how many messages its workers have dropped, by reason, and who else leads a bridge
-of its name on the broker. It has a collection of its own, so that workers need not write to the lease.
+Counters of the messages that the workers of a bridge have dropped, by reason. They have a collection of their own, so
+that workers need not write to the lease.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ COLLECTION = "drops"
 
 FORGED = "forged"
 FOREIGN = "foreign"
+MALFORMED = "malformed"
 MISDIRECTED = "misdirected"
 TAMPERED = "tampered"
 
@@ -33,7 +34,7 @@ class Drops:
 
         Args:
             dropped: numbers of messages by reason.
-            sender: who sent the last foreign one, as it says itself.
+            sender: `pid@host` of the last foreign one, as it says itself.
         """
         change: dict[str, Any] = {
             "$inc": {f"dropped.{reason}": number for reason, number in dropped.items()},
@@ -41,9 +42,4 @@ class Drops:
         }
         if sender is not None:
             change["$set"] = {"foreignSender": sender}
-        self._table.update({"_id": self._bridge}, change, upsert=True)
-
-    def name_foreign_leader(self, who: str) -> None:
-        """Record that another installation leads a bridge of this name on the same broker."""
-        change = {"$set": {"foreignLeader.who": who}, "$currentDate": {"foreignLeader.at": True}}
         self._table.update({"_id": self._bridge}, change, upsert=True)

@@ -1,8 +1,13 @@
-"""Dropped messages of one worker process: logged, and counted in the state, however many come."""
+"""
+Dropped messages of one worker process: counted in the state, and logged once a minute for each reason.
+
+Anybody who can write to the broker can send them, so no text of theirs is shown. A flood fills no log and no state.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -10,118 +15,151 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MISDIRECTED, TAMPERED
+from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED
 from mongo_celery.mongo.verdicts import brief
+from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.state.drops import Drops
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.worker")
 
 _WRITE_SECONDS = 1.0
-_COMPLAINT_SECONDS = 30.0
-_SENDER_CHARS = 200
+_RECORD_SECONDS = 60.0
+_SENDER_CHARS = 300
+_PROCESS = re.compile(r"(?:^|\.)([0-9]{1,10}@[A-Za-z0-9._-]{1,253})\Z")
 
 
-def named_by_itself(sender: object) -> str | None:
-    """What a message says of its sender, fit for a log and for the state, whatever it is."""
-    return "".join(filter(str.isprintable, str(sender)[:_SENDER_CHARS])) or None if sender else None
+def claimed_process(origin: object) -> str | None:
+    """Return `pid@host` of the sender that a message claims; None unless it looks like that. Nobody signs it."""
+    found = _PROCESS.search(origin[-_SENDER_CHARS:]) if isinstance(origin, str) else None
+    return found.group(1) if found is not None else None
+
+
+class Repetitions:
+    """Counts what is repeated: one log record a minute for each kind. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._told_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, kind: str) -> int:
+        """Count one more; return how many the record that is due has to name, or 0 if none is due."""
+        now = time.monotonic()
+        with self._lock:
+            self._counts[kind] += 1
+            if now - self._told_at.get(kind, -_RECORD_SECONDS) < _RECORD_SECONDS:
+                return 0
+            self._told_at[kind] = now
+            return self._counts.pop(kind)
 
 
 class Dropper:
     """
-    Says what was dropped, and why. Thread-safe.
+    Counts and logs dropped messages: `wiring.of_process(Dropper)`. Thread-safe, and waits for nothing.
 
-    Counts are written at once, but at most once a second: a flood of forged messages must not become one of
-    writes. Not promised: the count of a process that is killed within that second.
+    A thread of its own writes the counts, at most once a second. Not promised: the counts of a process that is killed
+    within that second.
+
+    Args:
+        wiring: of the bridge.
     """
 
-    def __init__(self, bridge: str, drops: Drops) -> None:
-        self._bridge = bridge
-        self._drops = drops
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._repetitions = Repetitions()
         self._counts: Counter[str] = Counter()
-        self._sender: str | None = None
-        self._written_at = self._complained_at = -_COMPLAINT_SECONDS
-        self._waiting = False
+        self._process: str | None = None
+        self._written_at = -_WRITE_SECONDS
+        self._is_waiting = False
         self._lock = threading.Lock()
 
-    def forged(self, kind: str) -> None:
-        """A signature does not fit, and the message does not claim to come from elsewhere."""
-        logger.warning(
-            "dropped a %s message for bridge %s that is forged or damaged, or signed with a key that is no longer "
-            "accepted",
-            kind,
-            self._bridge,
-            extra={"event": "envelope_dropped"},
-        )
-        self._count(FORGED)
+    def drop_forged(self) -> None:
+        """Drop a message whose signature does not fit, and that does not claim to come from elsewhere."""
+        if count := self._count(FORGED):
+            logger.warning(
+                "dropped %s of bridge %s: forged or damaged, or signed with a key that is no longer accepted. Find out "
+                "who else writes to the broker",
+                _messages(count),
+                self._wiring.name,
+                extra={"event": "envelope_dropped"},
+            )
 
-    def tampered(self, kind: str, task_id: str, what: str) -> None:
-        """The envelope may be right; the message around it is not the listener's."""
-        logger.warning(
-            "dropped %s message %s of bridge %s: its %s is not what a listener sends; somebody writes to the broker, "
-            "or a signal handler of this app changes messages",
-            kind,
-            task_id,
-            self._bridge,
-            what,
-            extra={"event": "message_tampered"},
-        )
-        self._count(TAMPERED)
+    def drop_tampered(self, what: str) -> None:
+        """Drop a message whose envelope may be right, and that has something else which no listener sends."""
+        if count := self._count(TAMPERED):
+            logger.warning(
+                "dropped %s of bridge %s: the %s of the last one was changed after signing. Somebody else writes to "
+                "the broker, or a signal handler of this app changes messages",
+                _messages(count),
+                self._wiring.name,
+                what,
+                extra={"event": "message_tampered"},
+            )
 
-    def misdirected(self, partition: str) -> None:
-        """A valid envelope came to another handler's task."""
-        logger.warning(
-            "dropped a message of %s that was sent to another handler",
-            partition,
-            extra={"event": "envelope_misdirected"},
-        )
-        self._count(MISDIRECTED)
+    def drop_misdirected(self) -> None:
+        """Drop a valid envelope that came to another handler's task."""
+        if count := self._count(MISDIRECTED):
+            logger.warning(
+                "dropped %s of bridge %s that came to the task of another handler",
+                _messages(count),
+                self._wiring.name,
+                extra={"event": "envelope_misdirected"},
+            )
 
-    def foreign(self, sender: object) -> None:
-        """A message of another installation whose bridge has the same name: its sender loses time by each."""
-        name = named_by_itself(sender)
-        with self._lock:
-            complains = time.monotonic() - self._complained_at >= _COMPLAINT_SECONDS
-            if complains:
-                self._complained_at = time.monotonic()
-        if complains:
-            logger.error(
-                "another app uses the bridge name %s on this broker, with a state database of its own (its listener: "
-                "%s): its messages come here and are dropped, and ours go there. Give each bridge a name of its own "
-                "with name='...', or each app a broker database of its own",
-                self._bridge,
-                name or "unknown",
+    def drop_malformed(self) -> None:
+        """Drop a message that is none of Celery's."""
+        if count := self._count(MALFORMED):
+            logger.warning(
+                "dropped %s in the queues of bridge %s: not a message of Celery's. Find out who else writes to the "
+                "broker",
+                _messages(count),
+                self._wiring.name,
+                extra={"event": "message_malformed"},
+            )
+
+    def drop_foreign(self, origin: object) -> None:
+        """Drop a message of another installation whose bridge has the same name; the sender's name is a claim."""
+        process = claimed_process(origin)
+        if count := self._count(FOREIGN, process):
+            logger.warning(
+                "dropped %s of another installation of bridge %s, from process %s as it says: each takes the other's "
+                "messages. Give one of the two another name, Bridge(..., name='...'), or a broker database of its own",
+                _messages(count),
+                self._wiring.name,
+                process or "unknown",
                 extra={"event": "foreign_bridge"},
             )
-        self._count(FOREIGN, name)
 
-    def _count(self, reason: str, sender: str | None = None) -> None:
+    def _count(self, reason: str, process: str | None = None) -> int:
+        """Count a message for the state; return how many a record has to name now."""
         with self._lock:
             self._counts[reason] += 1
-            self._sender = sender or self._sender
-            if self._waiting:
-                return
-            pause = self._written_at + _WRITE_SECONDS - time.monotonic()
-            if pause > 0:
-                self._waiting = True
-                timer = threading.Timer(pause, self._write)
-                timer.daemon = True
-                timer.start()
-                return
-        self._write()
+            self._process = process or self._process
+            if not self._is_waiting:
+                self._is_waiting = True
+                self._write_in(max(0.0, self._written_at + _WRITE_SECONDS - time.monotonic()))
+        return self._repetitions.add(reason)
+
+    def _write_in(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._write)
+        timer.daemon = True
+        timer.start()
 
     def _write(self) -> None:
         with self._lock:
             counts, self._counts = self._counts, Counter()
             self._written_at = time.monotonic()
-            self._waiting = False
-            sender = self._sender
-        if not counts:
-            return
+            self._is_waiting = False
+            process = self._process
         try:
-            self._drops.count(counts, sender)
+            self._wiring.store.drops.count(counts, process)
         except PyMongoError as error:
             with self._lock:
                 self._counts.update(counts)  # written with the next one
             logger.debug("could not count dropped messages: %s", brief(error))
+
+
+def _messages(count: int) -> str:
+    return number(count, "message", "messages")

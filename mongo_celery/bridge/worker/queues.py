@@ -9,15 +9,11 @@ from typing import Any
 from celery import signals
 
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.bridge.worker.dropping import named_by_itself
 from mongo_celery.bridge.worker.limits import worker_limits
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs
 
 logger = logging.getLogger("mongo_celery.worker")
-
-_NAMED_MAX = 100
-_named: set[tuple[str, str]] = set()
 
 
 @signals.celeryd_init.connect(weak=False)
@@ -73,30 +69,6 @@ def _check_annotations(instance: Any = None, **_: Any) -> None:
             task,
             extra={"event": "attributes_overridden"},
         )
-
-
-@signals.task_unknown.connect(weak=False)
-def _name_foreign_tasks(sender: Any = None, message: Any = None, name: str = "", **_: Any) -> None:
-    """
-    Celery drops a message of a task that the worker does not know; in a bridge's queue that is a change's.
-
-    Said once for each task: other code, or another app whose bridge has the same name on this broker.
-    """
-    queue = str((message.delivery_info or {}).get("routing_key"))
-    bridge = next((each for each in BRIDGES.of(sender.app) if queue in each.queue_names), None)
-    if bridge is None or (bridge.name, name) in _named or len(_named) >= _NAMED_MAX:
-        return
-    _named.add((bridge.name, name))
-    logger.error(
-        "a message in queue %s of bridge %s is for task %s, which this worker does not know: Celery drops it, and the "
-        "listener that sent it (%s) dispatches it again later. Deploy the same code to all workers of the bridge; if "
-        "that is another app's listener, two apps use one bridge name on this broker: give each its own name",
-        queue,
-        bridge.name,
-        name,
-        named_by_itself((message.headers or {}).get("origin")),
-        extra={"event": "foreign_task", "bridge": bridge.name},
-    )
 
 
 @signals.after_setup_logger.connect(weak=False)

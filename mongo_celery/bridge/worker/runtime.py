@@ -14,11 +14,12 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.identity import identity_of, ways_out
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.bridge.worker.dropping import Dropper
+from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
 from mongo_celery.bridge.worker.envelope import Carrier, Run, installation_of, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
 from mongo_celery.mongo.verdicts import brief, explained
+from mongo_celery.quantities import number
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -42,7 +43,8 @@ class WorkerRuntime:
         self.has_indexed = False
         self._wiring = wiring
         self._signing = wiring.store.signing
-        self._dropper = Dropper(wiring.name, wiring.store.drops)
+        self._dropper = wiring.of_process(Dropper)
+        self._repetitions = Repetitions()
         self._ring: KeyRing | None = None
         self._ring_read = 0.0
         self._unserved: frozenset[str] = frozenset()
@@ -64,32 +66,33 @@ class WorkerRuntime:
         try:
             run = self._unseal(kind, envelope)
         except InvalidEnvelopeError:
-            self._drop_unsigned(kind, envelope, request)
+            self._drop_unsigned(kind, envelope, request.origin)
             return None
         except PyMongoError as error:
-            said = explained(error, self._wiring.state_concern) or brief(error)
-            logger.warning(
-                "cannot verify a message for bridge %s: %s",
-                self._wiring.name,
-                said,
-                extra={"event": "envelope_unverified"},
-            )
+            if count := self._repetitions.add("unverified"):
+                logger.warning(
+                    "cannot verify %s for bridge %s: %s",
+                    number(count, "message", "messages"),
+                    self._wiring.name,
+                    explained(error, self._wiring.state_concern) or brief(error),
+                    extra={"event": "envelope_unverified"},
+                )
             return None
         if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
-            self._dropper.misdirected(run.partition_id)
+            self._dropper.drop_misdirected()
             return None
         strange = _strange(run.carrier, request)
         if strange:
-            self._dropper.tampered(kind, str(request.id), ", ".join(strange))
+            self._dropper.drop_tampered(", ".join(strange))
             return None
         return run
 
-    def _drop_unsigned(self, kind: str, envelope: object, request: Any) -> None:
+    def _drop_unsigned(self, kind: str, envelope: object, origin: object) -> None:
         theirs, ours = installation_of(envelope), self._ring.installation if self._ring else ""
         if theirs and ours and theirs != ours:
-            self._dropper.foreign(request.origin if kind == "run" else None)  # else it names a worker
+            self._dropper.drop_foreign(origin if kind == "run" else None)  # else it names a worker
         else:
-            self._dropper.forged(kind)
+            self._dropper.drop_forged()
 
     def _unseal(self, kind: str, envelope: object) -> Run:
         for key in self._keys():

@@ -34,6 +34,7 @@ from mongo_celery.bridge.changes import Changes
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
+from mongo_celery.bridge.worker.dropping import Repetitions
 from mongo_celery.bridge.worker.envelope import Run, bridge_of
 from mongo_celery.bridge.worker.execution import Execution, ParkedSignature, current, refuse_new_arguments
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits
@@ -46,6 +47,7 @@ from mongo_celery.mongo.transaction.ending import doom_of, raise_locked
 from mongo_celery.mongo.transaction.frames import current as open_session
 from mongo_celery.mongo.transaction.frames import entered, part_of
 from mongo_celery.mongo.verdicts import is_transient, is_unanswered
+from mongo_celery.quantities import number
 from mongo_celery.tracing import committing, processing, received
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 COMMIT_TASK = "mongo_celery.commit"
+_nameless = Repetitions()
 _LINK_RETRIES = {
     "max_retries": 1,
     "interval_start": 0,
@@ -459,9 +462,12 @@ def register_commit(app: Celery) -> None:
         except InvalidEnvelopeError:
             wiring = None
         if wiring is None:
-            logger.warning(
-                "dropped a commit message that names no bridge of this app", extra={"event": "envelope_dropped"}
-            )
+            if count := _nameless.add("commit"):
+                logger.warning(
+                    "dropped %s that name no bridge of this app",
+                    number(count, "commit message", "commit messages"),
+                    extra={"event": "envelope_dropped"},
+                )
             raise Ignore
         run = wiring.of_process(WorkerRuntime).open("commit", envelope, None, task.request)
         if run is None:

@@ -15,12 +15,11 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.operations.lease_check import check_lease
 from tests.acceptance.chain_rig import APP, Chain
 from tests.fixtures.forked import run_celery
-from tests.fixtures.process import ProjectProcess, wait_for
+from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
 OLD: Any = {"CHAIN_HANDLERS": "plain"}
 NEW: Any = {"CHAIN_HANDLERS": "plain,other"}
-MARK = "chain.leader"
 
 
 @pytest.fixture
@@ -59,77 +58,21 @@ def neighbour(chain: Chain, mongo_client: MongoClient[Document], mongo_url: str,
         yield made
 
 
-def _has_begun_without_mark(chain: Chain, process: ProjectProcess) -> bool:
-    """Whether a process reads; until then nobody's mark is left at the broker."""
-    with chain.broker as broker:
-        broker.delete(MARK)
-    return "reading from" in process.text
-
-
-def test_another_app_on_the_same_broker_is_refused_while_somebody_leads(chain: Chain, neighbour: Chain) -> None:
-    """One sentence says who leads there; where Redis was emptied meanwhile, too. The first goes on undisturbed."""
-    first = chain.listener(**OLD)
-    chain.worker(**OLD)
-    with chain.broker as broker:
-        wait_for(lambda: broker.exists(MARK))
-        broker.flushall()
-        wait_for(lambda: broker.exists(MARK))
-    stranger = neighbour.run("listener", name="stranger", **OLD)
-    item = chain.write("plain", "mine", 1)
-    assert stranger.wait() == 1
-    said = stranger.wait_for_output(r"the bridge name 'chain' is taken on the broker redis:.*: (.*) leads a bridge")
-    assert said.group(1).startswith(f"app chain, process {first.pid} on ")
-    assert "Traceback" not in stranger.text
-    assert "reading from" not in stranger.text
-    standby = chain.run("listener", name="standby", **OLD)
-    standby.wait_for_output("standing by")
-    chain.wait_done()
-    chain.judge()
-    assert len(chain.starts(item)) == 1
-    assert first.running
-    assert "bridge named" not in first.text + standby.text, "who does not lead, leaves no mark"
-
-
-@pytest.mark.slow
-def test_a_mark_that_was_left_behind_stops_no_start(chain: Chain, neighbour: Chain) -> None:
-    """A listener was killed, and the state database is another one now. In good order nothing is left behind."""
-    first = chain.listener(**OLD)
-    with chain.broker as broker:
-        wait_for(lambda: broker.exists(MARK))
-        first.kill()
-        first.wait()
-        assert broker.exists(MARK)
-        second = neighbour.listener(**OLD)
-        assert "looking whether it lives" in second.text
-        wait_for(lambda: broker.exists(MARK))
-        assert second.terminate() == 0
-        assert not broker.exists(MARK)
-
-
-@pytest.mark.slow
-def test_two_apps_that_began_on_one_broker_at_the_same_time_are_named_and_counted(
+def test_messages_of_another_installation_are_dropped_counted_and_named(
     chain: Chain, neighbour: Chain, mongo_url: str
 ) -> None:
-    """Nobody who leads steps down for the other; its messages are no forgeries, and its listener is named."""
-    listener = chain.listener(**OLD)
-    theirs = neighbour.run("listener", name="theirs", **OLD)
-    wait_for(lambda: _has_begun_without_mark(chain, theirs))
+    """P11, P16: two apps with one bridge name on one broker. Nothing of either is lost, and health is degraded."""
+    chain.listener(**OLD)
+    theirs = neighbour.listener(**OLD)
     worker = chain.worker(**OLD)
-    wait_for(lambda: _lease(chain)["renewedAt"] > _lease(chain)["acquiredAt"])
     item = neighbour.write("plain", "taken", 1)
-    listener.wait_for_output("another app uses this bridge's name on this broker")
-    worker.wait_for_output("another app uses the bridge name chain on this broker")
-    assert f".{theirs.pid}@" in worker.text, "the listener that sent it"
-    drops = chain.state["drops"]
-    counted = wait_for(lambda: drops.find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
-    assert "forged" not in counted["dropped"]
-    for here, there in ((listener, theirs), (theirs, listener)):
-        here.wait_for_output(f"another listener leads a bridge named chain on this broker.* process {there.pid} on")
-    wait_for(lambda: drops.find_one({"_id": "chain", "foreignLeader": {"$exists": True}}))
+    said = worker.wait_for_output(r"of another installation of bridge chain, from process (\d+)@")
+    assert int(said.group(1)) == theirs.pid
+    counted = wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
+    assert set(counted["dropped"]) == {"foreign"}
     bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
     bridge.on_change("shop.orders", name="plain")(lambda_handler)
-    found = [each.name for each in check_lease(bridge.wiring) if each.level == "error"]
-    assert found == ["foreign_leader", "foreign_bridge"]
+    assert ("foreign_bridge", "warning") in [(each.name, each.level) for each in check_lease(bridge.wiring)]
     bridge.client.close()
     assert worker.terminate() == 0
     neighbour.worker(name="theirs-worker", **OLD)
@@ -143,7 +86,7 @@ def test_a_task_that_a_worker_does_not_know_is_named_with_its_sender(chain: Chai
     listener = chain.listener(**NEW)
     worker = chain.worker(**OLD)
     chain.stand(chain.write("other", "unknown", 1))
-    said = worker.wait_for_output(r"is for task (\S+), which this worker does not know.*\(listener\.chain\.(\d+)@")
+    said = worker.wait_for_output(r"does not know their task \(the last one is (\S+), from process (\d+)@")
     assert said.group(1).endswith(".other")
     assert int(said.group(2)) == listener.pid
 

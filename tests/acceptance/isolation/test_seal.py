@@ -83,6 +83,48 @@ def test_a_queued_message_that_was_tampered_with_is_dropped_and_its_change_is_ha
         assert "Traceback" not in worker.text
 
 
+def _malformed(message: bytes) -> dict[str, bytes]:
+    """Messages that most often end Celery's consumer, made of one that the listener has sent."""
+    found = json.loads(message)
+    changes: dict[str, Document] = {
+        "a body that is null": with_body(found, None),
+        "bytes of no known kind": {**found, "content-type": "application/data", "content-encoding": "binary"},
+        "headers that are a list": {**found, "headers": [1]},
+        "a task that is a list": {**found, "headers": {**found["headers"], "task": ["x"]}},
+        "no task": {**found, "headers": {}},
+        "no properties": {**found, "properties": None},
+        "an unknown compression": {**found, "headers": {**found["headers"], "compression": "none of all"}},
+        "a body that is a number": with_body(found, 7),
+    }
+    texts = {"text": b"text", "no text": b"\xff", "deep text": b"[" * 100_000, "no message": b"null"}
+    return {**{name: json.dumps(change).encode() for name, change in changes.items()}, **texts}
+
+
+def test_messages_that_are_none_of_celerys_end_no_worker_and_fill_no_log(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """P8, P11, P12: they are dropped and counted, wherever they say they come from, and the next one is handled."""
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options={"partitions": 1}) as chain:
+        chain.listener()
+        chain.write("skipping", "first", 1)
+        with chain.broker as broker:
+            message = wait_for(lambda: next(iter(broker.lrange("chain.0", 0, -1)), None))
+            malformed = _malformed(message)
+            for each in malformed.values():
+                broker.lpush("chain.0", *[each] * 20, each.replace(b'"chain.0"', b'"elsewhere"'))
+            unknown = json.loads(message)
+            unknown["headers"]["task"] = "chain.unknown"
+            broker.lpush("chain.0", *[json.dumps(unknown)] * 100)
+        worker = chain.worker("-P", "threads", "-Q", "chain.0")
+        wait_for(lambda: _dropped(chain).get("malformed") == 21 * len(malformed), message=lambda: str(_dropped(chain)))
+        chain.write("skipping", "second", 1)
+        chain.wait_done()
+        chain.judge(spare=0)
+        assert worker.running
+        assert "Traceback" not in worker.text
+        assert worker.text.count("ropped") + worker.text.count("chain.unknown") < 6
+
+
 def test_revokes_by_guessed_ids_hit_nothing(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,159 @@
+"""
+The intake of a worker: messages in the queues of a bridge that Celery cannot handle are dropped before it tries.
+
+Celery ends by some of them, puts them back, and ends again at each start. Of others it logs a record each, with all
+they hold. Messages in other queues are Celery's, as ever.
+
+On Redis a message itself says which queue it came from, and some are so broken that they say nothing. A worker that
+consumes queues of bridges alone does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+from kombu.transport.virtual import Channel as VirtualChannel
+from kombu.utils.uuid import uuid
+
+from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.bridge.worker.dropping import Dropper, Repetitions, claimed_process
+from mongo_celery.quantities import number
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from mongo_celery.bridge.wiring import Wiring
+
+logger = logging.getLogger("mongo_celery.worker")
+
+_TASK = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_PAYLOADS = (list, tuple, dict)
+_REDIS_READ = "BRPOP"
+"""Name of the handler that kombu's channel calls when Redis has an answer."""
+
+
+class IntakeStep(bootsteps.StartStopStep):
+    """Puts an intake before the consumer's own handling of messages."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, consumer: Any) -> None:
+        """Prepare a connection: each has a channel of its own, and its event loop creates a new handler."""
+        intake = Intake(consumer)
+        if "create_task_handler" not in vars(consumer):
+            create = consumer.create_task_handler
+            consumer.create_task_handler = lambda *args, **options: partial(intake.take, create(*args, **options))
+        channel = consumer.task_consumer.channel
+        if isinstance(channel, VirtualChannel) and intake.default is not None:
+            channel.Message = _tolerant(channel.Message)
+            handlers: dict[str, Callable[[], object]] = getattr(channel, "handlers", {})
+            if _REDIS_READ in handlers:
+                handlers[_REDIS_READ] = partial(intake.read, handlers[_REDIS_READ])
+
+
+class Intake:
+    """
+    The intake of one consumer.
+
+    Args:
+        consumer: Celery's.
+    """
+
+    def __init__(self, consumer: Any) -> None:
+        self._consumer = consumer
+        self._repetitions = Repetitions()
+        self._bridges = {name: bridge for bridge in BRIDGES.of(consumer.app) for name in bridge.queue_names}
+
+    @property
+    def default(self) -> Wiring | None:
+        """The bridge of a message that names no queue: there is one if the worker consumes queues of bridges alone."""
+        consumed = [self._bridges.get(name) for name in self._consumer.app.amqp.queues.consume_from]
+        return consumed[0] if consumed and None not in consumed else None
+
+    def read(self, read: Callable[[], object]) -> object:
+        """Read a message from Redis; what is no JSON was taken from the queue, and is dropped."""
+        try:
+            return read()
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            bridge = self.default
+            if bridge is None:
+                raise
+            bridge.of_process(Dropper).drop_malformed()
+            return True
+
+    def take(self, handle: Callable[[Any], object], message: Any) -> None:
+        """Hand a message to Celery's handler, or drop it."""
+        bridge = self._bridge_of(message)
+        if bridge is None:
+            handle(message)
+        elif not _is_celerys(message):
+            bridge.of_process(Dropper).drop_malformed()
+            message.reject_log_error(logger, self._consumer.connection_errors)
+        elif message.headers["task"] not in self._consumer.strategies:
+            self._tell_unknown(bridge, message.headers)
+            message.reject_log_error(logger, self._consumer.connection_errors)
+        else:
+            handle(message)
+
+    def _bridge_of(self, message: Any) -> Wiring | None:
+        """Return the bridge from whose queues a message comes; None if it may come from another queue."""
+        info = message.delivery_info
+        key = info.get("routing_key") if isinstance(info, Mapping) else None
+        return self._bridges[key] if isinstance(key, str) and key in self._bridges else self.default
+
+    def _tell_unknown(self, bridge: Wiring, headers: Mapping[str, Any]) -> None:
+        if count := self._repetitions.add(bridge.name):
+            task = headers["task"]
+            logger.error(
+                "dropped %s in the queues of bridge %s: this worker does not know their task (the last one is %s, from "
+                "process %s as it says). The listener sends them again. Deploy the same code to all workers and "
+                "listeners. If it is the listener of another app, give each bridge a name of its own",
+                number(count, "message", "messages"),
+                bridge.name,
+                task if _TASK.fullmatch(task) else "no name of a task",
+                claimed_process(headers.get("origin")) or "unknown",
+                extra={"event": "foreign_task", "bridge": bridge.name},
+            )
+
+
+@cache
+def _tolerant(base: type[Any]) -> type[Any]:
+    """Return a class of messages that are empty if kombu can neither make nor note what the broker gives."""
+
+    class TolerantMessage(base):  # type: ignore[misc]
+        """A message from a queue of a bridge."""
+
+        def __init__(self, payload: Any, *args: Any, **options: Any) -> None:
+            try:
+                super().__init__(payload, *args, **options)
+                names = self.delivery_tag, self.delivery_info["exchange"], self.delivery_info["routing_key"]
+            except Exception:  # noqa: BLE001 - whatever kombu does with values of anybody
+                names = (None,)
+            if self.errors or not all(isinstance(name, str) for name in names):
+                info = {"exchange": "", "routing_key": ""}
+                self.errors = None
+                empty = {"headers": {}, "properties": {"delivery_tag": uuid(), "delivery_info": info}}
+                super().__init__(empty, *args, **options)
+
+    return TolerantMessage
+
+
+def _is_celerys(message: Any) -> bool:
+    """Return True if a message has the form that listeners send: that of Celery's second protocol."""
+    if not isinstance(message.headers, Mapping) or not isinstance(message.headers.get("task"), str):
+        return False
+    try:
+        return isinstance(message.payload, _PAYLOADS)
+    except Exception:  # noqa: BLE001 - whatever a decoder does with bytes of anybody
+        return False
+
+
+def install_intake(app: Celery) -> None:
+    """Give the workers of an app an intake."""
+    app.steps["consumer"].add(IntakeStep)
