@@ -77,7 +77,9 @@ class SteppedTerm:
         term = leases.acquire(identity_of(wiring).plain())
         if term is None:
             raise LeaseLostError
-        renewal = self._renewal = Renewal(leases, wiring.store.signing, term, wiring.options.lease_ttl, dict)
+        renewal = self._renewal = Renewal(
+            leases, wiring.store.signing, term, wiring.options.lease_ttl, dict, patience=math.inf
+        )
         renewal.start()
         log = logging.getLogger("mongo_celery.listener")
         log.addFilter(_is_news)

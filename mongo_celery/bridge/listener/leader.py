@@ -47,8 +47,9 @@ from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.items import Failed
-from mongo_celery.bridge.stream.reader import Position, StreamReader
+from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import brief, raise_if_final
 
@@ -111,6 +112,8 @@ class Leader:
         self._stopping = stopping
         self._inbox = Inbox()
         self._reader: StreamReader | None = None
+        self._stream_status: StreamStatus | None = None
+        self._is_blind = False
         self._subscriptions: dict[str, Subscription] = {}
         self._leftovers: Leftovers | None = None
         self._locked: LockedPartitions | None = None
@@ -269,6 +272,7 @@ class Leader:
     def _begin(self) -> None:
         handlers = self._wiring.handlers
         takeover = take_over(self._store, self._renewal, self._options, handlers)
+        self._renewal.alive()
         rules = rules_in_force(self._options, handlers, takeover)
         starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, handlers, takeover)
         subscriptions: dict[str, Subscription] = {}
@@ -295,6 +299,7 @@ class Leader:
             inline = handler.commits_inline(self._options)
             trackers = make_trackers(images, ids, takeover.version, self._options, inline=inline)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
+        self._renewal.alive()
         self._locked = LockedPartitions(
             self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
         )
@@ -303,6 +308,7 @@ class Leader:
         owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
         self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
         position = self._history.begin(subscriptions, starts, self._watermarks) if subscriptions else None
+        self._renewal.alive()
         self._relayouts.begin(subscriptions, takeover)
         self._leftovers = Leftovers(self._store, takeover.version)
         self._read_on(position)
@@ -311,6 +317,7 @@ class Leader:
         """Read from there, and nothing more of what was read before; or not at all, where nobody can be read."""
         if self._reader is not None:
             self._reader.stop()
+            self._stream_status, self._reader = self._reader.status.handed_on(), None
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
         self._inbox = Inbox()
         self._at_end = False
@@ -333,7 +340,7 @@ class Leader:
             room=_READ_AHEAD,
             batch_size=self._options.batch_size,
             comment=self._options.comment,
-            status=self._reader.status.handed_on() if self._reader is not None else None,
+            status=self._stream_status,
         )
         self._reader.hurry(self.is_hurried)
         self._reader.start()
@@ -348,26 +355,37 @@ class Leader:
             LeaseLostError: somebody else leads.
             MongoCeleryError: something that waiting cannot cure.
         """
-        self._renewal.alive()
         self._activity.turns()
         now = time.monotonic()
+        self._note_progress()
         self._take_in(now)
+        self._note_progress()
         self._noting.note(self._subscriptions.values(), now)
         self._win_locked(now)
         try:
             self._look(now)
             self._look_at_history(now)
         except PyMongoError as error:
+            self._is_blind = True
             self._unread(error)
             self._looks.failed(now)
         else:
             self._relayout(now)
+        self._note_progress()
         self._spilling.turn(now, at_end=self._at_end)
         self._snapshot(now)
         self._replaying.turn(self._subscriptions, now)
         self._advice.turn(self._subscriptions.values(), now)
+        self._note_progress()
         self._dispatch()
+        self._note_progress()
         self._watermarks.flush(self._subscriptions.values(), now, self._looks.moved_at)
+
+    def _note_progress(self) -> None:
+        """Have the lease renewed, unless partitions cannot be read or the reader has died without a word."""
+        is_reading = self._reader is None or self._reader.is_running or self._inbox.look() is not None
+        if is_reading and not self._is_blind:
+            self._renewal.alive()
 
     def _take_in(self, now: float) -> None:
         inbox = self._inbox
@@ -380,10 +398,12 @@ class Leader:
                 inbox.take()
                 self._failed(item.error)
                 return
-            if number % _ITEMS_A_CHECK == 0 and self._spilling.is_full:
-                self._wait_for_room(now)
-                self._is_held_up = True
-                break
+            if number % _ITEMS_A_CHECK == 0:
+                self._note_progress()
+                if self._spilling.is_full:
+                    self._wait_for_room(now)
+                    self._is_held_up = True
+                    break
             self._full, self._full_at = "", math.inf
             if not self._snapshots.admits(item):  # existing documents come before it
                 self._at_end = False
@@ -434,6 +454,7 @@ class Leader:
         images = self._looks.look(self._subscriptions, now)
         if images is None:
             return
+        self._is_blind = False
         if self._looks.has_swept:
             self._count()
         seen = time.monotonic()
@@ -486,6 +507,7 @@ class Leader:
             self._unread(error)
 
     def _unread(self, error: PyMongoError) -> None:
+        renew_connections(self._wiring.client, error)
         raise_if_final(error, self._wiring.state_concern)
         logger.warning(
             "reading partitions failed, trying again: %s", brief(error), extra={"event": "partitions_unread"}

@@ -71,6 +71,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
+from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
 
 TRANSACTION_SECONDS = 5.0
@@ -528,7 +529,7 @@ class Claims:
 
         with (
             pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
-            self._dead_letters.database.client.start_session() as session,
+            open_session(self._dead_letters.database.client) as session,
         ):
             named = name_session(self._table, claim, session)
             return named and session.with_transaction(both, write_concern=WriteConcern("majority"))
