@@ -64,7 +64,7 @@ _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
 _COMPLAINT_SECONDS = 30.0
-_LOCKED_NAMED = 10
+_NAMED = 10
 _SILENCE_SECONDS = 5
 
 
@@ -240,7 +240,7 @@ class Leader:
             "caughtUp": self._at_end and not (stuck or is_spilled or any(lost)),
             "brokerDown": self._publishing.is_down,
             "untaken": self._untaken.report(),
-            "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
+            "locked": self._locked.names[:_NAMED] if self._locked is not None else [],
             **rejected,
             **reading,
             "moving": self._relayouts.report(),
@@ -458,8 +458,9 @@ class Leader:
         if self._looks.has_swept:
             self._count()
         seen = time.monotonic()
-        for image in images:
-            self._observe(image, seen)
+        late = [image for image in images if self._observe(image, seen) is Step.COMMIT]
+        if late:
+            self._commit_late(late)
         self._fairness.observe(self._subscriptions, began)
         if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
             self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
@@ -471,11 +472,11 @@ class Leader:
             self._activity.of(subscription.name).took(subscription.counted)
         self._activity.swept(self._reader.status.reopenings if self._reader is not None else 0)
 
-    def _observe(self, image: Image, now: float) -> None:
+    def _observe(self, image: Image, now: float) -> Step | None:
         subscription = self._subscriptions[image.subscription]
         tracker = subscription.trackers.get(image.index)
         if tracker is None:  # prepared by a listener with another layout, whose flip came too late
-            return
+            return None
         self._activity.of(image.subscription).observed(tracker.image, image, now)
         run = tracker.outstanding
         step = subscription.observe(image, now)
@@ -483,11 +484,6 @@ class Leader:
             raise LeaseLostError
         if step is Step.ENDED:
             self._looks.ended(image.subscription, run.sent_at if run is not None else None, now)
-        elif step is Step.COMMIT:
-            logger.info(
-                "committing %s, whose commit message is late", tracker.partition_id, extra={"event": "commit_late"}
-            )
-            self._store.claims.commit(tracker.partition_id, image.committed + 1)
         elif step is Step.CLEAR:
             logger.error(
                 "ending a claim of %s with an impossible expiry",
@@ -496,6 +492,17 @@ class Leader:
             )
             assert image.claim is not None, "only a claim has an expiry"
             self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
+        return step
+
+    def _commit_late(self, images: Sequence[Image]) -> None:
+        """Commit what is handled and whose commit messages are late, with one command for all."""
+        heads = {
+            self._subscriptions[image.subscription].trackers[image.index].partition_id: image.committed + 1
+            for image in images
+        }
+        named = [*list(heads)[:_NAMED], *([f"{len(heads) - _NAMED} more"] if len(heads) > _NAMED else [])]
+        logger.info("committing %s, whose commit message is late", ", ".join(named), extra={"event": "commit_late"})
+        self._store.claims.commit_all(heads)
 
     def _win_locked(self, now: float) -> None:
         """Take over, one by one, what an open transaction had kept from the take-over."""
@@ -522,7 +529,12 @@ class Leader:
             self._spilling.follow(subscription)
             self._leftovers.look_again()
         if self._relayouts.wants_reading(now):
-            self._read_on(self._history.place(self._subscriptions))
+            try:
+                position = self._history.place(self._subscriptions)
+            except PyMongoError as error:
+                self._relayouts.failed(error)
+                return
+            self._read_on(position)
             self._relayouts.reads_again(now)
         in_force = {
             name: each.plan.layout.generation for name, each in self._subscriptions.items() if not each.is_moving
@@ -546,7 +558,7 @@ class Leader:
         room = self._options.buffer_bytes - self._spilling.size
         self._snapshots.turn(self._subscriptions, now, room=room, may_begin=may_begin)
         if self._reader is not None:
-            self._reader.hurry(self.is_hurried or self._snapshots.is_active)
+            self._reader.hurry(self.is_hurried or self._snapshots.is_busy(now))
 
     # -- dispatching -------------------------------------------------------------------------------
 
