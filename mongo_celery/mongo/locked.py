@@ -26,6 +26,7 @@ from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.errors import NetworkTimeout, OperationFailure, PyMongoError
 
+from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import Table, Update
 
 _PATIENCE_SECONDS = 1.0
@@ -81,7 +82,7 @@ def update_unlocked(
     limit = min(table.timeout, _ATTEMPT_SECONDS)
     pending = deque(_parts(random.sample(ids, len(ids)), _GROUP))
     is_further = False
-    with table.collection.database.client.start_session() as session:
+    with open_session(table.collection.database.client) as session:
         while pending and (not is_further or time.monotonic() < until):
             group = pending.popleft()
             query = {"_id": {"$in": list(group)}, **condition}
@@ -118,7 +119,7 @@ def update_one_around_lock(
         PyMongoError: nothing is changed, or it is not known. See `is_lock`.
     """
     if session is None:
-        with table.collection.database.client.start_session() as own:
+        with open_session(table.collection.database.client) as own:
             return update_one_around_lock(table, guard, change, own)
 
     def write() -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import pymongo
 from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient, MongoClient, ReadPreference, WriteConcern
 from pymongo.asynchronous.collection import AsyncCollection
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
@@ -16,7 +18,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, brief, explained, is_unanswered
+from mongo_celery.mongo.verdicts import Concern, brief, explained, is_refused_session, is_unanswered
 
 DEFAULT_DATABASE = "mongo_celery"
 """Where state is kept unless an option says otherwise."""
@@ -82,6 +84,45 @@ def plain_types(collection: Collection[Any], **options: Any) -> CodecOptions[dic
     """Plain dicts and times with a zone, whatever a collection decodes to; its UUIDs stay as they are."""
     given = collection.codec_options.uuid_representation
     return CodecOptions(tz_aware=True, uuid_representation=given, **options)
+
+
+@contextmanager
+def renewing_connections(client: Made) -> Iterator[None]:
+    """Renew the connections of a client after an error of the block, as `renew_connections` does."""
+    try:
+        yield
+    except PyMongoError as error:
+        renew_connections(client, error)
+        raise
+
+
+def renew_connections(client: Made, error: BaseException) -> None:
+    """
+    Replace the connections of a client, if the error says that one of them refuses sessions; else do nothing.
+
+    With `directConnection=true`, PyMongo asks a member once for each connection if it takes sessions. A connection that
+    was opened while the member recovered refuses them permanently.
+
+    Args:
+        client: ours or a user's, of either kind.
+        error: by which a call failed, or one that was raised from it.
+    """
+    if is_refused_session(error) or is_refused_session(error.__cause__):
+        replace_connections(client)
+
+
+def replace_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> None:
+    """Have a client open new connections. One that is in use is closed afterwards, so no operation fails by this."""
+    # PyMongo has no public way, and close() ends a client for all who hold it.
+    for server in list(client._topology._servers.values()):  # noqa: SLF001
+        server.pool.gen.inc(None)
+
+
+@contextmanager
+def open_session(client: MongoClient[Any], **options: Any) -> Iterator[ClientSession]:
+    """Open a session for the block, with the options of `start_session`; see `renewing_connections`."""
+    with renewing_connections(client), client.start_session(**options) as session:
+        yield session
 
 
 def ping(client: MongoClient[Any]) -> None:

@@ -194,12 +194,12 @@ def _is_about_the_login(error: OperationFailure) -> bool:
 
 def is_unanswered(error: BaseException | None) -> bool:
     """Whether no server has answered, or none in time, or one that is not ready for anybody."""
-    if isinstance(error, ConnectionFailure) or _is_of_unready_member(error):
+    if isinstance(error, ConnectionFailure) or is_refused_session(error):
         return True
     return isinstance(error, PyMongoError) and error.timeout
 
 
-def _is_of_unready_member(error: BaseException | None) -> bool:
+def is_refused_session(error: BaseException | None) -> bool:
     """
     Whether a session was not taken, as PyMongo says without a class or code of its own.
 
@@ -223,7 +223,7 @@ def is_outage(error: BaseException) -> bool:
     """
     if isinstance(error, BulkWriteError):
         return _is_bulk_of_outages(error)
-    if isinstance(error, (ConnectionFailure, WTimeoutError)) or _is_of_unready_member(error):
+    if isinstance(error, (ConnectionFailure, WTimeoutError)) or is_refused_session(error):
         return True
     if not isinstance(error, PyMongoError):
         return False

@@ -77,7 +77,9 @@ class SteppedTerm:
         term = leases.acquire(identity_of(wiring).plain())
         if term is None:
             raise LeaseLostError
-        renewal = self._renewal = Renewal(leases, wiring.store.signing, term, wiring.options.lease_ttl, dict)
+        renewal = self._renewal = Renewal(
+            leases, wiring.store.signing, term, wiring.options.lease_ttl, dict, patience=math.inf
+        )
         renewal.start()
         log = logging.getLogger("mongo_celery.listener")
         log.addFilter(_is_news)
@@ -193,7 +195,7 @@ class SteppedTerm:
 
         A claim that stands belongs to a process that was killed, or stands still: its time is over.
         """
-        for _, tracker in self._trackers():
+        for subscription, tracker in self._trackers():
             run, image = tracker.outstanding, tracker.image
             if run is None:
                 continue
@@ -202,7 +204,7 @@ class SteppedTerm:
             elif image.live and image.claim is not None:
                 self._set_past(tracker, "claim.until", {"$eq": ["$claim.owner", {"$literal": image.claim["owner"]}]})
             else:
-                tracker.repeat(time.monotonic())
+                subscription.repeat(image.index, time.monotonic())
 
     def standing(self) -> list[str]:
         """Of each partition that a person has to see to, its state, its change and the error."""

@@ -223,6 +223,23 @@ def _step_down(world: World, _step: Step) -> Doing:
     world.replica_set.wait_until_ready()
 
 
+def _recover(world: World, _step: Step) -> Doing:
+    """Have the one member answer as neither primary nor secondary; all reach it directly, by new connections."""
+    assert world.mongo is not None, "a plan knows the number of members"
+    member = _primary(world)
+    with MongoClient[dict[str, Any]](member.url) as client:
+        with suppress(PyMongoError):
+            client.admin.command({"replSetStepDown": 60, "force": True})
+        client.admin.command({"replSetMaintenance": 1})
+        world.mongo.reset()
+        try:
+            yield
+        finally:
+            client.admin.command({"replSetMaintenance": 0})
+            client.admin.command({"replSetFreeze": 0})
+            world.replica_set.wait_until_ready()
+
+
 def _kill_primary(world: World, _step: Step) -> Doing:
     member = _primary(world)
     member.kill()
@@ -284,6 +301,7 @@ FAULTS: Mapping[str, Do] = MappingProxyType(
         "network resets": _reset_network,
         "network is lost": _lost_network,
         "step down": _step_down,
+        "member recovers": _recover,
         "kill primary": _kill_primary,
         "take back writes": _take_back,
         "take back a lease": _take_back_lease,

@@ -76,6 +76,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind("network resets", "network", _ELECTION, alone=True),
             Kind("network is lost", "network", _HANG, (1.0, 4.0), alone=True),
             Kind("step down", "mongod", _ELECTION, elects=True),
+            Kind("member recovers", "mongod", _ELECTION, (2.0, 4.0), alone=True),
             Kind("kill primary", "mongod", _ELECTION, (2.0, 4.0), members=3, elects=True),
             Kind("take back writes", "mongod", _HANG, members=3, elects=True),
             Kind("snapshot", "snapshot", _SWEEP, (2.0, 6.0)),

@@ -10,6 +10,7 @@ import datetime as dt
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -355,6 +356,21 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
     term.until(world.is_equal)
     world.judge()
     assert all(world.snapshots_of(key) == 1 for key in first)
+
+
+def test_a_snapshot_that_waits_for_its_handler_hurries_nobody(world: World) -> None:
+    """The stream was asked 32 times a second, for as long as the handler is paused."""
+    term = world.term(start_from="now").begin()
+    generation = term.leader._subscriptions[HANDLER].plan.layout.generation
+    for image in term.images():
+        assert term.wiring.store.partitions.pause(image, generation)
+    term.until(lambda: all(image.state == "paused" for image in term.images()))
+    world.orders.insert_one({"_id": 1, "v": 1})
+    ask(world, term)
+    snapshots = term.leader._snapshots
+    term.until(lambda: snapshots.is_active)
+    assert not snapshots.is_busy(time.monotonic())
+    assert snapshots.next_at() > time.monotonic() + 0.1
 
 
 def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

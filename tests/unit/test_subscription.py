@@ -612,3 +612,16 @@ def test_a_newer_term_is_reported_and_changes_nothing() -> None:
     due(one)
     assert one.observe(replace(committed(0, 1, 1), epoch=VERSION + 1), NOW) is Step.SUPERSEDED
     assert one.window.count == 1
+
+
+def test_a_message_that_is_sent_again_is_due_at_once() -> None:
+    """It waited for the next reading of all partitions, up to a second."""
+    one = subscription()
+    one.take_in(change(1))
+    assert [each.run.first for each in due(one)] == [1]
+    one.trackers[0].sent(NOW)
+    assert due(one) == []  # from now on nobody looks for it
+
+    one.repeat(0, NOW)
+
+    assert [each.run.first for each in due(one)] == [1]

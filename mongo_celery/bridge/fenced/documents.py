@@ -32,6 +32,7 @@ from pymongo.results import UpdateResult
 from mongo_celery.bridge.fenced.fence import FIELD, Fence, Origin, merge
 from mongo_celery.bridge.fenced.pending import KEPT_FILLING, PendingTasks
 from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, stamps_of
+from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.mongo.writes import Body, Replacement, Target, single_error
 
@@ -339,7 +340,7 @@ class Documents:
         if session is not None and session.in_transaction:
             return body(session)
         if session is None:
-            with self.collection.database.client.start_session() as own:
+            with open_session(self.collection.database.client) as own:
                 return self._atomically(tombstones, body, own)
         return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
 

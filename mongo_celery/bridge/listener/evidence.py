@@ -105,12 +105,14 @@ class BrokerWatch:
             with self._changed:
                 self._changed.wait_for(lambda: self._queues or self._closed.is_set(), _IDLE_SECONDS)
                 queues = self._queues
-                if not queues:
-                    self._thread = None
+                if not queues:  # a thread that is started from now on makes a connection of its own
+                    self._thread, connection, self._connection = None, self._connection, None
                     break
             self._ask(queues)
             self._closed.wait(_ASK_SECONDS)
-        self._disconnect()
+        else:
+            connection = self._connection
+        _release(connection)
 
     def _ask(self, queues: frozenset[str]) -> None:
         asked_at = time.monotonic()
@@ -123,7 +125,8 @@ class BrokerWatch:
             logger.debug("the broker does not say what it holds: %s", short(error))
             self._is_failing = True
             self.sightings = {}
-            self._disconnect()
+            connection, self._connection = self._connection, None
+            _release(connection)
             return
         answered_at = time.monotonic()
         self.sightings = {name: Sighting(asked_at, answered_at, each) for name, each in found.items()}
@@ -131,11 +134,11 @@ class BrokerWatch:
             self._is_failing = False
             self.returned_at = answered_at
 
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with contextlib.suppress(Exception):
-                connection.release()
+
+def _release(connection: Connection | None) -> None:
+    if connection is not None:
+        with contextlib.suppress(Exception):
+            connection.release()
 
 
 class Lane:
@@ -258,7 +261,7 @@ class MessageEvidence:
                 continue
             place = each.queue, each.subscription.plan.handler.task_name
             if each.queue in arrived and not sighting.occupancy.waiting:
-                each.tracker.repeat(now)
+                each.subscription.repeat(each.tracker.image.index, now)
             elif _is_missing(sighting.occupancy, place[1], running.get(place, 0)):
                 self._miss(each, sighting, missed, handler, (read_at, now))
         self._missed = missed
@@ -315,7 +318,7 @@ class MessageEvidence:
             if now - self._probed.get(name, -math.inf) < _PROBE_SECONDS:
                 return
             self._probed[name] = now
-        each.tracker.repeat(now)
+        each.subscription.repeat(each.tracker.image.index, now)
 
 
 def token_seconds(app: Celery, task_name: str) -> float:

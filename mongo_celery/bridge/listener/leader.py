@@ -47,8 +47,9 @@ from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.items import Failed
-from mongo_celery.bridge.stream.reader import Position, StreamReader
+from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import brief, raise_if_final
 
@@ -63,7 +64,7 @@ _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
 _COMPLAINT_SECONDS = 30.0
-_LOCKED_NAMED = 10
+_NAMED = 10
 _SILENCE_SECONDS = 5
 
 
@@ -111,6 +112,8 @@ class Leader:
         self._stopping = stopping
         self._inbox = Inbox()
         self._reader: StreamReader | None = None
+        self._stream_status: StreamStatus | None = None
+        self._is_blind = False
         self._subscriptions: dict[str, Subscription] = {}
         self._stopped: Mapping[str, str] = {}
         self._leftovers: Leftovers | None = None
@@ -236,7 +239,7 @@ class Leader:
             "caughtUp": self._at_end and not (stuck or is_spilled or any(lost)),
             "brokerDown": self._publishing.is_down,
             "untaken": self._untaken.report(),
-            "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
+            "locked": self._locked.names[:_NAMED] if self._locked is not None else [],
             **rejected,
             **reading,
             "moving": self._relayouts.report(),
@@ -269,6 +272,7 @@ class Leader:
     def _begin(self) -> None:
         handlers = self._wiring.handlers
         takeover = take_over(self._store, self._renewal, self._options, handlers)
+        self._renewal.alive()
         rules = self._find_rules(takeover)
         found = find_starts(self._store, self._wiring.client, self._renewal, self._options, handlers, takeover)
         led = [each for each in zip(self._led, self._selectors, strict=True) if each[0].name not in rules.missing]
@@ -296,6 +300,7 @@ class Leader:
             inline = handler.commits_inline(self._options)
             trackers = make_trackers(images, ids, takeover.version, self._options, inline=inline)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
+        self._renewal.alive()
         self._locked = LockedPartitions(
             self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
         )
@@ -308,6 +313,7 @@ class Leader:
         owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
         self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
         position = self._history.begin(subscriptions, starts, self._watermarks) if subscriptions else None
+        self._renewal.alive()
         self._relayouts.begin(subscriptions, takeover)
         self._leftovers = Leftovers(self._store, takeover.version)
         self._read_on(position)
@@ -336,6 +342,7 @@ class Leader:
         """Read from there, and nothing more of what was read before; or not at all, where nobody can be read."""
         if self._reader is not None:
             self._reader.stop()
+            self._stream_status, self._reader = self._reader.status.handed_on(), None
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
         self._inbox = Inbox()
         self._at_end = False
@@ -358,7 +365,7 @@ class Leader:
             room=_READ_AHEAD,
             batch_size=self._options.batch_size,
             comment=self._options.comment,
-            status=self._reader.status.handed_on() if self._reader is not None else None,
+            status=self._stream_status,
         )
         self._reader.hurry(self.is_hurried)
         self._reader.start()
@@ -373,26 +380,37 @@ class Leader:
             LeaseLostError: somebody else leads.
             MongoCeleryError: something that waiting cannot cure.
         """
-        self._renewal.alive()
         self._activity.turns()
         now = time.monotonic()
+        self._note_progress()
         self._take_in(now)
+        self._note_progress()
         self._noting.note(self._subscriptions.values(), now)
         self._win_locked(now)
         try:
             self._look(now)
             self._look_at_history(now)
         except PyMongoError as error:
+            self._is_blind = True
             self._unread(error)
             self._looks.failed(now)
         else:
             self._relayout(now)
+        self._note_progress()
         self._spilling.turn(now, at_end=self._at_end)
         self._snapshot(now)
         self._replaying.turn(self._subscriptions, now)
         self._advice.turn(self._subscriptions.values(), now)
+        self._note_progress()
         self._dispatch()
+        self._note_progress()
         self._watermarks.flush(self._subscriptions.values(), now, self._looks.moved_at)
+
+    def _note_progress(self) -> None:
+        """Have the lease renewed, unless partitions cannot be read or the reader has died without a word."""
+        is_reading = self._reader is None or self._reader.is_running or self._inbox.look() is not None
+        if is_reading and not self._is_blind:
+            self._renewal.alive()
 
     def _take_in(self, now: float) -> None:
         inbox = self._inbox
@@ -405,10 +423,12 @@ class Leader:
                 inbox.take()
                 self._failed(item.error)
                 return
-            if number % _ITEMS_A_CHECK == 0 and self._spilling.is_full:
-                self._wait_for_room(now)
-                self._is_held_up = True
-                break
+            if number % _ITEMS_A_CHECK == 0:
+                self._note_progress()
+                if self._spilling.is_full:
+                    self._wait_for_room(now)
+                    self._is_held_up = True
+                    break
             self._full, self._full_at = "", math.inf
             if not self._snapshots.admits(item):  # existing documents come before it
                 self._at_end = False
@@ -459,11 +479,13 @@ class Leader:
         images = self._looks.look(self._subscriptions, now)
         if images is None:
             return
+        self._is_blind = False
         if self._looks.has_swept:
             self._count()
         seen = time.monotonic()
-        for image in images:
-            self._observe(image, seen)
+        late = [image for image in images if self._observe(image, seen) is Step.COMMIT]
+        if late:
+            self._commit_late(late)
         self._fairness.observe(self._subscriptions, began)
         if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
             self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
@@ -475,11 +497,11 @@ class Leader:
             self._activity.of(subscription.name).took(subscription.counted)
         self._activity.swept(self._reader.status.reopenings if self._reader is not None else 0)
 
-    def _observe(self, image: Image, now: float) -> None:
+    def _observe(self, image: Image, now: float) -> Step | None:
         subscription = self._subscriptions[image.subscription]
         tracker = subscription.trackers.get(image.index)
         if tracker is None:  # prepared by a listener with another layout, whose flip came too late
-            return
+            return None
         self._activity.of(image.subscription).observed(tracker.image, image, now)
         run = tracker.outstanding
         step = subscription.observe(image, now)
@@ -487,11 +509,6 @@ class Leader:
             raise LeaseLostError
         if step is Step.ENDED:
             self._looks.ended(image.subscription, run.sent_at if run is not None else None, now)
-        elif step is Step.COMMIT:
-            logger.info(
-                "committing %s, whose commit message is late", tracker.partition_id, extra={"event": "commit_late"}
-            )
-            self._store.claims.commit(tracker.partition_id, image.committed + 1)
         elif step is Step.CLEAR:
             logger.error(
                 "ending a claim of %s with an impossible expiry",
@@ -500,6 +517,17 @@ class Leader:
             )
             assert image.claim is not None, "only a claim has an expiry"
             self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
+        return step
+
+    def _commit_late(self, images: Sequence[Image]) -> None:
+        """Commit what is handled and whose commit messages are late, with one command for all."""
+        heads = {
+            self._subscriptions[image.subscription].trackers[image.index].partition_id: image.committed + 1
+            for image in images
+        }
+        named = [*list(heads)[:_NAMED], *([f"{len(heads) - _NAMED} more"] if len(heads) > _NAMED else [])]
+        logger.info("committing %s, whose commit message is late", ", ".join(named), extra={"event": "commit_late"})
+        self._store.claims.commit_all(heads)
 
     def _win_locked(self, now: float) -> None:
         """Take over, one by one, what an open transaction had kept from the take-over."""
@@ -511,6 +539,7 @@ class Leader:
             self._unread(error)
 
     def _unread(self, error: PyMongoError) -> None:
+        renew_connections(self._wiring.client, error)
         raise_if_final(error, self._wiring.state_concern)
         logger.warning(
             "reading partitions failed, trying again: %s", brief(error), extra={"event": "partitions_unread"}
@@ -525,7 +554,12 @@ class Leader:
             self._spilling.follow(subscription)
             self._leftovers.look_again()
         if self._relayouts.wants_reading(now):
-            self._read_on(self._history.place(self._subscriptions))
+            try:
+                position = self._history.place(self._subscriptions)
+            except PyMongoError as error:
+                self._relayouts.failed(error)
+                return
+            self._read_on(position)
             self._relayouts.reads_again(now)
         in_force = {
             name: each.plan.layout.generation for name, each in self._subscriptions.items() if not each.is_moving
@@ -549,7 +583,7 @@ class Leader:
         room = self._options.buffer_bytes - self._spilling.size
         self._snapshots.turn(self._subscriptions, now, room=room, may_begin=may_begin)
         if self._reader is not None:
-            self._reader.hurry(self.is_hurried or self._snapshots.is_active)
+            self._reader.hurry(self.is_hurried or self._snapshots.is_busy(now))
 
     # -- dispatching -------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from mongo_celery.errors import (
     MongoCeleryError,
     ServerUnavailableError,
 )
+from mongo_celery.mongo.opening import renew_connections, replace_connections
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
@@ -262,8 +263,10 @@ class Listener:
             renewal.read_key()
             self._lead_by(renewal, selectors, scope)
         except LeaseLostError:
+            replace_connections(self._wiring.client)  # they may be the reason that there was no progress
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
+            renew_connections(self._wiring.client, failure)
             ended_by = explained(failure, self._wiring.state_concern)
             if ended_by is not None:
                 raise ended_by from failure

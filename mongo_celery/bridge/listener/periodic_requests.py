@@ -60,10 +60,10 @@ class PeriodicRequests:
                     due[call] = time.monotonic() + self._every[call]
 
     def _ask(self, name: str, *arguments: str) -> None:
-        task: Any = self._app.tasks[name]
-        expires = expiry(self._every[name, *arguments])
         try:
+            task: Any = self._app.tasks[name]
+            expires = expiry(self._every[name, *arguments])
             with bounded_connection(self._app, _BROKER_SECONDS) as connection:
                 task.apply_async(arguments, expires=expires, connection=connection, retry=False)
-        except Exception as error:  # noqa: BLE001 - of the broker's client; the next one is soon
+        except Exception as error:  # noqa: BLE001 - of the broker's client, or no such task yet; the next one is soon
             logger.debug("%s could not be asked for: %s", name, short(error))

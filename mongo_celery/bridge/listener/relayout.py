@@ -167,7 +167,7 @@ class Relayouts:
             done = self._copy(time.monotonic() + _TURN_SECONDS)
             moved = self._put_in_force(done) if done else []
         except PyMongoError as error:
-            self._failed(error)
+            self.failed(error)
             return []
         self._complain(now)
         return moved
@@ -437,7 +437,8 @@ class Relayouts:
                 extra={"event": "layout_waits", "subscription": name},
             )
 
-    def _failed(self, error: PyMongoError) -> None:
+    def failed(self, error: PyMongoError) -> None:
+        """Try again after a pause; raise what waiting cannot cure."""
         raise_if_final(error, self._concern)
         logger.warning(
             "preparing a new layout failed, trying again: %s", brief(error), extra={"event": "layout_failed"}

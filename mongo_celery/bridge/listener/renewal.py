@@ -1,15 +1,18 @@
 """
 Keeping the lease: a thread that renews it, and the verdict whether it may still be trusted.
 
-The thread renews only while the leading thread makes progress: a listener that hangs in a broken
-connection must not keep a standby from taking over.
+The thread renews only while the leading thread makes progress: a listener that hangs, or that cannot read partitions,
+must not keep a standby from taking over. While an outage fails the renewals too, the time without progress does not
+count.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +20,14 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.state.signing import Sealing, SigningKeys
+from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import brief
 
 logger = logging.getLogger("mongo_celery.lease")
 
-_STALL_TTLS = 3
-_LEAST_STALL_SECONDS = 30.0
+_LEAST_PATIENCE_SECONDS = 15.0
+"""Longer than one step of the leading thread takes, also with a broker that is frozen."""
+_FRAMES = 4
 
 
 class Renewal:
@@ -35,6 +40,7 @@ class Renewal:
         term: as acquired.
         ttl: seconds.
         report: gives what `status` shows of this listener.
+        patience: seconds without progress after which the lease is given up; by default the ttl, or 15 if that is more.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Renewal:
         term: Term,
         ttl: float,
         report: Callable[[], Mapping[str, Any]],
+        patience: float | None = None,
     ) -> None:
         self._leases = leases
         self._keys = keys
@@ -51,9 +58,12 @@ class Renewal:
         self._term = term
         self._ttl = ttl
         self._report = report
+        self._patience = max(ttl, _LEAST_PATIENCE_SECONDS) if patience is None else patience
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._lost = False
+        self._has_complained = False
+        self._leading = threading.get_ident()
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mongo_celery-lease", daemon=True)
 
@@ -81,7 +91,8 @@ class Renewal:
         return not self._lost and time.monotonic() < self._term.trusted_until
 
     def alive(self) -> None:
-        """The leading thread makes progress."""
+        """Note that the leading thread, which calls this, makes progress."""
+        self._leading = threading.get_ident()
         self._alive_at = time.monotonic()
 
     def raise_version(self, above: int) -> bool:
@@ -103,22 +114,64 @@ class Renewal:
     def _run(self) -> None:
         pause = self._ttl / 3
         while not self._stopping.wait(pause):
-            if time.monotonic() - self._alive_at > max(_STALL_TTLS * self._ttl, _LEAST_STALL_SECONDS):
+            seconds = time.monotonic() - self._alive_at
+            if seconds > self._patience:
+                self._lost = True
                 logger.error(
-                    "the listener makes no progress; letting the lease go", extra={"event": "listener_stalled"}
+                    "the listener has made no progress for %.0f s, so it gives the lease up and another one may lead. "
+                    "Its thread is in %s. If that is code of yours, bound its time and restart this listener",
+                    seconds,
+                    _place_of(self._leading),
+                    extra={"event": "listener_stalled"},
                 )
                 return
+            pause = self._ttl / 3
             try:
-                with self._lock:
-                    renewed = self._leases.renew(self._term, self._report())
-                    if renewed is None:
-                        self._lost = True
-                        return
-                    self._term = renewed
-                self.read_key()
-                pause = self._ttl / 3
+                if not self._renew():
+                    return
             except PyMongoError as error:
                 logger.warning(
                     "lease renewal failed, trying again: %s", brief(error), extra={"event": "renewal_failed"}
                 )
                 pause = self._ttl / 10
+
+    def _renew(self) -> bool:
+        """Renew once, without the report if that cannot be made or stored; False if the term has ended."""
+        with self._lock:
+            try:
+                renewed = self._leases.renew(self._term, self._report())
+            except PyMongoError:
+                self._alive_at = time.monotonic()  # the outage explains why there is no progress
+                raise
+            except Exception as error:  # noqa: BLE001 - a report must not end a term
+                self._complain("own report for `changes status`", error)
+                renewed = self._leases.renew(self._term, {})
+            if renewed is None:
+                self._lost = True
+                return False
+            self._term = renewed
+        try:
+            self.read_key()
+        except PyMongoError:
+            raise
+        except Exception as error:  # noqa: BLE001 - nor may a key
+            self._complain("signing key", error)
+        return True
+
+    def _complain(self, what: str, error: Exception) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            logger.error(
+                "the listener's %s cannot be used, so the lease is renewed without it: %s: %s. Report this error",
+                what,
+                type(error).__name__,
+                short(error),
+                extra={"event": "report_failed"},
+            )
+
+
+def _place_of(thread: int) -> str:
+    """Return the innermost calls of a thread, the last one first."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001
+    calls = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+    return " < ".join(f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(calls)) or "no call"

@@ -129,16 +129,22 @@ class Snapshotting:
 
     @property
     def is_active(self) -> bool:
-        """Whether any snapshot of this term's handlers runs; then the stream is not to be waited for long."""
+        """Return True if any snapshot of this term's handlers runs, or waits to go on."""
         return bool(self._records)
+
+    def is_busy(self, now: float) -> bool:
+        """Return True if a chunk is under way or may begin: then the stream is not to be waited for long."""
+        return bool(self._under_way()) or any(self._may_begin(each, now) for each in self._records.values())
 
     def next_at(self) -> float:
         """Monotonic time of the next turn that has something to do."""
         if self._errand is not None:
             return math.inf  # whose end wakes
-        if not self._records:
-            return max(self._look_at, self._ready_at)
-        return time.monotonic() + _TICK_SECONDS
+        now = time.monotonic()
+        if self.is_busy(now):
+            return now + _TICK_SECONDS
+        rests = (self._pace(name).ready_at for name in self._records)
+        return max(min([self._look_at, *(at for at in rests if at > now)]), self._ready_at)
 
     def report(self) -> list[dict[str, Any]]:
         """What `status` shows of those that are tried again and again."""

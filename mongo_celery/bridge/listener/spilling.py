@@ -207,7 +207,11 @@ class Spilling:
             changes = fitting
         size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
         stored = [stored_change(change) for change in changes]
-        added = self._state.spill.insert(tracker.partition_id, stored, self._version, self.session)
+        try:
+            added = self._state.spill.insert(tracker.partition_id, stored, self._version, self.session)
+        except (PyMongoError, BSONError):
+            self.has_documents(tracker.partition_id)  # some of them may be there: count anew
+            raise
         self.has_documents(tracker.partition_id, added)
         to = stored[-1].data
         if not self._state.partitions.mark_spilled(tracker.partition_id, self._version, to, reason, self.session):

@@ -223,6 +223,11 @@ class Subscription:
             self._candidates.add(image.index)
         return step
 
+    def repeat(self, index: int, now: float) -> None:
+        """Have the message that is out for a partition sent again, since nobody will take it."""
+        self.trackers[index].repeat(now)
+        self._candidates.add(index)
+
     # -- stored changes ----------------------------------------------------------------------------
 
     def _follow(self, image: Image) -> None:

@@ -24,7 +24,7 @@ from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.findings import Finding, error, ok, warning
-from mongo_celery.mongo.opening import ANSWER_SECONDS, sentence_on
+from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session, sentence_on
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_bytes, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import allowed
@@ -129,7 +129,7 @@ def _refusal(client: Client, database: str, name: str) -> str | None:
     collection = client[database][name]
     # No bridge, subscription or partition has such an _id; nothing is stored anyway.
     probe = {"_id": f"/check/{secrets.token_hex(8)}"}
-    with pymongo.timeout(ANSWER_SECONDS), client.start_session() as session:
+    with pymongo.timeout(ANSWER_SECONDS), open_session(client) as session:
         session.start_transaction()
         try:
             collection.find_one(probe, session=session)

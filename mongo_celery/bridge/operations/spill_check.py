@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.findings import NEAR, SERIOUS, Finding, error, ok, warning
+from mongo_celery.mongo.opening import open_session
 from mongo_celery.quantities import duration, number, size
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _is_bare(wiring: Wiring, partition_id: str) -> bool:
     The mark is looked at twice, since what was stored is removed once it is committed.
     """
     store = wiring.store
-    with wiring.client.start_session(causal_consistency=True) as session:
+    with open_session(wiring.client, causal_consistency=True) as session:
         seen = set()
         for _ in range(2):
             images = store.partitions.look([partition_id], session)

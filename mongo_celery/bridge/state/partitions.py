@@ -34,6 +34,7 @@ from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, s
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import literal, next_number, remaining
 from mongo_celery.mongo.locked import is_lock, update_around_locks, update_one_around_lock, update_unlocked
+from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
 
 MOVING = "moving"
@@ -459,7 +460,7 @@ class Partitions:
 
         with (
             pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
-            letters.database.client.start_session() as session,
+            open_session(letters.database.client) as session,
         ):
             return session.with_transaction(both, write_concern=WriteConcern("majority"))
 

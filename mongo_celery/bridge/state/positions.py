@@ -42,6 +42,7 @@ from mongo_celery.bridge.state.partitions import moved_stages
 from mongo_celery.bridge.state.stored import ids_under, past
 from mongo_celery.mongo.expressions import literal, next_number
 from mongo_celery.mongo.locked import is_lock
+from mongo_celery.mongo.opening import open_session
 
 T = TypeVar("T")
 
@@ -263,7 +264,7 @@ class Positions:
 
     def together(self, body: Callable[[ClientSession], T]) -> T:
         """A transaction of the state, repeated for a bounded time."""
-        with pymongo.timeout(_SECONDS), self._database.client.start_session() as session:
+        with pymongo.timeout(_SECONDS), open_session(self._database.client) as session:
             return session.with_transaction(body, write_concern=WriteConcern("majority"))
 
 

@@ -62,6 +62,7 @@ from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, name_se
 from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, SELECTED, DeadLetters, Letter, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number, remaining
+from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import Table, call_timeout
 
 if TYPE_CHECKING:
@@ -560,7 +561,7 @@ class Replays:
         """For one transaction, within its time."""
         with (
             pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
-            self._dead_letters.database.client.start_session() as session,
+            open_session(self._dead_letters.database.client) as session,
         ):
             yield session
 

@@ -181,6 +181,11 @@ class StreamReader:
         """Up to which cluster time everything was handed over; None before the first. Callable from any thread."""
         return self._position.time if self.status.last_read is not None else None
 
+    @property
+    def is_running(self) -> bool:
+        """Return True if its thread reads, or waits to do so. Callable from any thread."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Begin to read."""
         self._thread.start()

@@ -61,6 +61,7 @@ from mongo_celery.errors import (
     RefusedChangeError,
     StaleFencingTokenError,
 )
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.verdicts import brief, explained, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
@@ -479,6 +480,7 @@ class Execution:
     def _judge(self, error: BaseException) -> Waiting | None:
         if isinstance(error, RunningElsewhereError):
             return Waiting(str(error.message))
+        renew_connections(self._wiring.client, error)
         outage, conflict = infrastructure_cause(error), conflict_cause(error)
         if has_reached_limit(error, self._timed_out):
             outage, conflict = self._met_outage, self._met_conflict or conflict

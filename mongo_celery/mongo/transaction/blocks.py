@@ -29,6 +29,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import TransactionError
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.transaction import asynchronous, blocking
 from mongo_celery.mongo.transaction.ending import check_time, doom_of, note_waiting, raise_locked, raise_timed_out
 from mongo_celery.mongo.transaction.frames import Frame, Owner, is_known_here, owner_here
@@ -283,6 +284,7 @@ async def _leave_own_async(
 
 def _pass(frame: Frame, failure: BaseException, error: BaseException | None) -> None:
     """Raise what a block ends with that its body has not raised itself."""
+    renew_connections(frame.client, failure)
     if error is None:
         raise failure
     refuse_standalone(error)

@@ -27,6 +27,7 @@ from pymongo.errors import ClientBulkWriteException, PyMongoError
 
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.mongo import verdicts
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.transaction.frames import Frame, Session
 
@@ -56,7 +57,8 @@ def pause_before_body(frame: Frame, error: BaseException) -> float | None:
         TransactionTimeoutError: the time is used up.
     """
     raise_locked(frame, error)
-    if _is_transient(error):
+    renew_connections(frame.client, error)
+    if _is_transient(error) or verdicts.is_refused_session(error):
         return _pause(frame, error, "aborted")
     raise_timed_out(frame, error)
     return None
@@ -74,6 +76,7 @@ def pause_before_commit(frame: Frame, error: PyMongoError) -> float | None:
     """
     if _is_transient(error) or not (_has_label(error, _UNKNOWN_RESULT) or verdicts.is_transient(error)):
         return None
+    renew_connections(frame.client, error)
     if getattr(error, "code", None) == verdicts.Code.MaxTimeMSExpired:  # only the deadline limits a commit
         raise _timed_out(frame, error, "unknown") from error
     return _pause(frame, error, "unknown")

@@ -37,7 +37,7 @@ from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionError
 from mongo_celery.mongo.cluster import is_same_cluster, wait_for_answer
-from mongo_celery.mongo.opening import AsyncClient, Client, client_of
+from mongo_celery.mongo.opening import AsyncClient, Client, client_of, renewing_connections
 from mongo_celery.mongo.redaction import traceback_of
 from mongo_celery.mongo.repeating import Pauses
 
@@ -244,7 +244,8 @@ def entered(session: Session, seconds: float, client_name: str = "session.client
     _of_session[session] = frame
     _innermost.set(frame)
     try:
-        yield frame
+        with renewing_connections(session.client):
+            yield frame
     finally:
         is_given_up = not frame.is_open
         frame.close()

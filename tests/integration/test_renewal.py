@@ -1,0 +1,127 @@
+"""Renewing the lease: it goes on whatever a report holds, and ends where the leading thread makes no progress."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Bridge, Change
+from mongo_celery.bridge.listener import renewal as module
+from mongo_celery.bridge.listener.listener import Listener
+from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.store import Store
+from tests.fixtures.process import wait_for
+from tests.fixtures.samples import IDENTITY
+
+Document = dict[str, Any]
+Failpoint = Callable[..., AbstractContextManager[None]]
+
+TTL = 1.0
+
+
+RETURNS = threading.Event()
+
+
+def never_return(_event: Mapping[str, Any]) -> str:
+    """A partition_by that hangs until the test is over."""
+    RETURNS.wait()
+    return "key"
+
+
+def fail(*_given: object) -> Mapping[str, Any]:
+    raise KeyError("subscription")
+
+
+@pytest.mark.parametrize(
+    ("report", "read"),
+    [(fail, None), (lambda: {"key": "\ud800"}, None), (lambda: {"key": object()}, None), (dict, fail)],
+    ids=["raises", "no text", "no BSON", "its reader raises"],
+)
+def test_a_report_that_cannot_be_used_ends_no_term(
+    mongo_client: MongoClient[Document],
+    state_database: str,
+    report: Callable[[], Mapping[str, Any]],
+    read: Callable[[Mapping[str, Any]], object] | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The thread that renews was ended by it, unseen, and the term with it: each one anew."""
+    store = Store(mongo_client, BridgeOptions(name="shop", database=state_database, lease_ttl=TTL))
+    leases = store.leases
+    leases.ensure()
+    term = leases.acquire(IDENTITY)
+    assert term is not None
+    renewal = Renewal(leases, store.signing, term, 0.05, report, read)
+    renewal.start()
+    try:
+        seen = {str(term.document["renewedAt"])}
+        wait_for(lambda: len(seen | {str(renewal.term.document["renewedAt"])}) > len(seen) and renewal.trusted())
+        seen.add(str(renewal.term.document["renewedAt"]))
+        wait_for(lambda: str(renewal.term.document["renewedAt"]) not in seen)
+    finally:
+        renewal.stop()
+    assert [getattr(each, "event", "") for each in caplog.records] == ["report_failed"]
+
+
+@contextmanager
+def listening(bridge: Bridge) -> Iterator[None]:
+    """Run the bridge's listener in a thread."""
+    listener = Listener(bridge.wiring)
+    thread = threading.Thread(target=listener.run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("reason", ["a partition_by that hangs", "partitions cannot be read"])
+def test_a_leader_that_makes_no_progress_gives_the_lease_up(
+    mongo_url: str,
+    mongo_client: MongoClient[Document],
+    state_database: str,
+    database: Database[Document],
+    reason: str,
+    failpoint: Failpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another one may lead, and the record names the function that does not return."""
+    RETURNS.clear()
+    monkeypatch.setattr(module, "_LEAST_PATIENCE_SECONDS", 0.0)
+
+    def stalled() -> list[str]:
+        return [each.getMessage() for each in caplog.records if getattr(each, "event", "") == "listener_stalled"]
+
+    def handle(change: Change) -> None:
+        """Handle it."""
+
+    bridge = Bridge(Celery("shop", broker="memory://"), mongo_url, name="shop", database=state_database, lease_ttl=TTL)
+    options: Any = {"partition_by": never_return} if reason.startswith("a partition_by") else {}
+    bridge.on_change(f"{database.name}.orders", **options)(handle)
+    leases = mongo_client[state_database]["leases"]
+    with caplog.at_level(logging.INFO), listening(bridge):
+        try:
+            wait_for(lambda: leases.find_one({"report.caughtUp": True}))
+            version = leases.find_one()["version"]  # type: ignore[index]
+            if reason.startswith("a partition_by"):
+                database.orders.insert_one({})
+                assert "never_return" in wait_for(stalled)[0]
+                wait_for(lambda: not leases.find_one({"$expr": {"$gt": ["$expiresAt", "$$NOW"]}}))
+            else:
+                refused = {"failCommands": ["find"], "errorCode": 6, "namespace": f"{state_database}.partitions"}
+                with failpoint(**refused):
+                    wait_for(stalled)
+                    wait_for(lambda: leases.find_one({"listenerId": None}))
+                wait_for(lambda: leases.find_one()["version"] > version)  # type: ignore[index]
+        finally:
+            RETURNS.set()
