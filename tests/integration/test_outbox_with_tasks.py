@@ -464,14 +464,14 @@ def test_what_a_slow_transaction_writes_is_dispatched_after_its_commit(
 ) -> None:
     """All looks that a write plans are over before the commit, and nobody sweeps. An aborted one dispatches nothing."""
     monkeypatch.setattr(dispatcher, "LOOKS_AFTER", (0.0, 0.01, 0.02))
-    outbox, looks = rig.outbox(at_once=True), []
+    outbox, looks = rig.outbox(at_once=True), list[float]()
     waiting = outbox.backing.due
 
-    def look(*given: Any, **more: Any) -> Any:
-        looks.append(1)
-        return waiting(*given, **more)
+    def due(older_than: float, *given: Any, **more: Any) -> Any:
+        looks.append(older_than)
+        return waiting(older_than, *given, **more)
 
-    monkeypatch.setattr(outbox.backing, "due", look)
+    monkeypatch.setattr(outbox.backing, "due", due)
     database.create_collection("orders")
 
     @transactional(database.client)
