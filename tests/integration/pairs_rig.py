@@ -23,7 +23,7 @@ from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.mongo.oplog import operation_time
-from mongo_celery.testing import BridgeRunner
+from mongo_celery.testing import BridgeRunner, pending_entries
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
@@ -273,6 +273,7 @@ class Shop:
         """Dispatch what the outboxes have, run all tasks, and name them."""
         for box in self._boxes:
             box.sweep(older_than=0)
+            wait_for(lambda box=box: not pending_entries(box))  # a dispatcher may have had some in hand
         return [f"{task.name}{list(task.args)}" for task in runner.run_tasks(**options)]
 
     def letters(self) -> list[tuple[Any, str]]:
