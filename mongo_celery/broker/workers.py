@@ -65,7 +65,7 @@ def consumed_queues(said: WorkersSaid) -> dict[str, set[str]]:
 
 def slots_of(said: WorkersSaid, workers: Iterable[str]) -> int | None:
     """Return how many tasks these workers can run at a time; None where one of them does not say so."""
-    sizes = [said.pools.get(worker, {}).get("max-concurrency") for worker in workers]
+    sizes: list[Any] = [said.pools.get(worker, {}).get("max-concurrency") for worker in workers]
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 

@@ -157,6 +157,8 @@ def test_workers_that_consume_other_queues_are_told_once(shop: Shop) -> None:
     shop.wait_for_summaries(1)
     wait_healthy(shop)
     assert listener.text.count("nobody takes what was sent to") == 1
+    _, findings = shop.findings()
+    assert (findings["workers"]["amount"], findings["time_limits"]["level"]) == (1, "warning"), "slots of that worker"
 
 
 @pytest.mark.slow

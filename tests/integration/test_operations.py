@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 import bson
@@ -513,6 +514,9 @@ def test_the_status_counts_what_is_stored_where_no_listener_says(storing: Storin
     assert (shown["count"], shown["bytes"], shown["reason"], shown["to"]) == (3, size, "halted", token(3)["_data"])
     assert shown["since"]
     assert status["subscriptions"][0]["spilled"] == {"partitions": 1, "count": 3, "bytes": size}
+    age = int(datetime.fromisoformat(status["at"]).timestamp()) - 1  # of the first one, by the time in its token
+    assert [each["lag_seconds"] for each in (status, status["subscriptions"][0])] == [age, age]
+    assert status["partitions"][0]["oldest_seconds"] == age
     one = {"partition": storing.partition_id, "count": 7, "size": 700, "missing": False}
     report = {"spilled": [one], "spilledCount": 9, "spilledBytes": 900, "spillBytesPerSecond": 1.5}
     assert storing.led.store.leases.renew(storing.led.term, report)

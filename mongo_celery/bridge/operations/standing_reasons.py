@@ -271,14 +271,14 @@ def _late(
         return
     is_late = "is" if len(late) == 1 else "are"
     gains = [f" For {each['name']}, {each['run_gain']['sentence']}." for each in late if each.get("run_gain")]
-    cure, command = f"More workers help, or faster handlers.{''.join(gains[:1])}", line.celery("worker")
+    cure = f"More workers help, or faster handlers.{''.join(gains[:1])}"
     if running:
-        cure, command = "End the calls that run for long first.", None
+        cure = "End the calls that run for long first."
     yield degraded(
         "lag",
         f"{listed([each['name'] for each in late])} {is_late} {duration(lags[late[0]['name']])} behind: the oldest "
         f"change has waited for so long. {cure}",
-        command,
+        None if running else line.celery("worker"),
     )
 
 

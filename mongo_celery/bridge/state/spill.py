@@ -240,7 +240,7 @@ class Spill:
     def first(self, partition_id: str, after: str, until: str) -> str | None:
         """Return the comparable part of the token of the first stored change after a place; by the index alone."""
         found = self._at(ids_between(partition_id, after, until), 1)
-        return None if found is None else place_in(found)
+        return None if found is None else place_in(partition_id, found)
 
     def fetch(
         self, partition_id: str, data: Sequence[str], session: ClientSession | None = None
