@@ -37,11 +37,12 @@ def rename(
     repeat it.
     """
     from mongo_celery.bridge.operations import renaming
+    from mongo_celery.cli.health import line_of
     from mongo_celery.cli.positions_view import name_lines
 
     wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
-        plan = renaming.plan_rename(wiring, old, new)
+        plan = renaming.plan_rename(wiring, old, new, line_of(ctx, wiring))
     for line in name_lines(plan):
         say(line, err=not dry_run or as_json)
     if not dry_run:

@@ -65,6 +65,7 @@ def rewind(
     from mongo_celery.bridge.operations.places import parse_place
     from mongo_celery.bridge.operations.rewinding import plan_rewind
     from mongo_celery.bridge.operations.rewinding import rewind as rewound
+    from mongo_celery.cli.health import line_of
     from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 
     wiring = one_bridge(ctx, bridge)
@@ -85,8 +86,8 @@ def rewind(
         done = {"moved": list(moved.partitions), "withdrawn": moved.withdrawn}
         click.echo(json.dumps({"bridge": wiring.name, "dry_run": False, **plan.plain(), **done}))
         return
-    for line in rewound_lines(plan, moved):
-        say(line)
+    for text in rewound_lines(plan, moved, line_of(ctx, wiring)):
+        say(text)
 
 
 @click.command()

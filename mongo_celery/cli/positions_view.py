@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.quantities import moment, number
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.reasons import CommandLine
     from mongo_celery.bridge.operations.renaming import NamePlan
     from mongo_celery.bridge.operations.rewinding import RewindPlan
     from mongo_celery.bridge.operations.selected_replays import ReplayPlan
@@ -79,18 +80,19 @@ def _left_out(plan: RewindPlan) -> Iterator[str]:
         yield f"a listener leads ({plan.leader}): stop all of them first"
 
 
-def rewound_lines(plan: RewindPlan, moved: Moved) -> Iterator[str]:
-    """What a rewind has done."""
+def rewound_lines(plan: RewindPlan, moved: Moved, line: CommandLine) -> Iterator[str]:
+    """Return what a rewind has done, and the commands that may follow."""
     count = number(len(moved.partitions), "partition", "partitions")
     way = "passed over what came before" if plan.forward else "back at"
     yield from wrapped(f"{plan.subscription}: {way} {moment(plan.to.iso)} ({count}); start a listener to go on")
     since = plan.plain()["passed_from"]
     if since is not None:
         yield "To run what was passed over later, within the oplog's window:"
-        yield f"  changes replay {plan.subscription} --from {since} --until {plan.to.token['_data']}"
+        place = str(plan.to.token["_data"])
+        yield f"  {line.changes('replay', plan.subscription, '--from', since, '--until', place)}"
     for text in _no_replay_brings(plan):
         yield from wrapped(f"{text}. To have what exists read anew:")
-        yield f"  changes snapshot {plan.subscription}"
+        yield f"  {line.changes('snapshot', plan.subscription)}"
 
 
 def _no_replay_brings(plan: RewindPlan) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,9 +42,9 @@ class MongoServer(Server):
 
         parameters: Server parameters, such as `["enableTestCommands=1"]`.
 
-        directory: Where to keep data, beyond `stop`; a temporary directory if left out.
+        directory: Where to keep data and port, beyond `stop`; a temporary directory if left out.
 
-        port: The port; a free one if left out.
+        port: The port; that of the directory, or a free one, if left out.
 
         environment: Variables added to the process's environment.
 
@@ -119,7 +118,7 @@ class MongoReplicaSet:
 
         directory: Where to keep data and ports, beyond `stop`; a temporary directory if left out.
 
-        port: The first member's port, and the ones after it; free ones if left out.
+        port: The first member's port, and the ones after it; those of the directory, or free ones, if left out.
 
         environment: Variables added to the processes' environment.
 
@@ -194,7 +193,6 @@ class MongoReplicaSet:
                 self._members = self._make_members()
             with ThreadPoolExecutor(len(self._members)) as pool:
                 list(pool.map(MongoServer.start, self._members))
-            self._ports_path.write_text(json.dumps([member.port for member in self._members]), encoding="utf-8")
             self._initiate()
             self.wait_until_ready()
         except BaseException:
@@ -252,16 +250,10 @@ class MongoReplicaSet:
             with ThreadPoolExecutor(len(self._members)) as pool:
                 list(pool.map(action, self._members))
 
-    @property
-    def _ports_path(self) -> Path:
-        return self._directory.path / "ports.json"
-
     def _make_members(self) -> list[MongoServer]:
         ports: list[int | None] = [None] * self._count
         if self._wanted_port is not None:
             ports = [self._wanted_port + index for index in range(self._count)]
-        elif self._ports_path.exists():  # the configuration in the data names these ports
-            ports = json.loads(self._ports_path.read_text(encoding="utf-8"))
         return [
             MongoServer(directory=self._directory.path / f"member-{index}", port=port, **self._options)
             for index, port in enumerate(ports)

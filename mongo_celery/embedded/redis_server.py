@@ -20,9 +20,9 @@ class RedisServer(Server):
     Args:
         appendonly: Keep an append-only file.
 
-        directory: Where to keep data, beyond `stop`; a temporary directory if left out.
+        directory: Where to keep data and port, beyond `stop`; a temporary directory if left out.
 
-        port: The port; a free one if left out.
+        port: The port; that of the directory, or a free one, if left out.
 
         options: More of redis-server's options, such as `["--maxmemory", "50mb"]`.
 

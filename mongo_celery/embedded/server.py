@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -110,7 +111,8 @@ class Server(ABC):
         """
         Start the server and wait until it accepts connections; nothing happens if it runs already.
 
-        The first start chooses a free port, unless one was given; later ones keep it, and the data.
+        The first start chooses a free port, unless one was given. Later ones keep port and data, in a given
+        directory also those of other objects and processes.
         After an error nothing runs, and a directory of our own that holds no earlier data is gone.
 
         Raises:
@@ -120,8 +122,13 @@ class Server(ABC):
         if self.running:
             return self
         fresh = self._port is None or self._process is None
+        if self._port is None:
+            with contextlib.suppress(OSError, ValueError):
+                self._port = int(self._port_path.read_text(encoding="ascii"))
         try:
             self._start_on_a_port(find_binary(self.binary_name, self._binary))
+            self._port_path.touch(mode=0o600)
+            self._port_path.write_text(f"{self.port}", encoding="ascii")
         except BaseException:
             self.kill()
             if fresh:
@@ -177,6 +184,10 @@ class Server(ABC):
     @property
     def _log_path(self) -> Path:
         return self.directory / f"{self.binary_name}.log"
+
+    @property
+    def _port_path(self) -> Path:
+        return self.directory / f"{self.binary_name}.port"
 
     def _start_on_a_port(self, binary: Path) -> None:
         for _ in range(PORTS_TRIED_MAX):

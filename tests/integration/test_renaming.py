@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,8 +177,13 @@ def test_what_does_not_fit_is_refused_with_a_sentence_and_nothing_changes(
     touched = Stage(renamed, stage.data, NEW)
     touched.write(1)
     touched.release()
-    with pytest.raises(CommandRefusedError, match="totals has handled changes of its own"):
+    with pytest.raises(CommandRefusedError, match="totals has handled changes of its own") as refused:
         rename(renamed)
+    rewind, forget, _ = re.findall(r"`celery -A APP changes (.+?)`", str(refused.value))
+    place = parse_place(rewind.removeprefix(f"rewind {NEW} --to "))
+    assert place.time is not None
+    assert place.time.time == stage.subscription["clusterTime"].time
+    assert forget == f"forget {HANDLER}"
 
 
 def test_a_name_that_has_handled_nothing_gives_way(stage: Stage, renamed: Bridge) -> None:
@@ -209,7 +215,7 @@ def test_a_name_with_something_of_its_own_is_refused(
     ):
         stage.state[collection].insert_one(asked)
         before = stage.everything()
-        with pytest.raises(CommandRefusedError, match=f"{NEW} has {said} of its own: nothing is changed; forget"):
+        with pytest.raises(CommandRefusedError, match=f"{NEW} has {said} of its own.*nothing is changed"):
             rename(renamed)
         assert stage.everything() == before
         stage.state[collection].delete_one({"_id": asked["_id"]})

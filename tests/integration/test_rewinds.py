@@ -17,6 +17,7 @@ from mongo_celery.bridge.listener.starts import open_position, read_starts
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.operations.passed_over import PassedOver
 from mongo_celery.bridge.operations.places import parse_place
+from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
 from mongo_celery.bridge.operations.selected_replays import Asking, plan_replay
 from mongo_celery.bridge.state.positions import Moved, Positions
@@ -209,10 +210,10 @@ def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: St
     assert plan.passed == PassedOver(first["clusterTime"], 1)
     (gap,) = stage.subscription["gaps"]
     assert gap["from"] == first["clusterTime"]
-    said = list(rewound_lines(plan, Moved([index])))
+    said = list(rewound_lines(plan, Moved([index]), CommandLine("shop")))
     assert "1 existing document of a snapshot no replay brings back." in " ".join(" ".join(said).split())
-    assert said[-1] == f"  changes snapshot {HANDLER}"
-    (command,) = (each.split() for each in said if each.startswith("  changes replay "))
+    assert said[-1] == f"  celery -A shop changes snapshot {HANDLER}"
+    (command,) = (each.split() for each in said if each.startswith("  celery -A shop changes replay "))
     options = dict(pairwise(command))
     asking = Asking(HANDLER, parse_place(options["--from"]), parse_place(options["--until"]))
     assert first["_id"] in [each["resumeToken"] for each in plan_replay(stage.bridge.wiring, asking).letters]

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
+from mongo_celery.bridge.operations.places import iso
+from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.rewinding import (
     LOCKED,
     leader_in,
+    place_in,
     reached,
     refuse_led,
     refuse_unknown,
@@ -61,9 +64,12 @@ class NamePlan:
 # -- rename ----------------------------------------------------------------------------------------
 
 
-def plan_rename(wiring: Wiring, old: str, new: str) -> NamePlan:
+def plan_rename(wiring: Wiring, old: str, new: str, line: CommandLine | None = None) -> NamePlan:
     """
     Look at what giving a subscription another name would do. Changes nothing.
+
+    Args:
+        line: how the reader of a refusal types commands.
 
     Raises:
         CommandRefusedError: the names do not fit what is stored, or what this app has.
@@ -92,12 +98,11 @@ def plan_rename(wiring: Wiring, old: str, new: str) -> NamePlan:
             if layout is None or documents[old].get("layout") is None:
                 raise CommandRefusedError(f"Subscription {old} was last led by an earlier version: start a listener.")
             generation = layout.generation
+            has = _found_in(store.names.own(new))
             if new in documents and store.partitions.are_touched(new):
-                raise CommandRefusedError(
-                    f"{new} has handled changes of its own, since a listener has led with it: its positions would be "
-                    f"lost. Forget {old}, and rewind {new} to where that stood.",
-                )
-            _refuse_own(old, new, store.names.own(new))
+                has = "handled changes"
+            if has:
+                raise CommandRefusedError(_refusal(old, new, has, iso(place_in(documents[old])), line or CommandLine()))
         version = int(lease.get("version", 0))
         given_at = int(documents.get(new, {}).get(COPIED_BY) or version)
         return NamePlan(old, new, holdings, leader_in(lease), generation, version, given_at)
@@ -125,7 +130,10 @@ def rename(wiring: Wiring, plan: NamePlan, reason: str | None, progress: Progres
             note = make_intervention("rename", plan.name, reason, {"to": plan.to})
             result = store.names.put_in_force(plan.name, plan.to, version, note)
             if result == "asked":
-                _refuse_own(plan.name, plan.to, store.names.own(plan.to))
+                raise CommandRefusedError(
+                    f"{plan.to} has {_found_in(store.names.own(plan.to))} of its own since a moment ago: nothing is "
+                    "changed. Repeat the command, which says what to do.",
+                )
             if result != "done":
                 refuse_led(wiring, store)
                 raise CommandRefusedError(_begun(wiring, plan.name))
@@ -153,16 +161,20 @@ def _begin(wiring: Wiring, store: Store, plan: NamePlan) -> int:
     return int(begun)
 
 
-def _refuse_own(old: str, new: str, own: Holdings) -> None:
-    """What was asked for or set aside under the new name would be lost, or be taken for the old one's."""
-    if own.any:
-        found = ((own.letters, "dead letters"), (own.replays, "replays"), (own.snapshots, "snapshots"))
-        has = ", ".join(f"{count} {what}" for count, what in found if count)
-        raise CommandRefusedError(
-            f"{new} has {has} of its own: nothing is changed; forget {new} with code that does not have it (`changes "
-            f"forget {new} --dead-letters`), then repeat the command; or forget {old}, and rewind {new} to where that "
-            "stood.",
-        )
+def _found_in(own: Holdings) -> str:
+    """What was asked for or set aside under the new name: it would be lost, or be taken for the old one's."""
+    found = ((own.letters, "dead letters"), (own.replays, "replays"), (own.snapshots, "snapshots"))
+    return ", ".join(f"{count} {what}" for count, what in found if count)
+
+
+def _refusal(old: str, new: str, has: str, at: str | None, line: CommandLine) -> str:
+    rewind, forget = line.changes("rewind", new, "--to", at or "oldest"), line.changes("forget", old)
+    instead = line.changes("forget", new, "--dead-letters")
+    return (
+        f"{new} has {has} of its own, which would be lost: nothing is changed. {old} has handled its changes up to "
+        f"{at or 'the start'}. To let {new} handle those after it, stop all listeners and run `{rewind}`, then "
+        f"`{forget}`. To lose what {new} has, run `{instead}` with code that lacks {new}, then repeat this command."
+    )
 
 
 def _begun(wiring: Wiring, name: str) -> str:

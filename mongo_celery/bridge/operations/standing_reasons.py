@@ -55,7 +55,7 @@ def standing_reasons(status: Mapping[str, Any], line: CommandLine, running: Sequ
     yield from _layouts(status, served)
     yield from _dead_letters(status, line)
     yield from _snapshots(status, line)
-    yield from _unregistered(status)
+    yield from _unregistered(status, line)
 
 
 Concerned = Sequence[tuple[Subscription, Sequence[Partition]]]
@@ -335,14 +335,16 @@ def _parked_keys(status: Mapping[str, Any]) -> str:
     return f"{parked} them. "
 
 
-def _unregistered(status: Mapping[str, Any]) -> Iterator[Reason]:
+def _unregistered(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
     gone = {each["name"] for each in status["subscriptions"] if each["state"] == "unregistered"}
     if gone and len(gone) < len(status["subscriptions"]):  # else `handlers` says it
         halted = sum(each["subscription"] in gone and each["state"] == "halted" for each in status["partitions"])
         stand = f" ({number(halted, 'partition', 'partitions')} halted)" if halted else ""
+        first = min(gone)
         yield degraded(
             "unregistered",
             f"{listed(sorted(gone))} {'is' if len(gone) == 1 else 'are'} stored{stand}, but without a handler in this "
-            "app: nobody handles these changes. Import the module with the @bridge.on_change function; or, if it was "
-            "removed for good, `changes forget` removes what is stored of it.",
+            "app: nobody handles these changes. Import the module with the @bridge.on_change function. If the function "
+            f"was renamed, run `{line.changes('rename', first, 'NEW')}` before a listener starts with the new name. If "
+            f"it was removed, `{line.changes('forget', first)}` removes what is stored of it.",
         )
