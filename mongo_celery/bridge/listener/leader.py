@@ -245,6 +245,11 @@ class Leader:
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "snapshots": self._snapshots.report(),
             "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
+            "fedBack": [
+                {"subscription": each.name, **found}
+                for each in subscriptions
+                if (found := each.feedback.report()) is not None
+            ],
             "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 
