@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import TypeGuard
 
 from mongo_celery.errors import ConfigurationError
 
@@ -15,12 +17,39 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def seconds(value: object, name: str) -> float:
-    """A duration in seconds from a number or a `timedelta`; anything else is a ConfigurationError."""
+    """Return a duration in seconds from a number or a `timedelta`; anything else is a ConfigurationError."""
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise ConfigurationError(f"{name}={value!r} must be a number of seconds or a timedelta.")
     return float(value)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return True if a value is a finite number; a bool is none, and neither is NaN, which no comparison refuses."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is not a whole number of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def check_flags(**given: object) -> None:
+    """Refuse what is neither True nor False: a text such as `"no"` would count as True."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r} must be True or False.")
+
+
+def check_texts(**given: object) -> None:
+    """Refuse what is no text, or an empty one."""
+    for name, value in given.items():
+        if not isinstance(value, str) or not value:
+            raise ConfigurationError(f"{name}={value!r} must be a text.")
 
 
 def positive(value: Duration, name: str) -> float:

@@ -12,11 +12,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 from celery import Task
+from celery.utils.time import rate
 
-from mongo_celery.arguments import check_choice, check_name, nearest
+from mongo_celery.arguments import check_choice, check_count, check_flags, check_name, is_number, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.options import (
     COMMITS,
@@ -84,6 +85,45 @@ _REFUSED = {
     "serializer": "the envelope is JSON and carries exact BSON",
     "compression": "set task_compression for the whole app instead",
 }
+
+
+def _are_exceptions(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(
+        isinstance(each, type) and issubclass(each, BaseException) for each in value
+    )
+
+
+def _is_duration(value: object) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _is_rate(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and rate(value) >= 0
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+
+
+_EXCEPTIONS = _are_exceptions, "a tuple of exception classes, such as (ConnectionError,)"
+_FLAG = (lambda value: isinstance(value, bool)), "True or False"
+_LIMIT = (lambda value: value is None or (is_number(value) and value > 0)), "None or a number of seconds above 0"
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("autoretry_for", "dont_autoretry_for", "throws"), _EXCEPTIONS),
+    **dict.fromkeys(("retry_jitter", "send_events", "track_started"), _FLAG),
+    **dict.fromkeys(("soft_time_limit", "time_limit"), _LIMIT),
+    **dict.fromkeys(("default_retry_delay", "retry_backoff_max"), (_is_duration, "a number of seconds")),
+    "max_retries": (
+        lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0),
+        "None or a whole number of at least 0",
+    ),
+    "rate_limit": (_is_rate, "None, or a number of changes in a time, such as '10/m'"),
+    "retry_backoff": (
+        lambda value: isinstance(value, bool) or _is_duration(value),
+        "True, False or a number of seconds",
+    ),
+    "retry_kwargs": (lambda value: isinstance(value, Mapping), "a dictionary, such as {'max_retries': 5}"),
+}
+"""Celery checks none of them: a wrong value fails at the first retry, and halts the partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +274,9 @@ def make_handler(
     Raises:
         ConfigurationError: the first thing that is wrong, and its cure.
     """
-    batch_size, coalesce = _checked_batch(arguments, options), bool(arguments.get("coalesce"))
+    coalesce = arguments.get("coalesce", False)
+    check_flags(coalesce=coalesce, transactional=arguments["transactional"])
+    batch_size = _checked_batch(arguments, options)
     check_function(function, bind=bool(task_options.get("bind")), given="the change" + "s" * (batch_size is not None))
     check_task_options(task_options)
     if coalesce and batch_size is None and task_options.get("rate_limit"):
@@ -266,7 +308,7 @@ def make_handler(
         ),
         partition_by=arguments["partition_by"],
         failure_policy=arguments["failure_policy"],
-        transactional=bool(arguments["transactional"]),
+        transactional=arguments["transactional"],
         group=_checked_group(arguments.get("group")),
         start_from=start_from,
         commit=commit,
@@ -302,9 +344,8 @@ def _checked_batch(arguments: Mapping[str, Any], options: BridgeOptions | None) 
                 "run_size=200), or @bridge.on_changes.",
             )
         return None
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ConfigurationError(f"batch_size={batch_size!r} must be a whole number of at least 1.")
-    return batch_size
+    check_count("batch_size", batch_size)
+    return cast("int", batch_size)
 
 
 def _checked_group(group: object) -> str | None:
@@ -369,6 +410,9 @@ def check_task_options(task_options: Mapping[str, Any]) -> None:
     base = task_options.get("base")
     if base is not None and not (isinstance(base, type) and issubclass(base, Task)):
         raise ConfigurationError(f"base={base!r} must be a class that derives from celery.Task.")
+    for option, (is_right, wanted) in _VALUES.items():
+        if option in task_options and not is_right(task_options[option]):
+            raise ConfigurationError(f"{option}={task_options[option]!r} must be {wanted}.")
 
 
 def check_function(function: object, *, bind: bool, given: str = "the change") -> None:

@@ -18,11 +18,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import NoneType
 from typing import Any
 
 from bson import Timestamp
 
-from mongo_celery.arguments import check_choice, check_known, check_name, seconds
+from mongo_celery.arguments import check_choice, check_count, check_flags, check_known, check_name, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.mongo.table import call_timeout
@@ -152,9 +153,7 @@ class BridgeOptions:
             "spill_bytes",
             "max_message_bytes",
         ):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{field}={value!r} must be a whole number of at least 1.")
+            check_count(field, getattr(self, field))
         for field in ("queues", "batch_size"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -166,8 +165,9 @@ class BridgeOptions:
         check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES, UNAVAILABLE)
         check_choice("full_document", self.full_document, FULL_DOCUMENT, UNAVAILABLE)
         check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE, UNAVAILABLE)
-        if not isinstance(self.show_expanded_events, bool):
-            raise ConfigurationError(f"show_expanded_events={self.show_expanded_events!r} must be True or False.")
+        check_flags(show_expanded_events=self.show_expanded_events, autodiscover=self.autodiscover)
+        if not isinstance(self.comment, (str, Mapping, NoneType)):
+            raise ConfigurationError(f"comment={self.comment!r} must be a text or a document.")
         check_start(self.start_from)
 
     def _check_times(self) -> None:
@@ -207,9 +207,8 @@ def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptio
         given: keyword arguments of `Bridge(...)`.
         settings: settings whose names begin with `mongo_celery_`, without that prefix.
     """
-    below = {name: value for name, value in settings.items() if name != "database_url"}
     check_known(list(given), OPTION_NAMES, "option")
-    check_known(list(below), OPTION_NAMES, "setting mongo_celery_")
+    below = {name: value for name, value in settings.items() if name != "database_url"}
     if "name" in below:
         raise ConfigurationError(
             "setting mongo_celery_name comes too late, since a bridge needs its name before settings are read; use "

@@ -26,9 +26,9 @@ from pymongo.errors import InvalidURI, PyMongoError
 from pymongo.uri_parser import parse_uri
 
 from mongo_celery.app import Registry, app_name
-from mongo_celery.arguments import NAME
+from mongo_celery.arguments import NAME, nearest
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
+from mongo_celery.bridge.options import OPTION_NAMES, SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
@@ -57,6 +57,7 @@ _EVENT_TYPES: dict[str, Any] = {
 }
 """`EVENT_TYPES` as options of a client."""
 
+_SETTINGS = (*OPTION_NAMES, "database_url")
 _CLOSING_SECONDS = 1.0
 _CHANGED_ELSEWHERE = ("_url", "_options", "_handlers", "_parts", "_per_process")
 """What a `Wiring` has of one cluster."""
@@ -453,9 +454,16 @@ def _settings(app: Celery) -> dict[str, Any]:
     namespace: str = app.conf.prefix or ""
     found = {}
     for key in keys:
-        name = key.removeprefix(namespace).lower() if namespace and key.startswith(namespace) else key
-        if name.startswith(SETTING_PREFIX):
-            found[name.removeprefix(SETTING_PREFIX)] = app.conf[key]
+        is_upper = namespace and key.startswith(namespace)
+        name = key.removeprefix(namespace).lower() if is_upper else key
+        if not name.startswith(SETTING_PREFIX):
+            continue
+        option = name.removeprefix(SETTING_PREFIX)
+        if option not in _SETTINGS:
+            known = [SETTING_PREFIX + each for each in _SETTINGS]
+            known = [f"{namespace}{each.upper()}" for each in known] if is_upper else known
+            raise ConfigurationError(f"setting {key} is unknown{nearest(key, known)}.")
+        found[option] = app.conf[key]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -42,9 +43,10 @@ def health(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     from mongo_celery.bridge.operations.verdict import unreadable
 
     verdicts = []
-    for each in judged_bridges(ctx, bridge):
-        verdict, sentence = told(lambda each=each: _read(each, line_of(ctx, each)))  # type: ignore[misc]
-        verdicts.append(verdict if verdict is not None else unreadable(each.name, sentence))
+    with unreadable_errors():
+        for each in bridges_of(ctx, bridge):
+            verdict, sentence = told(lambda each=each: _read(each, line_of(ctx, each)))  # type: ignore[misc]
+            verdicts.append(verdict if verdict is not None else unreadable(each.name, sentence))
     if as_json:
         for verdict in verdicts:
             click.echo(json.dumps({"bridge": verdict.bridge, **verdict.plain()}))
@@ -70,17 +72,26 @@ def bridges_of(ctx: click.Context, name: str | None) -> list[Wiring]:
     return all_of(ctx, BRIDGES, name)
 
 
-def judged_bridges(ctx: click.Context, name: str | None) -> list[Wiring]:
+class unreadable_errors:  # noqa: N801 - a context manager that reads as a phrase
     """
-    The same, for a command whose status is that of a verdict.
+    Have a command whose status is that of a verdict end with 2 after any error: 1 would be "degraded".
 
-    Raises:
-        UnreadableError: there is none, for whatever reason: that must not look like what is degraded.
+    What nobody foresaw, such as an ImportError of a task module, keeps its traceback.
     """
-    try:
-        return bridges_of(ctx, name)
-    except click.ClickException as error:
-        raise UnreadableError(error.message) from None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, click.exceptions.Exit | click.Abort) or not isinstance(error, Exception):
+            return
+        if isinstance(error, click.ClickException):
+            if error.exit_code == 1:
+                raise UnreadableError(error.message) from None
+            return
+        from mongo_celery.mongo.redaction import short
+
+        raise UnreadableError(f"{''.join(traceback.format_exception(error))}{type(error).__name__}: {short(error)}")
 
 
 def line_of(ctx: click.Context, wiring: Wiring) -> CommandLine:

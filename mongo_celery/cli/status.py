@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mongo_celery.cli.apps import console_of, json_option
-from mongo_celery.cli.health import BRIDGE, UnreadableError, judged_bridges, line_of, told, worst
+from mongo_celery.cli.health import BRIDGE, UnreadableError, bridges_of, line_of, told, unreadable_errors, worst
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,18 +45,16 @@ def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bo
     Ends as `health` does, with status 0 where all is healthy, 1 where something is degraded, and 2 where something is
     failing, or MongoDB does not answer; but broker and workers are not asked. With --watch it ends with status 0.
     """
-    bridges = judged_bridges(ctx, bridge)
-    if watch is not None:
-        _watch(ctx, bridges, as_json, everything, watch)
-        return
-    found = []
-    for each in bridges:
-        read, sentence = told(lambda each=each: _read(ctx, each))  # type: ignore[misc]
-        if read is None:
-            raise UnreadableError(sentence)
-        found.append(read)
-    _show(console_of(ctx), found, as_json, everything)
-    ctx.exit(worst(verdict for _, verdict in found))
+    with unreadable_errors():
+        bridges = bridges_of(ctx, bridge)
+        if watch is not None:
+            _watch(ctx, bridges, as_json, everything, watch)
+            return
+        found = [_read_or_error(ctx, each) for each in bridges]
+        if len(found) == 1 and found[0][0]["state"] == "unknown":
+            raise UnreadableError(found[0][0]["error"])
+        _show(console_of(ctx), found, as_json, everything)
+        ctx.exit(worst(verdict for _, verdict in found))
 
 
 Told = tuple[dict[str, Any], "BridgeVerdict"]

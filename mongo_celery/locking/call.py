@@ -26,7 +26,7 @@ from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure
 
-from mongo_celery.arguments import Duration, not_negative
+from mongo_celery.arguments import Duration, check_flags, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking import freeing, holders
 from mongo_celery.locking.plans import Plan, Result, carried_out
@@ -242,6 +242,7 @@ def lock_call(
 
 
 def _bound(*, nowait: bool, wait: Duration | None, skip_locked: bool) -> float | None:
+    check_flags(nowait=nowait, skip_locked=skip_locked)
     if nowait + (wait is not None) + skip_locked > 1:
         raise ConfigurationError("nowait, wait and skip_locked exclude each other; give one of them.")
     if wait is None:

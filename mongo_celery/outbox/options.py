@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from mongo_celery.arguments import Duration, check_known, seconds
+from mongo_celery.arguments import Duration, check_count, check_flags, check_known, check_texts, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox.entries import FIELD
@@ -86,9 +86,10 @@ class OutboxOptions:
             if getattr(self, name) is not None or name != "sweep_every":
                 object.__setattr__(self, name, _bounded(getattr(self, name), name))
         for name in ("max_pending", "max_attempts"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+            check_count(name, getattr(self, name))
+        optional = {name: getattr(self, name) for name in ("name", "source") if getattr(self, name) is not None}
+        check_texts(database=self.database, exchange=self.exchange, **optional)
+        check_flags(foreign_tasks=self.foreign_tasks)
         if not isinstance(self.at_once, bool) and self.at_once != "wait":
             raise ConfigurationError(f"at_once={self.at_once!r} is none of True, False and 'wait'.")
         if self.failure_policy not in FAILURE_POLICIES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mongo_celery.arguments import check_texts
 from mongo_celery.errors import ConfigurationError
 
 PROTOCOLS = ("auto", "documents")
@@ -30,6 +31,7 @@ class TwoPhaseOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.application, str) or not self.application:
             raise ConfigurationError(f"application={self.application!r} must be a name, such as 'shop'.")
+        check_texts(name=self.name)
         if self.protocol not in PROTOCOLS:
             raise ConfigurationError(f"protocol={self.protocol!r} must be one of {', '.join(map(repr, PROTOCOLS))}.")
         if self.retention is not None and self.retention < self.deadline:

@@ -29,6 +29,7 @@ Done = subprocess.CompletedProcess[str]
 
 APP = "tests.acceptance.cli_project"
 BARE_APP = "tests.acceptance.bare_project"
+HALVES_APP = "tests.acceptance.halves_project"
 GROUP_APP = "tests.acceptance.isolation.group_project"
 NOWHERE = "127.0.0.1:1"
 _COMMAND_SECONDS_MAX = 120.0
@@ -404,6 +405,27 @@ def test_an_unreachable_server_is_told_within_seconds(shop: Shop, command: str) 
     done = shop.changes(command, PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0")
     one_sentence(done, "no answer", NOWHERE, code=code_of(command))
     assert "secret" not in done.stderr
+
+
+def test_a_bridge_is_shown_beside_one_whose_server_is_away(shop: Shop) -> None:
+    """P16: people and programs see the one that answers, and the status is that of the worst."""
+    told = shop.changes("status", app=HALVES_APP)
+    assert told.returncode == 2, told.stderr
+    assert NOWHERE in told.stdout
+    assert "there: " in told.stdout
+    plain = shop.changes("status", "--json", app=HALVES_APP)
+    assert plain.returncode == 2, plain.stderr
+    found = {each["bridge"]: each for each in map(json.loads, plain.stdout.splitlines())}
+    assert found["away"]["reasons"][0]["code"] == "state_unreadable"
+    assert found["there"]["state"] == "never_started"
+
+
+@pytest.mark.parametrize("command", ["status", "health"])
+def test_a_module_that_cannot_be_imported_is_not_degraded(shop: Shop, command: str) -> None:
+    """Status 1 is what goes on by itself; and Python would end with it after any error."""
+    done = shop.changes(command, app=HALVES_APP, PROJECT_INCLUDE="tasks_that_are_gone")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "ModuleNotFoundError: No module named 'tasks_that_are_gone'" in done.stderr
 
 
 def test_check_goes_on_when_no_server_answers(shop: Shop) -> None:

@@ -31,6 +31,7 @@ from mongo_celery import (
     TransactionError,
     transactional,
 )
+from mongo_celery.bridge.listener import feedback
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner, drain
@@ -628,3 +629,30 @@ def test_draining_waits_for_whoever_works(database: Database[Document], mongo_ur
     with pytest.raises(TimeoutError, match=r"bridge shop has not handled .*: note behind"):
         drain(shop.bridge, timeout=0.1)
     shop.bridge.client.close()
+
+
+# -- a handler that feeds itself -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feeds", [True, False], ids=["itself", "by a user"])
+def test_a_handler_that_writes_to_what_it_watches_is_seen(
+    shop: Shop, run: Run, monkeypatch: pytest.MonkeyPatch, feeds: bool
+) -> None:
+    """P16: by the server's own times of claims, commits and writes; a user's writes between the runs are none of it."""
+    monkeypatch.setattr(feedback, "ROUNDS", 8)
+
+    def count(change: Change) -> None:
+        found = shop.orders.find_one(change.document_key) or {}
+        if feeds and found["n"] < 12:
+            shop.orders.update_one(change.document_key, {"$inc": {"n": 1}})
+
+    shop.bridge.on_change(shop.orders.full_name)(count)
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1, "n": 0})
+        runner.deliver()
+        for _ in range(0 if feeds else 12):
+            shop.orders.update_one({"_id": 1}, {"$inc": {"n": 1}})
+            runner.deliver()
+        (led,) = runner._terms[0].leader.subscriptions.values()
+        found = led.feedback.report()
+    assert (found is not None) is feeds

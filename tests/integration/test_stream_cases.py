@@ -371,6 +371,23 @@ def test_an_expanded_event_comes_to_the_handler_that_asks_for_it(
     assert not selector_of(target).selects(change.raw)
 
 
+@pytest.mark.parametrize("is_there", [True, False], ids=["before it is read on", "afterwards"])
+@pytest.mark.parametrize("goes", ["drop", "rename"])
+def test_a_collection_that_is_made_again_comes_to_the_handler_that_asks_for_it(
+    orders: Collection[Document], goes: str, is_there: bool
+) -> None:
+    """Behind the invalidate, by which the stream on a collection ends."""
+    with Watching(orders, operations={"create"}, expanded=True) as watching:
+        orders.drop() if goes == "drop" else orders.rename("away")
+        if not is_there:
+            wait_for(lambda: "invalidate" in watching.operations and watching.commands.of("aggregate")[1:])
+        orders.database.create_collection("orders")
+        (change,) = watching.changes(1)
+    assert change.operation_type == "create"
+    begin = watching.commands.of("aggregate")[-1][1]["pipeline"][0]["$changeStream"]
+    assert "startAfter" in begin
+
+
 # -- images ------------------------------------------------------------------------------------------
 
 

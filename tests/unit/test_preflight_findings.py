@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from celery import Celery
 from kombu import Queue
 from pymongo.errors import AutoReconnect, OperationFailure
 
+from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations import broker_check, deployment, encryption
 from mongo_celery.bridge.operations.lease_check import judge_layout
-from mongo_celery.bridge.operations.source_check import judge_sources
+from mongo_celery.bridge.operations.source_check import judge_feedback, judge_sources
 from mongo_celery.bridge.operations.spill_check import judge_spill, judge_storing
 from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.bridge.stream.source import Source
@@ -431,3 +433,43 @@ def test_quorum_queues_of_others_are_told_from_those_of_the_bridge() -> None:
     of_others = broker_check.judge_confirms(["mails"], QUEUES, {}).message
     assert "partitions" not in of_others
     assert of_others.startswith("Queues beside the bridge's are quorum queues (mails)")
+
+
+def fences_its_source(change: Change) -> None:
+    """Write to what it watches, in a function of its own."""
+
+    def write() -> None:
+        change.fenced("shop.orders").update_one(change.document_key, {"$set": {"seen": True}})
+
+    write()
+
+
+def fences_another(change: Change) -> None:
+    """Write elsewhere."""
+    change.fenced("shop.totals").update_one(change.document_key, {"$set": {"seen": True}})
+
+
+def names_its_source(change: Change) -> str:
+    """Write nothing."""
+    return "shop.orders"
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "is_warned"),
+    [
+        (fences_its_source, {}, True),
+        (fences_its_source, {"fields": {"total"}}, False),
+        (fences_its_source, {"operations": {"insert"}}, False),
+        (fences_another, {}, False),
+        (names_its_source, {}, False),
+    ],
+)
+def test_a_handler_that_fences_its_own_source_is_named(
+    function: Callable[[Change], Any], options: dict[str, Any], is_warned: bool
+) -> None:
+    """P16: it is given what it writes, as far as its code tells."""
+    bridge = Bridge(Celery("shop", set_as_current=False), "mongodb://localhost/shop")
+    bridge.on_change("orders", **options)(function)
+    (handler,) = bridge.handlers
+    found = list(judge_feedback(handler, handler.selector("shop"), "shop"))
+    assert [each.level for each in found] == ["warning"] * is_warned

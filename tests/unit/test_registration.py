@@ -409,8 +409,10 @@ def test_annotations_that_replace_the_methods_of_the_protocol_are_found() -> Non
 @pytest.mark.parametrize("option", sorted(TASK_OPTIONS - {"base", "bind", "autoretry_for", "dont_autoretry_for"}))
 def test_celerys_own_options_reach_the_task(bridge: Bridge, option: str) -> None:
     """What is taken has an effect."""
-    task = register(bridge, **{option: 77})
-    assert getattr(task, option) == 77
+    flags = dict.fromkeys(("retry_jitter", "send_events", "track_started"), True)
+    value = {**flags, "retry_kwargs": {"max_retries": 77}, "throws": (KeyError,)}.get(option, 77)
+    task = register(bridge, **{option: value})
+    assert getattr(task, option) == value
 
 
 def test_expanded_operations_need_the_bridges_option(app: Celery) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import bson
@@ -14,6 +15,7 @@ from bson import Timestamp
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.feedback import ROUNDS
 from mongo_celery.bridge.listener.spilled import Limit
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
@@ -625,3 +627,50 @@ def test_a_message_that_is_sent_again_is_due_at_once() -> None:
     one.repeat(0, NOW)
 
     assert [each.run.first for each in due(one)] == [1]
+
+
+# -- a handler that feeds itself -------------------------------------------------------------------
+
+
+def _handle_rounds(one: Subscription, count: int, written: Callable[[int], int]) -> None:
+    """
+    Handle changes of one document.
+
+    Args:
+        written: milliseconds from the claim of the run before until the change was written; a run takes 50 of each 100.
+    """
+    for number in range(1, count + 1):
+        before, claimed = BASE + timedelta(milliseconds=100 * (number - 1)), BASE + timedelta(milliseconds=100 * number)
+        one.take_in(change(number, wallTime=before + timedelta(milliseconds=written(number))))
+        list(one.due(NOW))  # it may be made out several times before it is published
+        assert len(due(one)) == 1
+        ran = {"last": number, "took": 40, "claimed": claimed, "at": claimed + timedelta(milliseconds=50)}
+        one.observe(committed(0, number, number, ran=ran), NOW)
+
+
+BASE = datetime(2024, 1, 1, tzinfo=UTC)
+
+
+def test_a_handler_whose_changes_are_written_while_it_handles_the_one_before_seems_to_feed_itself() -> None:
+    """P16: it loops for ever; so many in a row are no chance."""
+    one = subscription()
+    _handle_rounds(one, ROUNDS, lambda _: 10)
+    assert one.feedback.report() is None
+    one = subscription()
+    _handle_rounds(one, ROUNDS + 1, lambda _: 50)
+    found = one.feedback.report()
+    assert found is not None
+    assert found["count"] == ROUNDS
+    assert found["key"].startswith("shop.orders")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [lambda _: 60, lambda _: -1, lambda _: 90, lambda number: 10 if number % (ROUNDS - 1) else 60],
+    ids=["after the run", "before the run", "much later", "nearly always in it"],
+)
+def test_a_document_that_users_change_often_is_no_such_sign(written: Callable[[int], int]) -> None:
+    """However often: a change that waited before the run, or came after it, is somebody else's."""
+    one = subscription()
+    _handle_rounds(one, 2 * ROUNDS, written)
+    assert one.feedback.report() is None

@@ -332,6 +332,26 @@ CASES: dict[str, list[Case]] = {
         Case(running(99), "failing", None, "Every slot", (ok("workers", "1 of 1", 1),)),
         Case(running(99), "failing", None, "Every slot", (NONE_ANSWERED,)),
     ],
+    "match_refused": [
+        Case(
+            {"lease": reporting(refusedMatches=[{"subscription": "summarise", "error": "takes exactly 2 arguments"}])},
+            "failing",
+            None,
+            "summarise gets no change, since the server refuses its match: takes exactly 2 arguments.",
+        )
+    ],
+    "fed_back": [
+        Case(
+            {
+                "lease": reporting(
+                    fedBack=[{"subscription": "summarise", "key": "update a.b 1", "count": 200, "since": since(20)}]
+                )
+            },
+            "degraded",
+            None,
+            "summarise was given 200 changes of update a.b 1 in a row",
+        )
+    ],
     "locked": [Case({"lease": reporting(locked=["summarise 1"])}, "degraded", None, "summarise 1")],
     "layout_waits": [
         Case(

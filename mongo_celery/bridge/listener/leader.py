@@ -248,6 +248,11 @@ class Leader:
             "snapshots": self._snapshots.report(),
             "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
             "stopped": [{"subscription": name, "reason": reason} for name, reason in self._stopped.items()],
+            "fedBack": [
+                {"subscription": each.name, **found}
+                for each in subscriptions
+                if (found := each.feedback.report()) is not None
+            ],
             "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 

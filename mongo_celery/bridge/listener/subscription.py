@@ -15,6 +15,7 @@ from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import MOST_REFUSED, Admission, Notes
 from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.feedback import Feedback
 from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
@@ -73,6 +74,7 @@ class Subscription:
         awaited: partitions with existing documents that a snapshot waits for: they hold it, as others the watermark.
         replays: the next dead letter of each partition that is to be replayed, by index.
         replaying: partitions to which one was sent since these were read.
+        feedback: whether it seems to be given what it writes itself.
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
 
@@ -98,6 +100,7 @@ class Subscription:
         self.replays: dict[int, ReplayRequest] = {}
         self.replaying: set[int] = set()
         self.counted = [0, 0]
+        self.feedback = Feedback()
         self._replayed: set[int] = set()
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
         for tracker in trackers.values():
@@ -216,6 +219,8 @@ class Subscription:
         """Take in an image of one of the partitions."""
         tracker = self.trackers[image.index]
         step = tracker.observe(image, now)
+        if step is Step.ENDED:
+            self.feedback.end(image)
         if step in (Step.ENDED, Step.MOVED):
             self.window.complete(image.index, image.data)
         self._follow(image)
@@ -353,6 +358,7 @@ class Subscription:
 
     def _dispatch(self, tracker: Tracker, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         first = tracker.next_sequence
+        self.feedback.send(tracker.image.index, changes[0])
         is_parked = bool(tracker.image.parked_keys)
         run = Run(
             self._options.name,

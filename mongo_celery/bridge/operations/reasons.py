@@ -64,6 +64,7 @@ CODES = (
     "waiting",
     "running_long",
     "lag",
+    "fed_back",
     "locked",
     "layout_waits",
     "definitions",

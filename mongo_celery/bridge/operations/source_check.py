@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING
 
 import pymongo
@@ -10,13 +12,14 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.reasons import NAMED, listed
-from mongo_celery.bridge.stream.source import Source
+from mongo_celery.bridge.stream.source import Selector, Source
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
 
 _STREAMED = "collection"
@@ -29,6 +32,8 @@ def check_sources(wiring: Wiring) -> Iterator[Finding]:
         selectors, _ = wiring.stream()
     except ConfigurationError:
         return  # a finding of its own says so
+    for handler, selector in zip(wiring.handlers, selectors, strict=True):
+        yield from judge_feedback(handler, selector, wiring.default_database)
     wanted = {selector.name: selector.sources for selector in selectors}
     databases = {source.database for sources in wanted.values() for source in sources if source.database}
     try:
@@ -82,6 +87,28 @@ def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Ma
         yield warning("sources", f"{len(absent) - NAMED} more that handlers listen to do not exist.")
     if named and not absent and not foreign:
         yield ok("sources", "Whatever handlers listen to exists.")
+
+
+def judge_feedback(handler: Handler, selector: Selector, default_database: str | None) -> Iterator[Finding]:
+    """Warn of a handler whose code fences its own source by name; what it writes otherwise is not known."""
+    if selector.filter.fields is not None or not selector.filter.wants("update"):
+        return
+    names, texts = _words_of(inspect.unwrap(handler.function).__code__)
+    for source in selector.sources:
+        written = {str(source), source.collection if source.database == default_database else str(source)}
+        if source.collection is not None and "fenced" in names and written & texts:
+            yield warning(
+                "feedback",
+                f"{handler.name} listens to {source}, and its code has fenced() beside that name: what it writes there "
+                "is a change that it is given next. Watch only other fields, with fields=.",
+            )
+
+
+def _words_of(code: CodeType) -> tuple[set[str], set[str | None]]:
+    """Return the attributes and the texts that code uses, with the functions in it."""
+    names, texts = set(code.co_names), {each for each in code.co_consts if isinstance(each, str)}
+    below = [_words_of(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return names.union(*(each[0] for each in below)), set[str | None]().union(texts, *(each[1] for each in below))
 
 
 def _listens(handlers: Sequence[str]) -> str:

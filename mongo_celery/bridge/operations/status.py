@@ -161,6 +161,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       where the listener does not lead it: then `stopped` says why.
     - a subscription's `match_refused`: what the server said of its `match`, which it refuses, so that no change comes
       (`state` says so, too); else None.
+    - a subscription's `fed_back`: the `key` of which `count` changes in a row (rounded down), `since` when, were
+      written while the one before was handled, as if the handler wrote them itself; else None.
     - a subscription's `commit`: who writes its positions, `chain` (the commit task) or `inline` (the execution itself);
       None where it is `unregistered`.
     - a subscription's `time_limit`: seconds after which Celery ends its handler; None where nothing does in this app.
@@ -370,6 +372,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
     moving = {each["subscription"]: each for each in report.get("moving", ())}
     refused = {each["subscription"]: each["error"] for each in report.get("refusedMatches", ())}
     stopped = {each["subscription"]: each["reason"] for each in report.get("stopped", ())}
+    fed_back = {each["subscription"]: each for each in report.get("fedBack", ())}
     shaped = []
     for name in sorted({*documents, *facts.registered}):
         document = documents.get(name, {})
@@ -388,6 +391,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 if name in refused
                 else _subscription_state(facts, name, document, images, stopped),
                 "match_refused": refused.get(name),
+                "fed_back": _fed_back(fed_back[name]) if name in fed_back else None,
                 "commit": facts.commits.get(name),
                 "time_limit": facts.time_limits.get(name),
                 "generation": int(layout.generation) if layout else None,
@@ -481,6 +485,10 @@ def _share(facts: Facts, place: Timestamp | None) -> float | None:
 
 def _new_layout(moving: Mapping[str, Any]) -> dict[str, Any]:
     return {"partitions": moving["partitions"], "since": _iso(moving["since"]), "waits": moving["waits"]}
+
+
+def _fed_back(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {"key": found["key"], "count": found["count"], "since": _iso(found["since"])}
 
 
 def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:

@@ -189,6 +189,14 @@ def _handlers(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
                 f"Handler {each['name']} gets no change, since the server refuses its match: "
                 f"{cut(each['match_refused'])}. Its position is kept. Correct it, and start a listener with this code.",
             )
+        if each["fed_back"]:
+            found = each["fed_back"]
+            yield degraded(
+                "fed_back",
+                f"Handler {each['name']} was given {found['count']} changes of {cut(found['key'])} in a row since "
+                f"{moment(found['since'])}, each written while it handled the one before. If it writes to what it "
+                "watches, it feeds itself: watch only other fields, with fields=.",
+            )
     listener = status["listener"]
     process = f"process {listener['pid']} on {listener['host']}" if listener is not None else None
     if status["difference"]:

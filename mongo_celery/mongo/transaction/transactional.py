@@ -28,7 +28,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.client_session import ClientSession
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.arguments import Duration, positive
+from mongo_celery.arguments import Duration, check_flags, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import AsyncClient, Client, client_of
 from mongo_celery.mongo.transaction import asynchronous, blocking
@@ -146,6 +146,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 f"transactional(outbox=...) needs an OutboxCollection, not {type(outbox).__name__}; an Outbox stores "
                 "tasks in the documents that it writes.",
             )
+        check_flags(own=own, durable=durable)
         if own and durable:
             raise ConfigurationError("own=True and durable=True exclude each other: one may stand inside, one may not.")
         self._client: Any = client

@@ -1,0 +1,89 @@
+"""
+Handlers that feed themselves: what they write is the next change that they get, without an end.
+
+A change that was written while the change before it, of the same key, was handled may follow from the handler's own
+write. By chance it happens a few times in a row. Users' writes come before the run has begun, or after its end, as soon
+as they are quicker or slower than the handler. Both times are the server's; one before 6.0 does not tell when a change
+was written, and then nothing is said.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from bson.datetime_ms import DatetimeMS
+
+from mongo_celery.bridge.change import describe
+from mongo_celery.bridge.raw_event import RawEvent
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.partitions import Image
+    from mongo_celery.bridge.state.spill import StoredChange
+    from mongo_celery.bridge.window import PendingChange
+
+ROUNDS = 200
+"""So many changes of one key in a row, each written during the run before, are no chance."""
+
+_KEYS = 256
+_RECENT_SECONDS = 60.0
+_COUNTED_BY = 100
+
+
+@dataclass(slots=True, eq=False)
+class _Key:
+    """The changes of one key: when its last run was, and how many in a row were written during the run before."""
+
+    ran: tuple[int, int] | None = None
+    count: int = 0
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
+    data: str = ""
+    sent_at: float = 0.0
+    label: str = ""
+
+
+class Feedback:
+    """The keys of one handler that were sent last."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, _Key] = {}
+        self._sent: dict[int, _Key] = {}
+
+    def send(self, index: int, change: PendingChange | StoredChange) -> None:
+        """Note that a run is about to be sent to a partition: its first change stands for all of it."""
+        key = self._keys.pop(change.hash, None) or _Key()
+        self._keys[change.hash] = key
+        if len(self._keys) > _KEYS:
+            del self._keys[next(iter(self._keys))]
+        if key.ran is not None and key.data != change.data:
+            self._count(key, change.raw)
+        key.data, key.sent_at = change.data, time.monotonic()
+        self._sent[index] = key
+
+    def end(self, image: Image) -> None:
+        """Note when the run of a partition was claimed and committed, as far as that is known."""
+        key = self._sent.pop(image.index, None)
+        if key is not None:
+            ran = image.ran if image.ran is not None and image.ran.get("last") == image.committed else None
+            key.ran = None if ran is None else (int(DatetimeMS(ran["claimed"])), int(DatetimeMS(ran["at"])))
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the key that feeds the handler most, rounded, so that reports do not differ all the time."""
+        recent = time.monotonic() - _RECENT_SECONDS
+        found = [key for key in list(self._keys.values()) if key.count >= ROUNDS and key.sent_at > recent]
+        if not found:
+            return None
+        most = max(found, key=lambda key: key.count)
+        return {"key": most.label, "count": max(most.count // _COUNTED_BY * _COUNTED_BY, ROUNDS), "since": most.since}
+
+    def _count(self, key: _Key, raw: bytes) -> None:
+        event = RawEvent(raw)
+        written, ran = event.get("wallTime"), key.ran
+        if ran is None or not isinstance(written, DatetimeMS) or not ran[0] <= int(written) <= ran[1]:
+            key.count = 0
+            return
+        if not key.count:
+            key.since, key.label = datetime.now(UTC), describe(event)
+        key.count += 1

@@ -1,0 +1,183 @@
+"""A value of the wrong kind is refused where it is given, by a sentence that names the option (P9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from mongo_celery import Bridge, Change, Changes, Outbox, TwoPhaseCommit, once, transactional
+from mongo_celery.bridge.options import OPTION_NAMES
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.locking.call import _bound
+from mongo_celery.outbox.options import OutboxOptions
+
+URL = "mongodb://localhost/shop?replicaSet=rs0"
+NAN, INF = float("nan"), float("inf")
+ODD = object()
+
+NO_NUMBER = (NAN, INF, -INF, "3", True, ODD)
+NO_COUNT = (NAN, 0, 1.5, "3", True, ODD)
+NO_FLAG = ("no", 1, None, ODD)
+NO_TEXT = (5, True, "", ODD)
+
+
+def on_change(**options: Any) -> None:
+    """Register a handler of single changes."""
+
+    def handle(change: Change) -> None:
+        """Do nothing."""
+
+    Bridge(Celery("shop", set_as_current=False), URL).on_change("shop.orders", **options)(handle)
+
+
+def on_changes(**options: Any) -> None:
+    """Register a handler of lists."""
+
+    def handle(changes: Changes) -> None:
+        """Do nothing."""
+
+    Bridge(Celery("shop", set_as_current=False), URL).on_changes("shop.orders", **options)(handle)
+
+
+def nowhere() -> Any:
+    """Give no client; it is not asked for."""
+    raise AssertionError
+
+
+Make = Callable[..., object]
+MAKERS: dict[str, Make] = {
+    "Bridge": lambda **options: Bridge(None, URL, **options),
+    "on_change": on_change,
+    "on_changes": on_changes,
+    "Outbox": lambda **options: Outbox(Celery("shop", set_as_current=False), nowhere, **options),
+    "TwoPhaseCommit": lambda **options: TwoPhaseCommit(None, nowhere, application="shop", **options),
+    "transactional": lambda **options: transactional(nowhere, **options),
+    "once": lambda **options: once(nowhere, **options),
+    "select_for_update": lambda **options: _bound(**{"nowait": False, "wait": None, "skip_locked": False} | options),
+}
+NO_EXCEPTIONS = (ConnectionError, "ConnectionError", (ConnectionError, "x"), 5)
+OF_TASKS: dict[str, Iterable[object]] = {
+    "autoretry_for": NO_EXCEPTIONS,
+    "dont_autoretry_for": NO_EXCEPTIONS,
+    "throws": NO_EXCEPTIONS,
+    "base": ("Task", ODD),
+    "default_retry_delay": (*NO_NUMBER, None, -1),
+    "max_retries": (NAN, INF, -1, 1.5, "3", True, ODD),
+    "rate_limit": ("often", "10/x", True, ODD),
+    "retry_backoff": (NAN, INF, -1, "3", None, ODD),
+    "retry_backoff_max": (*NO_NUMBER, None, -1),
+    "retry_jitter": NO_FLAG,
+    "retry_kwargs": ("max_retries", 5, None),
+    "send_events": NO_FLAG,
+    "soft_time_limit": (*NO_NUMBER, 0),
+    "time_limit": (*NO_NUMBER, 0),
+    "track_started": NO_FLAG,
+}
+OF_HANDLERS: dict[str, Iterable[object]] = {
+    "operations": (5, "insert", set(), {5}),
+    "fields": (5, "total", set(), {5}),
+    "match": (5, "$x", [], True, {}, {"a": 1}),
+    "partition_by": (5, True),
+    "failure_policy": (5, "halted", ODD),
+    "transactional": NO_FLAG,
+    "group": (5, "", True),
+    "start_from": (5, "noww", True, NAN, ODD),
+    "commit": (5, "inlined", True),
+    "coalesce": NO_FLAG,
+    "bookkeeping": NO_FLAG,
+    "name": (5, True, ODD),
+}
+WRONG: dict[str, dict[str, Iterable[object]]] = {
+    "Bridge": {
+        **dict.fromkeys(
+            ("run_seconds", "transaction_seconds", "lease_ttl", "claim_ttl", "commit_grace", "start_timeout"),
+            (*NO_NUMBER, None, 0),
+        ),
+        **dict.fromkeys(("dispatch_grace", "spill_after"), (*NO_NUMBER, 0)),
+        **dict.fromkeys(
+            ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_bytes", "spill_bytes", "max_message_bytes"),
+            (*NO_COUNT, None),
+        ),
+        **dict.fromkeys(("queues", "batch_size"), NO_COUNT),
+        **dict.fromkeys(("show_expanded_events", "autodiscover"), NO_FLAG),
+        **dict.fromkeys(("failure_policy", "commit", "on_history_lost"), (5, "x", None, ODD)),
+        **dict.fromkeys(("full_document", "full_document_before_change"), (5, "x", True)),
+        "name": (5, "a.b", True),
+        "database": (5, "", None, "a.b"),
+        "pipeline": (5, "x", {"$match": {}}, [5]),
+        "start_from": (5, "noww", None, NAN),
+        "comment": (5, True, ODD),
+    },
+    "on_change": {**OF_HANDLERS, **OF_TASKS},
+    "on_changes": {**OF_HANDLERS, **OF_TASKS, "batch_size": NO_COUNT},
+    "Outbox": {
+        **dict.fromkeys(("sweep_after", "claim_ttl"), (*NO_NUMBER, None, 0)),
+        **dict.fromkeys(("max_pending", "max_attempts"), (*NO_COUNT, None)),
+        **dict.fromkeys(("database", "exchange"), (*NO_TEXT, None)),
+        **dict.fromkeys(("name", "source"), NO_TEXT),
+        "sweep_every": (*NO_NUMBER, 0),
+        "at_once": ("no", 5, None),
+        "foreign_tasks": NO_FLAG,
+        "field": (*NO_TEXT, None, "a.b"),
+        "failure_policy": (5, "x", None),
+        "delivers": ("web", 5, [5]),
+    },
+    "TwoPhaseCommit": {
+        **dict.fromkeys(("older_than", "timeout", "deadline"), (*NO_NUMBER, None, 0)),
+        **dict.fromkeys(("recover_every", "retention"), (*NO_NUMBER, 0)),
+        "name": (*NO_TEXT, None),
+        "accounts": (5, "accounts"),
+        "protocol": (5, "x", None),
+    },
+    "transactional": {
+        "timeout": (*NO_NUMBER, 0),
+        **dict.fromkeys(("own", "durable"), NO_FLAG),
+        "outbox": (5, "x"),
+    },
+    "once": {"keep": (*NO_NUMBER, None, 0), "claim_ttl": (*NO_NUMBER, None, 0), "key": (5, "x")},
+    "select_for_update": {
+        "wait": (NAN, INF, "3", True, -1, ODD),
+        **dict.fromkeys(("nowait", "skip_locked"), NO_FLAG),
+    },
+}
+
+
+def _cases() -> Iterator[Any]:
+    for maker, options in WRONG.items():
+        for option, values in options.items():
+            yield pytest.param(maker, option, values, id=f"{maker}-{option}")
+
+
+@pytest.mark.parametrize(("maker", "option", "values"), list(_cases()))
+def test_a_wrong_value_is_refused_by_name(maker: str, option: str, values: Iterable[object]) -> None:
+    """NaN is not below any bound, True is a number, and any text is true: each would work otherwise, or much later."""
+    words = option.replace("_", "[_ ]")
+    for value in values:
+        with pytest.raises(ConfigurationError, match=words):
+            MAKERS[maker](**{option: value})
+
+
+def test_no_option_is_left_out() -> None:
+    """Who adds one to a bridge, an outbox or a handler says here what it may not be."""
+    assert set(WRONG["Bridge"]) | {"partition_by"} == set(OPTION_NAMES)
+    assert set(WRONG["Outbox"]) == set(OutboxOptions.__dataclass_fields__)
+
+
+RIGHT: dict[str, object] = {
+    "autoretry_for": [ConnectionError],
+    "max_retries": None,
+    "rate_limit": "10/m",
+    "retry_backoff": 2,
+    "retry_kwargs": {"max_retries": 5},
+    "time_limit": 30,
+    "soft_time_limit": None,
+}
+
+
+@pytest.mark.parametrize(("option", "value"), list(RIGHT.items()))
+def test_what_celery_takes_is_taken(option: str, value: object) -> None:
+    """Each form that its documentation has."""
+    on_change(**{option: value})
