@@ -87,7 +87,7 @@ def plain_types(collection: Collection[Any], **options: Any) -> CodecOptions[dic
 
 
 @contextmanager
-def renewing_connections(client: Made) -> Iterator[None]:
+def renewing_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> Iterator[None]:
     """Renew the connections of a client after an error of the block, as `renew_connections` does."""
     try:
         yield
@@ -96,7 +96,7 @@ def renewing_connections(client: Made) -> Iterator[None]:
         raise
 
 
-def renew_connections(client: Made, error: BaseException) -> None:
+def renew_connections(client: MongoClient[Any] | AsyncMongoClient[Any], error: BaseException) -> None:
     """
     Replace the connections of a client, if the error says that one of them refuses sessions; else do nothing.
 
@@ -114,7 +114,8 @@ def renew_connections(client: Made, error: BaseException) -> None:
 def replace_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> None:
     """Have a client open new connections. One that is in use is closed afterwards, so no operation fails by this."""
     # PyMongo has no public way, and close() ends a client for all who hold it.
-    for server in list(client._topology._servers.values()):  # noqa: SLF001
+    topology: Any = client._topology  # noqa: SLF001
+    for server in list(topology._servers.values()):  # noqa: SLF001
         server.pool.gen.inc(None)
 
 
