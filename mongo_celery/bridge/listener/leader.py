@@ -337,7 +337,7 @@ class Leader:
             logger.error(
                 "handler %s is stopped, and the others are led: %s",
                 name,
-                error,
+                str(error),
                 extra={"event": "handler_stopped", "subscription": name},
             )
         self._stopped = {name: str(error) for name, error in rules.missing.items()}

@@ -373,6 +373,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
     refused = {each["subscription"]: each["error"] for each in report.get("refusedMatches", ())}
     stopped = {each["subscription"]: each["reason"] for each in report.get("stopped", ())}
     fed_back = {each["subscription"]: each for each in report.get("fedBack", ())}
+    apart = {**dict.fromkeys(refused, "match_refused"), **dict.fromkeys(stopped, "stopped")}
     shaped = []
     for name in sorted({*documents, *facts.registered}):
         document = documents.get(name, {})
@@ -380,16 +381,14 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         layout = facts.layouts.get(name)
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
         lost = lost_in(document)
-        is_led = name in facts.registered and document.get("epoch") == version and name not in refused
+        is_led = name in facts.registered and document.get("epoch") == version and name not in apart
         done = idle and is_led and not lost
         behind = 0 if done else _lag(place_in(document), facts.now)
         ages = [behind, *(_age_of_oldest(image, facts) for image in images)]
         shaped.append(
             {
                 "name": name,
-                "state": "match_refused"
-                if name in refused
-                else _subscription_state(facts, name, document, images, stopped),
+                "state": apart.get(name) or _subscription_state(facts, name, document, images),
                 "match_refused": refused.get(name),
                 "fed_back": _fed_back(fed_back[name]) if name in fed_back else None,
                 "commit": facts.commits.get(name),
@@ -429,17 +428,13 @@ def _run_gain(facts: Facts, name: str, images: Sequence[Image]) -> dict[str, Any
     return None if gain is None else gain.plain()
 
 
-def _subscription_state(
-    facts: Facts, name: str, document: Mapping[str, Any], images: Sequence[Image], stopped: Mapping[str, str]
-) -> str:
+def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], images: Sequence[Image]) -> str:
     if name not in facts.registered:
         return "unregistered"
     if not document:
         return "new"
     if lost_in(document):
         return "history_lost"
-    if name in stopped:
-        return "stopped"
     states = {state_of(image) for image in images}
     return _state_under(facts, next((state for state in _WORST_FIRST if state in states), "flowing"))
 
