@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
-from typing import Any, cast
+from typing import Any, cast, cast
 
 from celery import Task
 from celery.utils.time import rate
@@ -99,7 +99,7 @@ def _is_duration(value: object) -> bool:
 
 def _is_rate(value: object) -> bool:
     try:
-        return not isinstance(value, bool) and rate(value) >= 0
+        return not isinstance(value, bool) and rate(cast("str", value)) >= 0
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
 

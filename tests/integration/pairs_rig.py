@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -273,7 +274,8 @@ class Shop:
         """Dispatch what the outboxes have, run all tasks, and name them."""
         for box in self._boxes:
             box.sweep(older_than=0)
-            wait_for(lambda box=box: not pending_entries(box))  # a dispatcher may have had some in hand
+        for box in self._boxes:  # a dispatcher may have had some in hand
+            wait_for(functools.partial(_has_sent, box))
         return [f"{task.name}{list(task.args)}" for task in runner.run_tasks(**options)]
 
     def letters(self) -> list[tuple[Any, str]]:
@@ -358,3 +360,7 @@ def together(*calls: Any) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _has_sent(box: Outbox | OutboxCollection) -> bool:
+    return not pending_entries(box)

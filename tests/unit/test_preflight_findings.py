@@ -451,7 +451,7 @@ def fences_another(change: Change) -> None:
 
 def names_its_source(change: Change) -> str:
     """Write nothing."""
-    return "shop.orders"
+    return f"shop.orders {change.document_key}"
 
 
 @pytest.mark.parametrize(

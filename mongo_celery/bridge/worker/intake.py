@@ -51,7 +51,7 @@ class IntakeStep(bootsteps.StartStopStep):
             consumer.create_task_handler = lambda *args, **options: partial(intake.take, create(*args, **options))
         channel = consumer.task_consumer.channel
         if isinstance(channel, VirtualChannel) and intake.default is not None:
-            channel.Message = _tolerant(channel.Message)
+            channel.Message = _tolerant(channel.Message)  # type: ignore[arg-type] # mypy takes the class for an instance
             handlers: dict[str, Callable[[], object]] = getattr(channel, "handlers", {})
             if _REDIS_READ in handlers:
                 handlers[_REDIS_READ] = partial(intake.read, handlers[_REDIS_READ])
@@ -132,9 +132,13 @@ def _tolerant(base: type[Any]) -> type[Any]:
         def __init__(self, payload: Any, *args: Any, **options: Any) -> None:
             try:
                 super().__init__(payload, *args, **options)
-                names = self.delivery_tag, self.delivery_info["exchange"], self.delivery_info["routing_key"]
+                names: tuple[Any, Any, Any] = (
+                    self.delivery_tag,
+                    self.delivery_info["exchange"],
+                    self.delivery_info["routing_key"],
+                )
             except Exception:  # noqa: BLE001 - whatever kombu does with values of anybody
-                names = (None,)
+                names = None, None, None
             if self.errors or not all(isinstance(name, str) for name in names):
                 info = {"exchange": "", "routing_key": ""}
                 self.errors = None
