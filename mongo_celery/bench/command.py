@@ -24,11 +24,12 @@ from mongo_celery.bench.sizes import CHOICES, FULL, QUICK, BenchSizes
 from mongo_celery.bench.stage import Stage
 from mongo_celery.bench.tables import show
 from mongo_celery.bench.workload import Workload, content_of
+from mongo_celery.cli.apps import FiniteRange
 from mongo_celery.errors import MongoCeleryError
 
 _COUNT = click.IntRange(min=1)
 _HANDLER_SECONDS_MAX = 30
-_TIME = click.FloatRange(0, _HANDLER_SECONDS_MAX)
+_TIME = FiniteRange(0, _HANDLER_SECONDS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +85,14 @@ class _OwnOptions:
 @click.option("--handler-cpu-seconds", type=_TIME, metavar="X", help="How much of that they compute, not wait.")
 @click.option("--workers", type=_COUNT, multiple=True, metavar="N", help="By default 1, 4 and 16; repeatable.")
 @click.option("--backlog", type=click.IntRange(min=4), help="Changes before the listener whose memory is measured.")
-@click.option("--lease-ttl", type=click.FloatRange(min=1), help="Seconds, of the bridge whose listener is ended.")
+@click.option("--lease-ttl", type=FiniteRange(min=1), help="Seconds, of the bridge whose listener is ended.")
 @click.option("--mongo-url", envvar="MONGO_CELERY_BENCH_MONGO_URL", help="A replica set; embedded if left out.")
 @click.option("--redis-url", envvar="MONGO_CELERY_BENCH_REDIS_URL", help="The broker; embedded if left out.")
 @click.option("--changes", type=_COUNT, hidden=True)
 @click.option("--warm-up", type=_COUNT, hidden=True)
 @click.option("--samples", type=_COUNT, hidden=True)
 @click.option("--takeovers", type=_COUNT, hidden=True)
-@click.option("--load-seconds", type=click.FloatRange(min=0), hidden=True)
+@click.option("--load-seconds", type=FiniteRange(min=0), hidden=True)
 def bench(
     quick: bool,
     wants_json: bool,

@@ -97,7 +97,7 @@ def _is_duration(value: object) -> bool:
     return is_number(value) and value >= 0
 
 
-def _is_rate(value: object) -> bool:
+def _is_rate(value: Any) -> bool:
     try:
         return not isinstance(value, bool) and rate(cast("str", value)) >= 0
     except (AttributeError, KeyError, TypeError, ValueError):

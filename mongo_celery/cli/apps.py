@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
@@ -34,6 +35,17 @@ class _Unpadded:
     def write(self, text: str) -> int:
         """Write whole lines."""
         return self._file.write("\n".join(line.rstrip(" ") for line in text.split("\n")))
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds; NaN, which no bound refuses, and infinity are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert what was typed."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
 
 
 def say(text: object, *, err: bool = False) -> None:

@@ -10,7 +10,7 @@ import click
 from celery.bin.base import handle_preload_options
 
 from mongo_celery.cli import dead_letters, names, positions
-from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.apps import FiniteRange, console_of, json_option, one_of, one_sentence_errors, say
 from mongo_celery.cli.grants import grants
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
 from mongo_celery.cli.snapshot import snapshot
@@ -304,7 +304,7 @@ def skip(
 @changes.command("rotate-key")
 @click.option(
     "--overlap",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=3600.0,
     show_default=True,
     metavar="SECONDS",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import console_of, json_option, one_sentence_errors, say
+from mongo_celery.cli.apps import FiniteRange, console_of, json_option, one_sentence_errors, say
 from mongo_celery.visible import visible
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def locks(ctx: click.Context, **_: Any) -> None:
 
 
 @locks.command("list")
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Open for longer.")
+@click.option("--older-than", type=FiniteRange(min=0), metavar="SECONDS", help="Open for longer.")
 @URL
 @JSON
 @click.pass_context

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import all_of, console_of, json_option, one_sentence_errors, say, sentence_for
+from mongo_celery.cli.apps import FiniteRange, all_of, console_of, json_option, one_sentence_errors, say, sentence_for
 
 if TYPE_CHECKING:
     from pymongo.errors import PyMongoError
@@ -110,7 +110,7 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
 @outbox.command()
 @click.option(
     "--older-than",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="SECONDS",
     help="How long the oldest entry of a document has waited; by default what the outbox says, 0 for everything.",
 )

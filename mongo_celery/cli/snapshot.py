@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.apps import FiniteRange, json_option, one_of, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.snapshot_commands import PlannedSnapshot
@@ -25,7 +25,7 @@ _STOPPED = (
 @click.argument("handler", required=False)
 @click.option("--source", "sources", multiple=True, metavar="NS", help="This collection only; may be repeated.")
 @click.option("--match", metavar="JSON", help="Only documents whose event fulfils this expression, as `match=` does.")
-@click.option("--rate", type=click.FloatRange(min=0.01), metavar="N", help="So many documents a second at most.")
+@click.option("--rate", type=FiniteRange(min=0.01), metavar="N", help="So many documents a second at most.")
 @click.option("--list", "is_list", is_flag=True, help="Show snapshots and how far they are, and begin none.")
 @click.option("--stop", "stopped", metavar="ID", help="Let this one stop where it is.")
 @click.option("--resume", "resumed", metavar="ID", help="Let this one, stopped or failed, go on where it is.")

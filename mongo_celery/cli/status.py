@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import console_of, json_option
+from mongo_celery.cli.apps import FiniteRange, console_of, json_option
 from mongo_celery.cli.health import BRIDGE, UnreadableError, bridges_of, line_of, told, unreadable_errors, worst
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _WATCH_SECONDS = 2.0
     is_flag=False,
     flag_value=_WATCH_SECONDS,
     default=None,
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     metavar="[SECONDS]",
     help="Repeat until Ctrl-C, by default every 2 seconds.",
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import console_of
+from mongo_celery.cli.apps import FiniteRange, console_of
 from mongo_celery.cli.health import BRIDGE, bridges_of, line_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _TICK_SECONDS = 0.1
 @BRIDGE
 @click.option(
     "--every",
-    type=click.FloatRange(min=0.2),
+    type=FiniteRange(min=0.2),
     default=2.0,
     show_default=True,
     metavar="SECONDS",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.apps import FiniteRange, console_of, json_option, one_of, one_sentence_errors, say
 from mongo_celery.quantities import duration, moment
 from mongo_celery.visible import visible
 
@@ -27,7 +27,7 @@ _STATES = ("initial", "pending", "applied", "done", "canceling", "canceled")
 NAME = click.option("--name", metavar="NAME", help="The TwoPhaseCommit, where the app has several.")
 JSON = json_option("transaction")
 AGE = click.option(
-    "--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Since the last step, by the server's clock."
+    "--older-than", type=FiniteRange(min=0), metavar="SECONDS", help="Since the last step, by the server's clock."
 )
 
 
@@ -98,7 +98,7 @@ def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
 @transactions.command()
 @click.option(
     "--older-than",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="SECONDS",
     help="Since the last step, by the server's clock; by default as the TwoPhaseCommit says, else half an hour.",
 )
@@ -208,7 +208,7 @@ def compensate(ctx: click.Context, id: str, yes: bool, name: str | None, as_json
 @transactions.command()
 @click.option(
     "--older-than",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     required=True,
     metavar="SECONDS",
     help="Since the last step, by the server's clock; not less than the deadline.",

@@ -194,8 +194,9 @@ def test_a_tombstone_expires_by_the_servers_clock(target: Collection[Document]) 
     assert 3600 <= (found[1] - now).total_seconds() < 3600 + DEADLINE_S
     assert found[2] is None
     assert graves(target).index_information()["expireAt_1"]["expireAfterSeconds"] == 0
-    with pytest.raises(ConfigurationError):
-        view(target, 5, tombstone_ttl=-1)
+    for wrong in (-1, float("nan"), "3", True):
+        with pytest.raises(ConfigurationError):
+            view(target, 5, tombstone_ttl=wrong)
 
 
 def test_deletes_do_not_trip_unique_indexes_or_validators(target: Collection[Document]) -> None:

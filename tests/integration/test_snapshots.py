@@ -510,6 +510,7 @@ def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(w
         ({"sources": [f"{world.data}.capped"]}, "it is capped"),
         ({"sources": [f"{world.data}.ordrs"]}, "does not watch"),
         ({"match": '{"v": 1}'}, "is no condition"),
+        ({"rate": float("nan")}, "rate=nan"),
         ({"match": '{"$foo": 1}', "sources": [world.source]}, "cannot judge"),
         ({}, "it is capped"),
     ):

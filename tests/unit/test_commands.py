@@ -84,6 +84,21 @@ def test_every_command_that_prints_has_json(path: str) -> None:
     assert has is (path not in WITHOUT_JSON)
 
 
+def test_no_number_of_a_command_is_nan() -> None:
+    """No bound refuses it: `snapshot --rate nan` would end the listener of all handlers."""
+    options = [
+        (option, context)
+        for context in ALL.values()
+        for option in context.command.params
+        if isinstance(option.type, click.FloatRange) or option.type is click.FLOAT
+    ]
+    assert len(options) > 5
+    for option, context in options:
+        for value in ("nan", "inf"):
+            with pytest.raises(click.BadParameter):
+                option.type.convert(value, option, context)
+
+
 def rows(text: str) -> dict[str, str]:
     """The tables of the page: what stands in the first column, and the rest of the row."""
     return dict(re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE))

@@ -41,8 +41,8 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.mongo_client import MongoClient
 
+from mongo_celery.arguments import not_negative
 from mongo_celery.bridge.fenced.fence import FIELD
-from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.identity import id_key
 
 SUFFIX = ".fence_tombstones"
@@ -148,7 +148,4 @@ def lifetime_ms(ttl: float | timedelta | None) -> int | None:
     """A tombstone's lifetime in milliseconds: None for ever, 0 for no tombstones."""
     if ttl is None:
         return None
-    seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
-    if seconds < 0:
-        raise ConfigurationError("`tombstone_ttl` is not negative; 0 keeps no tombstones.", tombstone_ttl=ttl)
-    return math.ceil(seconds * 1000)
+    return math.ceil(not_negative(ttl, "tombstone_ttl") * 1000)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bson import Timestamp, json_util
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.arguments import nearest
+from mongo_celery.arguments import is_number, nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, estimate, facts_of, shape_of
 from mongo_celery.bridge.listener.owed import collections_of
 from mongo_celery.bridge.operations.rename_check import refuse_renaming
@@ -75,6 +75,8 @@ def start(
         CommandRefusedError: something of it cannot be; then nothing is asked for.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
+    if rate is not None and not (is_number(rate) and rate > 0):
+        raise CommandRefusedError(f"rate={rate!r} must be a number of documents a second.")
     with _reached(wiring):
         handler = _handler(wiring, name)
         refuse_renaming(wiring.store, [handler.name])
