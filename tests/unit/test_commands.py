@@ -156,7 +156,10 @@ def standing() -> dict[str, Any]:
     rejected = [{"partition": "summarise 1", "key": "k", "bytes": 9, "error": "too large", "since": NOON}]
     gap = {"until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
     moving = [{"subscription": "summarise", "partitions": 7, "since": NOON, "waits": ""}]
+    fed_back = [{"subscription": "summarise", "key": "k", "count": 100, "since": NOON}]
+    untaken = {"queues": ["shop.1"], "answered": None}
     report = {**IDLE_REPORT, "rejected": rejected, "notStored": rejected, "moving": moving}
+    report |= {"fedBack": fed_back, "untaken": untaken}
     head = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
     full = {"claim": claim, "error": "no", "head": head, "spilled": MARK, "waiting": {"since": NOON, "cause": "no"}}
     ran = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseconds=20)}
@@ -182,13 +185,17 @@ def test_the_page_has_the_keys_of_a_status() -> None:
     (row,), (partition,) = status["subscriptions"], status["partitions"]
     parts = {
         "the bridge": status,
+        "`untaken`": status["untaken"],
         "`listener`": status["listener"],
         "`spill`": status["spill"],
         "`gaps`": status["gaps"][0],
         "`rejected_by_broker`, `not_stored`": status["rejected_by_broker"][0],
         "`snapshots`": status["snapshots"][0],
         "`subscriptions`": row,
-        **{f"`{name}` of a subscription": row[name] for name in ("run_gain", "new_layout", "spilled", "lost")},
+        **{
+            f"`{name}` of a subscription": row[name]
+            for name in ("run_gain", "fed_back", "new_layout", "spilled", "lost")
+        },
         "`partitions`": partition,
         **{f"`{name}` of a partition": partition[name] for name in ("claim", "retry", "waiting", "head", "spilled")},
     }
