@@ -1,7 +1,7 @@
 """
 How a status looks on a terminal: a summary line, handlers, the partitions that need attention, and the verdict.
 
-What the verdict says is not said before; so the last lines are what to do.
+The verdict is last, so that its commands stand above the prompt.
 """
 
 from __future__ import annotations

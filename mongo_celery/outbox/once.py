@@ -183,7 +183,7 @@ def _guarded(
         return _run_claimed(this, store, run)
 
     if takes_session:
-        hide_session(call, signature)
+        hide_session(call, function)
     return call
 
 

@@ -363,8 +363,8 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "definitions": [
-        Case({"registered": ("bill", "summarise")}, "degraded", START, "(process 42 on one) does not have bill"),
-        Case({"identity": OLDER}, "degraded", START, "(process 42 on one) has another definition of summarise"),
+        Case({"registered": ("bill", "summarise")}, "degraded", START, "(process 42 on one) does not have 'bill'"),
+        Case({"identity": OLDER}, "degraded", START, "(process 42 on one) has another definition of 'summarise'"),
     ],
     "parked": [
         Case(

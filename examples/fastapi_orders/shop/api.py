@@ -36,14 +36,7 @@ def database(request: Request) -> AsyncDatabase[dict[str, Any]]:
     return request.app.state.mongo.shop  # type: ignore[no-any-return]
 
 
-async def transaction(request: Request) -> AsyncIterator[AsyncClientSession]:
-    """A dependency: the request's transaction, committed before the answer is sent."""
-    async with transactional(request.app.state.mongo) as session:
-        yield session
-
-
 Shop = Annotated[AsyncDatabase[dict[str, Any]], Depends(database)]
-Session = Annotated[AsyncClientSession, Depends(transaction, scope="function")]
 
 
 class NewOrder(BaseModel):
@@ -75,7 +68,8 @@ async def pay(identity: str, shop: Shop) -> dict[str, Any]:
 
 
 @api.post("/orders/{identity}/cancel")
-async def cancel(identity: str, shop: Shop, session: Session) -> dict[str, Any]:
+@transactional(lambda: api.state.mongo, timeout=20)
+async def cancel(identity: str, shop: Shop, *, session: AsyncClientSession) -> dict[str, Any]:
     """Two documents and a task, or nothing: a paid order is canceled, and its customer has a credit."""
     canceled = orders.with_tasks({"$set": {"status": "canceled"}}, [confirm.s(identity, "canceled")])
     found = await shop.orders.find_one_and_update(

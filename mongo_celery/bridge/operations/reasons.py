@@ -2,8 +2,8 @@
 Why a bridge is not healthy: reasons, each with its severity, what it costs, and the command that cures it.
 
 *Failing* is what stands still until somebody acts, or is about to be lost: wake somebody. *Degraded* is what goes on
-by itself, was asked for, or can be looked at in the morning. The thresholds stand here and nowhere else, but for the
-shares of the oplog's window and of `spill_bytes`, which the listener's log has in common with the verdict.
+by itself, was asked for, or can be looked at in the morning. The verdict's thresholds are here, but for the shares of
+the oplog's window and of `spill_bytes`, which the listener's log has in common with it. The page's colors have others.
 """
 
 from __future__ import annotations

@@ -214,10 +214,10 @@ def _other_code(
     registered: Sequence[str], listener: Mapping[str, Any], process: str, line: CommandLine
 ) -> Iterator[Reason]:
     """A deploy that is under way, or an old process that it has left."""
-    lacking = sorted(set(registered) - set(listener["handlers"]))
+    lacking = [repr(each) for each in sorted(set(registered) - set(listener["handlers"]))]
     found = [f"does not have {listed(lacking)}, so nobody handles these changes"] if lacking else []
     if listener["changed"]:
-        found.append(f"has another definition of {listed(listener['changed'])}")
+        found.append(f"has another definition of {listed([repr(each) for each in listener['changed']])}")
     if found:
         text = f"{process} {', and '.join(found)}. A deploy ends it; if none is under way, end it and start this code."
         yield degraded("definitions", text, line.celery("listener"))

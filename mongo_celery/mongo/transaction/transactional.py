@@ -53,8 +53,16 @@ class Collects(Protocol):
         """Gather inside; it is written when the block ends, in the session's transaction unless that has ended."""
 
 
-def hide_session(call: Callable[..., Any], signature: inspect.Signature) -> None:
-    """Give a wrapper the signature of its function without `session`: Celery checks a task's arguments against it."""
+def hide_session(call: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """
+    Give a wrapper the signature of its function without `session`: Celery and FastAPI read a call's arguments from it.
+
+    Annotations that are text are evaluated where the function was written: FastAPI would look in the wrapper's module.
+    """
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except Exception:  # noqa: BLE001 - they may be whatever text, and names for type checkers only
+        signature = inspect.signature(function)
     shown = cast("_HasSignature", call)
     visible = [each for name, each in signature.parameters.items() if name != "session"]
     shown.__signature__ = signature.replace(parameters=visible)
@@ -180,7 +188,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             return await self.arun(lambda session: awaited(*args, session=session, **kwargs), session=given)
 
         chosen: Callable[..., Any] = call_async if inspect.iscoroutinefunction(function) else call
-        hide_session(chosen, inspect.signature(function))
+        hide_session(chosen, function)
         return chosen
 
     def run(self, body: Callable[[ClientSession], Result], *, session: ClientSession | None = None) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,8 @@ from pymongo import MongoClient
 
 from mongo_celery import Change, Fence
 from tests.fixtures.process import wait_for
+
+AT_A_TIME = 8
 
 
 @contextmanager
@@ -27,15 +30,28 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         with TestClient(namespace["api"]) as browser:
             order = browser.post("/orders", params={"customer": "Eve"}).json()["order"]
             codes = [browser.post(f"/orders/{order}/{what}").status_code for what in ("pay", "pay", "cancel", "cancel")]
-            assert codes == [200, 409, 200, 409]
+            assert codes == [200, 409, 200, 409], codes
             assert browser.get(f"/orders/{order}").status_code == 404
             wait_for(lambda: set(_stored(shop)) == {"_id", "customer", "status"}, message="nothing is pending")
             namespace["show"](_change(_stored(shop), client))
             assert browser.get(f"/orders/{order}").json()["text"] == "Eve: canceled"
-        assert shop.customers.find_one() == {"_id": "Eve", "credits": 1}
+            many = _cancel_at_a_time(browser)
+            assert browser.post(f"/orders/{order}/notes", params={"text": "late"}).status_code == 201
+        assert (shop.notes.count_documents({}), shop.note_log.count_documents({})) == (1, 1)
+        assert shop.customers.find_one() == {"_id": "Eve", "credits": 1 + len(many)}
         bodies = [json.loads(message)["body"] for message in broker.lrange("celery", 0, -1)]
         sent = {tuple(json.loads(b64decode(body))[0]) for body in bodies}
-        assert sent == {(order, what) for what in ("placed", "paid", "canceled")}, sent
+        assert sent == {(each, what) for each in (order, *many) for what in ("placed", "paid", "canceled")}, sent
+
+
+def _cancel_at_a_time(browser: TestClient) -> list[str]:
+    """Requests that write one customer conflict: each is repeated and answered, and none fails."""
+    many = [browser.post("/orders", params={"customer": "Eve"}).json()["order"] for _ in range(AT_A_TIME)]
+    assert {browser.post(f"/orders/{each}/pay").status_code for each in many} == {200}
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        codes = list(pool.map(lambda each: browser.post(f"/orders/{each}/cancel").status_code, many))
+    assert set(codes) == {200}
+    return many
 
 
 def _stored(shop: Any) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         with orders.watch() as stream:
             orders.insert_one({"_id": 1, "title": "a lamp"})
             tokens.insert_one({"_id": "orders", "token": stream.next()["_id"]})
+        token = tokens.find_one()["token"]["_data"]  # type: ignore[index] # it is there
         namespace: dict[str, Any] = {"bridge": bridge, "orders": orders, "tokens": tokens, "index": index}
+        namespace["ORDERS_TOKEN"] = token
         yield namespace
 
         (handler,) = bridge.handlers
