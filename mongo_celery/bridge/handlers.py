@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
-from typing import Any, cast, cast
+from typing import Any, cast
 
 from celery import Task
 from celery.utils.time import rate

@@ -129,6 +129,8 @@ def _tolerant(base: type[Any]) -> type[Any]:
     class TolerantMessage(base):  # type: ignore[misc]
         """A message from a queue of a bridge."""
 
+        errors: Any
+
         def __init__(self, payload: Any, *args: Any, **options: Any) -> None:
             try:
                 super().__init__(payload, *args, **options)
