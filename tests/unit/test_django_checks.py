@@ -193,7 +193,7 @@ def test_a_message_names_cause_and_remedy_and_no_password() -> None:
     assert "password" not in json.dumps(found["unknown_broker"])
     assert "word@" not in json.dumps(found["bad_url"])
     assert "did you mean 'APP'?" in found["misspelt"][0][2]
-    assert "did you mean 'claim_ttl'?" in found["wrong_setting"][0][2]
+    assert "did you mean 'mongo_celery_claim_ttl'?" in found["wrong_setting"][0][2]
     _, place, sentence, command = found["wrong_handler"][0]
     assert place.endswith("handlers.py, line 4")
     assert sentence.startswith("option 'on_error' of on_change is unknown.")

@@ -35,7 +35,7 @@ _COMMANDS = "pymongo.command"
 @pytest.mark.parametrize(
     ("settings", "options", "named"),
     [
-        ("mongo_celery_partitons=8", "", r"bridge good .*partitons.*did you mean 'partitions'"),
+        ("mongo_celery_partitons=8", "", r"bridge good .*partitons.*did you mean 'mongo_celery_partitions'"),
         ("mongo_celery_partitions=8", "queues=12", r"bridge bad .*queues=12 is more than partitions=8"),
     ],
 )
