@@ -449,7 +449,7 @@ def fences_another(change: Change) -> None:
     change.fenced("shop.totals").update_one(change.document_key, {"$set": {"seen": True}})
 
 
-def names_its_source(_change: Change) -> str:
+def names_its_source(change: Change) -> str:
     """Write nothing."""
     return "shop.orders"
 
