@@ -75,7 +75,8 @@ class EntrySigner:
     def exists(self) -> bool:
         """Return True if keys are stored; this stores none."""
         keep_commands_out_of_logs()
-        return self._collection.find_one(self._this) is not None
+        with pymongo.timeout(ANSWER_SECONDS):
+            return self._collection.find_one(self._this) is not None
 
     def prepare(self) -> None:
         """
@@ -119,11 +120,12 @@ class EntrySigner:
             PyMongoError: MongoDB did not answer, so it cannot be told.
         """
         if self._keys and time.monotonic() - self._read_at > _REREAD_SECONDS:
-            with suppress(PyMongoError):
+            with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
                 self.read()
         if self._fits(entry):
             return True
-        self.read()  # another process may have made or exchanged the key
+        with pymongo.timeout(ANSWER_SECONDS):
+            self.read()  # another process may have made or exchanged the key
         return self._fits(entry)
 
     def read(self) -> None:
