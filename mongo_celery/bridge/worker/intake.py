@@ -51,7 +51,8 @@ class IntakeStep(bootsteps.StartStopStep):
             consumer.create_task_handler = lambda *args, **options: partial(intake.take, create(*args, **options))
         channel = consumer.task_consumer.channel
         if isinstance(channel, VirtualChannel) and intake.default is not None:
-            channel.Message = _tolerant(channel.Message)  # type: ignore[arg-type] # mypy takes the class for an instance
+            base: Any = channel.Message
+            channel.Message = _tolerant(base)
             handlers: dict[str, Callable[[], object]] = getattr(channel, "handlers", {})
             if _REDIS_READ in handlers:
                 handlers[_REDIS_READ] = partial(intake.read, handlers[_REDIS_READ])
@@ -123,28 +124,25 @@ class Intake:
 
 
 @cache
-def _tolerant(base: type[Any]) -> type[Any]:
+def _tolerant(base: Any) -> type[Any]:
     """Return a class of messages that are empty if kombu can neither make nor note what the broker gives."""
 
     class TolerantMessage(base):  # type: ignore[misc]
         """A message from a queue of a bridge."""
 
-        errors: Any
+        errors: list[Any] | None
 
         def __init__(self, payload: Any, *args: Any, **options: Any) -> None:
             try:
                 super().__init__(payload, *args, **options)
-                names: tuple[Any, Any, Any] = (
-                    self.delivery_tag,
-                    self.delivery_info["exchange"],
-                    self.delivery_info["routing_key"],
-                )
+                info = self.delivery_info
+                is_whole = {type(name) for name in (self.delivery_tag, info["exchange"], info["routing_key"])} == {str}
             except Exception:  # noqa: BLE001 - whatever kombu does with values of anybody
-                names = None, None, None
-            if self.errors or not all(isinstance(name, str) for name in names):
-                info = {"exchange": "", "routing_key": ""}
+                is_whole = False
+            if self.errors or not is_whole:
                 self.errors = None
-                empty = {"headers": {}, "properties": {"delivery_tag": uuid(), "delivery_info": info}}
+                properties = {"delivery_tag": uuid(), "delivery_info": {"exchange": "", "routing_key": ""}}
+                empty = {"headers": {}, "properties": properties}
                 super().__init__(empty, *args, **options)
 
     return TolerantMessage
