@@ -120,6 +120,7 @@ class EntrySigner:
             PyMongoError: MongoDB did not answer, so it cannot be told.
         """
         if self._keys and time.monotonic() - self._read_at > _REREAD_SECONDS:
+            self._read_at = time.monotonic()  # also if there is no answer: not for each entry
             with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
                 self.read()
         if self._fits(entry):
