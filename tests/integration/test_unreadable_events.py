@@ -8,17 +8,22 @@ All others arrive as always.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 from bson.raw_bson import RawBSONDocument
+from celery import Celery
 from pymongo.collection import Collection
 from pymongo.database import Database
 
+from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS, namespace_of
+from mongo_celery.bridge.operations.places import PassedPlace, read_from
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.stream.source import Scope, scope_of
+from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
 from tests.integration.stream_rig import Reading, now, scope_on, selector_of
 
@@ -144,6 +149,21 @@ def test_changes_of_a_document_with_a_giant_id_are_named_at_their_places_and_the
     assert len({event.mark.cluster_time for event in events}) == 5
     told = [record.levelname for record in caplog.records if getattr(record, "event", None) == "change_flawed"]
     assert told == 3 * ["ERROR"]
+
+
+def test_a_command_that_reads_the_stream_passes_a_giant_id(
+    items: Collection[Document], mongo_url: str, state_database: str
+) -> None:
+    """P9: rewinds and replays read a range of the stream, and end with a server's error otherwise."""
+    bridge = Bridge(Celery("shop"), mongo_url, name="shop", database=state_database, autodiscover=False)
+    scope, start = scope_on(items.full_name), operation_time(items.database.client)
+    items.insert_one({"_id": 1})
+    items.insert_one({"_id": "k" * 8_000_000})
+    items.insert_one({"_id": 2})
+    with closing(read_from(bridge.wiring, scope, start, seconds=30)) as found:
+        events = (item for item in found if not isinstance(item, PassedPlace))
+        assert [next(events)["documentKey"]["_id"] for _ in range(2)] == [1, 2]
+    bridge.client.close()
 
 
 def test_changes_of_documents_with_a_long_id_arrive_however_they_meet_in_an_answer(

@@ -24,6 +24,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.existing import is_existing, opens_stream
 from mongo_celery.bridge.stream.cursor import Position, open_cursor, post_batch_token
+from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED
 from mongo_celery.errors import AccessError, CommandRefusedError, DeploymentError
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog, time_of_token, token_before
 from mongo_celery.mongo.verdicts import Concern, Verdict, explained, verdict_on
@@ -270,7 +271,8 @@ def read_from(
     until = monotonic() + seconds
     client = wiring.stream_client(_SOCKET_SECONDS)
     try:
-        with open_cursor(client, scope, Position(None, time)) as cursor:
+        fitting = replace(scope, pipeline=(*scope.pipeline, WITHOUT_OVERSIZED))
+        with open_cursor(client, fitting, Position(None, time)) as cursor:
             for item in _items(cursor):
                 yield item
                 if monotonic() > until:
