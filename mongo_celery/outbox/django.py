@@ -133,6 +133,12 @@ def save(instance: Any, collection: str, *, insert: Insert, update: Update, opti
         )
     if len(meta.get_parent_list()) and not meta.proxy:
         raise ConfigurationError(f"{type(instance).__name__} inherits from a model with a collection of its own.")
+    around = _SAVING.get()
+    if around is not None and around.instance is instance:
+        raise ConfigurationError(
+            f"save() of {type(instance).__name__} saves the instance by its outbox, which calls save() again. Nothing "
+            "was written. Call super().save() there, and the outbox's save from outside."
+        )
     _install()
     saving = _Saving(instance, insert, update)
     token = _SAVING.set(saving)
@@ -160,8 +166,9 @@ def _install() -> None:
         saving = _SAVING.get()
         if saving is None or saving.instance is not self or saving.is_written:
             return own(self, raw, cls, *rest, **options)
-        saving.is_written = True
-        return _write(saving, *rest, **options)
+        updated = _write(saving, *rest, **options)
+        saving.is_written = True  # not if it fails: a `save` that tries again writes the tasks, too
+        return updated
 
     save_table._mongo_celery_outbox = True  # type: ignore[attr-defined] # noqa: SLF001
     Model._save_table = save_table  # noqa: SLF001

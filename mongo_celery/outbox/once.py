@@ -42,6 +42,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import transactional
+from mongo_celery.mongo.django_connections import connections_in_transaction
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
@@ -169,7 +170,11 @@ def _guarded(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        joined = kwargs.pop("session", None) if takes_session else _session_among(args, kwargs) or innermost_session()
+        if takes_session:
+            joined = kwargs.pop("session", None)
+        else:
+            of_django = (each.session for each in connections_in_transaction())
+            joined = _session_among(args, kwargs) or innermost_session() or next(of_django, None)
         this = _identified(call, key, store, args, kwargs)
         run = functools.partial(function, *args, **kwargs)
         if this.identity is None and not takes_session:

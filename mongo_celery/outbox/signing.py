@@ -10,8 +10,9 @@ The key lies in the state database, in one document for each outbox::
     {_id: "outbox/shop.orders/pendingEvents", keys: [key, ...]}
 
 The first key signs, and each of them verifies. To exchange a key, put a new one in front, and remove the old one when
-nothing is pending that it has signed. A process reads the keys before its first write, while it delivers once a minute,
-and whenever an entry does not fit them. A process that finds no keys stores its own again, or a new one.
+nothing is pending that it has signed. A process reads the keys before its first write, once a minute while it writes or
+delivers, and whenever an entry does not fit them. In an event loop a write does not read them again. A process that
+finds no keys stores its own again, or a new one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ KEYS_OF_OUTBOXES = {"_id": {"$regex": "^outbox/"}}
 """A filter for the documents of all outboxes."""
 
 _REREAD_SECONDS = 60.0
-"""For so long a process that delivers does not look whether the keys were exchanged."""
+"""For so long a process does not look whether the keys were exchanged."""
 
 _NOT_COVERED = ("at", "attempts", "signature")
 
@@ -109,6 +110,8 @@ class EntrySigner:
         """Give a new entry its signature, and return it; errors as of `prepare`."""
         if not self._keys:
             self.prepare()
+        elif not _is_in_event_loop():
+            self._read_again()
         entry.signature = self._signature(self._keys[0], entry)
         return entry
 
@@ -119,15 +122,20 @@ class EntrySigner:
         Raises:
             PyMongoError: MongoDB did not answer, so it cannot be told.
         """
-        if self._keys and time.monotonic() - self._read_at > _REREAD_SECONDS:
-            self._read_at = time.monotonic()  # also if there is no answer: not for each entry
-            with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
-                self.read()
+        if self._keys:
+            self._read_again()
         if self._fits(entry):
             return True
         with pymongo.timeout(ANSWER_SECONDS):
             self.read()  # another process may have made or exchanged the key
         return self._fits(entry)
+
+    def _read_again(self) -> None:
+        """Read the keys once a minute: they may have been exchanged. Without an answer the known ones stay."""
+        if time.monotonic() - self._read_at > _REREAD_SECONDS:
+            self._read_at = time.monotonic()  # also if there is no answer: not for each entry
+            with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
+                self.read()
 
     def read(self) -> None:
         """

@@ -8,7 +8,6 @@ same snapshot, so that a transfer that cannot be paid leaves nothing half done i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.cluster import is_same_cluster
+from mongo_celery.mongo.django_connections import connections_in_transaction
 from mongo_celery.mongo.transaction.frames import (
     after_commit,
     current,
@@ -129,7 +129,7 @@ class JoinedCalls:
         """Return what has something called after the commit; None where nobody notices it."""
         if frame_of(self._session) is not None:
             return partial(after_commit, session=self._session)
-        connection = next((each for each in _django_connections() if each.session is self._session), None)
+        connection = next((each for each in connections_in_transaction() if each.session is self._session), None)
         return None if connection is None else partial(connection.on_commit, robust=True)
 
     def _run(self, identity: Any) -> Transaction:
@@ -199,25 +199,14 @@ def session_to_join(client: MongoClient[Any], given: object) -> ClientSession | 
 
 def _session_of_django(client: MongoClient[Any]) -> ClientSession | None:
     """Return the session of Django's own `atomic` in this thread; errors as of `session_to_join`."""
-    for connection in _django_connections():
+    for connection in connections_in_transaction():
         session: ClientSession = connection.session
-        if session.in_transaction:
-            if session.client is client:
-                return session
-            if is_same_cluster(session.client, client):
-                raise ConfigurationError(
-                    "A transaction of Django is open here, and this client cannot join it: the call would stay when "
-                    "that one is aborted. Nothing was changed. Give TwoPhaseCommit a collection of Django's client: "
-                    "lambda: connection.get_collection('transactions')."
-                )
+        if session.client is client:
+            return session
+        if is_same_cluster(session.client, client):
+            raise ConfigurationError(
+                "A transaction of Django is open here, and this client cannot join it: the call would stay when "
+                "that one is aborted. Nothing was changed. Give TwoPhaseCommit a collection of Django's client: "
+                "lambda: connection.get_collection('transactions')."
+            )
     return None
-
-
-def _django_connections() -> Iterator[Any]:
-    """Yield those of django-mongodb-backend in this thread that have a session."""
-    if "django_mongodb_backend.base" in sys.modules:
-        from django.db import connections
-
-        for connection in connections.all(initialized_only=True):
-            if getattr(connection, "session", None) is not None:
-                yield connection

@@ -32,7 +32,7 @@ from django.db import connection, models
 from django_mongodb_backend import transaction
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
-from mongo_celery import Bridge, ConfigurationError, OutboxCollection, TransactionError, transactional
+from mongo_celery import Bridge, ConfigurationError, OutboxCollection, TransactionError, once, transactional
 from mongo_celery.contrib.django import transactional as with_django
 from mongo_celery.locking import current
 from mongo_celery.locking.django import django_client, joined
@@ -71,6 +71,22 @@ try:
         raise KeyError
 except KeyError:
     pass
+@once(lambda: connection.get_collection("records"), key=lambda number: number)
+def reserve(number):
+    Seat.objects.create(number=number)
+
+try:
+    with transaction.atomic():
+        reserve(50)
+        raise KeyError
+except KeyError:
+    pass
+for _ in range(2):
+    with transaction.atomic():
+        reserve(50)
+assert Seat.objects.filter(number=50).count() == 1, "a record that an aborted transaction leaves behind"
+Seat.objects.filter(number=50).delete()
+
 with transaction.atomic():
     book(4)
     book(5)

@@ -150,6 +150,14 @@ class Page(models.Model):
     def save(self, *args, **options):
         if self.title == "draft":
             return
+        if self.title == "Itself":
+            return pages.save(self)
+        if self.title == "Taken":
+            try:
+                self.pk = Page.objects.first().pk
+                return super().save(force_insert=True)
+            except IntegrityError:
+                self.pk = None
         self.slug = self.title.lower()
         if "update_fields" in options:
             options["update_fields"] = [*options["update_fields"], "slug"]
@@ -172,10 +180,12 @@ assert (again.title, again.slug, again.views) == ("Table", "table", 7), again.__
 twice = pages.save(Page(title="Twice"), tasks=[receipt.s("once")])
 assert Page.objects.get(pk=twice.pk).views == 1 and Page.objects.count() == 3
 assert pages.status().pending == 0
+pages.save(Page(title="Taken"), tasks=[receipt.s("again")])
 from django.db import DatabaseError
 from mongo_celery import OutboxRefusedError
 for instance, options, error in (
     (Page(title="draft"), {}, OutboxRefusedError),
+    (Page(title="Itself"), {}, ConfigurationError),
     (Page(pk=kept.pk, title="gone"), {"force_update": True}, DatabaseError),
     (Page(title="gone"), {"update_fields": ["title"]}, ValueError),
     (Page(pk=desk.pk, title="twice"), {"force_insert": True}, IntegrityError),
@@ -210,5 +220,6 @@ def test_instances_of_a_django_model_are_saved_with_their_tasks(
     messages = redis_client.lrange("celery", 0, -1)
     sent = [json.loads(message)["headers"]["argsrepr"] for message in reversed(messages)]
     assert sent == [
-        f"('{each}',)" for each in ("new", "changed", "basket", "renamed", "committed", "slug", "fields", "once")
+        f"('{each}',)"
+        for each in ("new", "changed", "basket", "renamed", "committed", "slug", "fields", "once", "again")
     ]

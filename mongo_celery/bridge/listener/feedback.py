@@ -67,7 +67,11 @@ class Feedback:
         key = self._sent.pop(image.index, None)
         if key is not None:
             ran = image.ran if image.ran is not None and image.ran.get("last") == image.committed else None
-            key.ran = None if ran is None else (int(DatetimeMS(ran["claimed"])), int(DatetimeMS(ran["at"])))
+            claimed, at = (None, None) if ran is None else (ran.get("claimed"), ran.get("at"))
+            if isinstance(claimed, datetime) and isinstance(at, datetime):
+                key.ran = (int(DatetimeMS(claimed)), int(DatetimeMS(at)))
+            else:
+                key.ran = None
 
     def report(self) -> dict[str, Any] | None:
         """Return the key that feeds the handler most, rounded, so that reports do not differ all the time."""

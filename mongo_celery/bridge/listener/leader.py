@@ -230,7 +230,7 @@ class Leader:
         rejected = rejections(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
         is_spilled = any(each.spilled for each in subscriptions)
         waits = rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
-        stuck = self._stopped or standing or waits
+        stuck = self._stopped or self._refused or standing or waits
         return {
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),

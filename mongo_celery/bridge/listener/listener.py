@@ -233,7 +233,7 @@ class Listener:
         if not lease.get("live") or lease["listenerId"] == self._waits_for:
             return
         self._waits_for = lease["listenerId"]
-        lacking = sorted(identity.handlers.keys() - lease["identity"]["handlers"].keys())
+        lacking = sorted(identity.handlers.keys() - (lease.get("identity") or {"handlers": {}})["handlers"].keys())
         logger.info(
             "standing by: another listener leads (process %s on %s)%s",
             lease["pid"],

@@ -61,6 +61,7 @@ class UntakenQueues:
         if not late:
             self._names, self._is_told = [], False
             return
+        self._names = [name for name in self._names if name in late]
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._judge(late, is_working=_is_working(subscriptions))

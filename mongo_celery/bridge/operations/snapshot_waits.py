@@ -90,7 +90,7 @@ def surroundings(
     return Surroundings(
         is_led=is_led,
         registered=registered,
-        served=held["identity"]["handlers"] if is_led else None,
+        served=(held.get("identity") or {}).get("handlers") if is_led else None,
         report=(is_led and held.get("report")) or {},
         lost={name_in(each) for each in subscriptions if lost_in(each)},
         images=images,

@@ -246,6 +246,8 @@ def _near(subscription: Subscription, partitions: Sequence[Partition], line: Com
     cure, command = "Enlarge the oplog with replSetResizeOplog, or add workers.", None
     if not leads:
         cure, command = "Let a listener lead.", line.celery("listener")
+    elif not _is_given_changes(subscription):
+        cure, command = "It gets no changes until its definition is put right.", None
     elif halted:
         cure, command = "What has halted holds it there.", line.on("retry", name, halted)
     elif paused:
@@ -263,9 +265,12 @@ def _late(
     """The lag of each handler, but for what is blocked: that has a reason of its own."""
     if status["state"] != "leading":
         return
-    lags = {each["name"]: _lag_of_flowing(each, partitions) for each, partitions in concerned}
+    lags = {
+        each["name"]: _lag_of_flowing(each, partitions) for each, partitions in concerned if _is_given_changes(each)
+    }
     late = sorted(
-        (each for each, _ in concerned if lags[each["name"]] >= LAG_SECONDS), key=lambda each: -lags[each["name"]]
+        (each for each, _ in concerned if lags.get(each["name"], 0) >= LAG_SECONDS),
+        key=lambda each: -lags[each["name"]],
     )
     if not late:
         return
@@ -280,6 +285,10 @@ def _late(
         f"change has waited for so long. {cure}",
         None if running else line.celery("worker"),
     )
+
+
+def _is_given_changes(subscription: Subscription) -> bool:
+    return not (subscription["stopped"] or subscription["match_refused"] or subscription["lost"])
 
 
 def _lag_of_flowing(subscription: Subscription, partitions: Sequence[Partition]) -> int:

@@ -352,7 +352,7 @@ def _state(lease: Mapping[str, Any], *, live: bool) -> str:
 
 
 def _listener(lease: Mapping[str, Any], mine: Identity | None) -> dict[str, Any]:
-    identity = lease["identity"]
+    identity = lease.get("identity") or {"app": None, "handlers": {}}
     return {
         "id": lease["listenerId"],
         "host": lease.get("host"),

@@ -384,7 +384,7 @@ def current(client: Any) -> Any:
 
     For code that is called inside a transaction without being handed its session: in the body of `transactional`, or
     in a handler with `transactional=True`. A thread or a task that the body starts is in none: a session serves one
-    at a time.
+    at a time. An event loop that a plain body runs in its own thread belongs to the body.
 
     Args:
         client: whose transaction, or a callable that returns it.
