@@ -73,7 +73,7 @@ def test_a_halt_is_cured_by_the_command_that_was_printed(shop: Shop) -> None:
     shop.orders.insert_one({"_id": 1})
     shop.wait_for_summaries(1)
     wait_healthy(shop)
-    assert shop.json("status")["verdict"] == "healthy"
+    wait_for(lambda: json.loads(shop.changes("status", "--json").stdout)["verdict"] == "healthy", message="status")
 
     shop.orders.insert_one({"_id": 2, "customer": "ann"})
     index = shop.wait_for_halt()["_id"].rpartition("/")[2]
@@ -83,7 +83,7 @@ def test_a_halt_is_cured_by_the_command_that_was_printed(shop: Shop) -> None:
     assert "LookupError: no such customer" in reason["sentence"]
     assert reason["command"] == f"celery -A {APP} changes retry summarise --partition {index}"
     told = shop.changes("status")
-    assert (told.returncode, told.stdout.splitlines()[-1].strip()) == (2, reason["command"])
+    assert (told.returncode, f"  {reason['command']}\n" in told.stdout) == (2, True)
     checked = shop.changes("check")
     assert (checked.returncode, reason["command"] in checked.stdout, "well" in checked.stdout) == (1, True, False)
 
@@ -99,11 +99,11 @@ def test_a_pause_is_one_reason_and_its_command_ends_it(shop: Shop) -> None:
     """Degraded, since somebody asked for it; one line in `status`, whatever the number of partitions."""
     shop.start_all()
     paused = shop.changes("pause", "summarise")
-    code, found = health(shop)
-    assert paused.stdout.splitlines()[-1] == f"To let it flow again: {found['reasons'][0]['command']}"
-    assert (code, [each["code"] for each in found["reasons"]]) == (1, ["paused"])
+    code, (reason,) = wait_for(lambda: one_reason(shop), message="the pause is all that is wrong")
+    assert paused.stdout.splitlines()[-1] == f"To let it flow again: {reason['command']}"
+    assert (code, reason["code"]) == (1, "paused")
     assert "    summarise 0-1 paused\n" in shop.changes("status").stdout
-    assert as_printed(shop, found["reasons"][0]["command"]).returncode == 0
+    assert as_printed(shop, reason["command"]).returncode == 0
     wait_healthy(shop)
 
 
@@ -157,8 +157,15 @@ def test_workers_that_consume_other_queues_are_told_once(shop: Shop) -> None:
     shop.wait_for_summaries(1)
     wait_healthy(shop)
     assert listener.text.count("nobody takes what was sent to") == 1
+    wait_for(lambda: slots(shop) == 1, message="the worker says how many calls it runs at a time")
+
+
+def slots(shop: Shop) -> int | None:
+    """How many calls the workers can run at a time, as they answer `check`; None while one is late with that."""
     _, findings = shop.findings()
-    assert (findings["workers"]["amount"], findings["time_limits"]["level"]) == (1, "warning"), "slots of that worker"
+    assert findings["time_limits"]["level"] == "warning"
+    found: int | None = findings.get("workers", {}).get("amount")
+    return found
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain:
     assert "Traceback" not in refused.text
     chain.wait_done()
 
-    assert _codes(chain, "health")["failing"] == []
+    wait_for(lambda: not _codes(chain, "health")["failing"], message="nothing fails, once the worker has answered")
     assert "identity" in _codes(chain, "health", staging)["failing"]
     assert "identity" in _codes(chain, "check", staging)["error"]
     assert first.terminate() == 0
