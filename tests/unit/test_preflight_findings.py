@@ -104,6 +104,13 @@ def test_a_queue_that_nobody_consumes_is_an_error() -> None:
     assert "shop.0" not in message
 
 
+def test_a_worker_that_answers_only_another_question_is_not_called_missing() -> None:
+    """P16: a busy worker is late with one of its answers; nothing is known of its queues."""
+    found = findings_of({}, {"late@x": NEEDED})
+    assert {name: level for name, (level, _) in found.items() if level != "ok"} == {"consumers": "warning"}
+    assert "late@x" in found["consumers"][1]
+
+
 def test_a_worker_that_lacks_a_task_is_an_error_only_if_it_consumes_our_queues() -> None:
     """A worker of another app on the same broker is none of our business."""
     found = findings_of({"a@x": QUEUES, "other@x": ["celery"]}, {"a@x": NEEDED[:1], "other@x": ["add"]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mongo_celery.bridge.operations.reasons import listed
@@ -75,19 +75,24 @@ def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid) -> I
         f"{len(concerned)} of {len(said.queues)} that answered consume this bridge's queues.",
         slots_of(said, concerned) if concerned else None,
     )
-    yield from _missing_consumers(needed, consumed)
+    yield _missing_consumers(needed, consumed, sorted({*said.tasks, *said.pools} - said.queues.keys()))
     yield from _missing_tasks(concerned, needed, known_tasks(said))
 
 
-def _missing_consumers(queue_names: Iterable[str], consumed: Mapping[str, set[str]]) -> Iterator[Finding]:
+def _missing_consumers(queue_names: Iterable[str], consumed: Mapping[str, set[str]], late: Sequence[str]) -> Finding:
     everything = set().union(*consumed.values())
     alone = [name for name in queue_names if name not in everything]
     if not alone:
-        yield ok("consumers", "Every queue of the bridge has a consumer.")
-        return
+        return ok("consumers", "Every queue of the bridge has a consumer.")
     more = f" and {len(alone) - _QUEUES_SHOWN} more" if len(alone) > _QUEUES_SHOWN else ""
     shown = ", ".join(alone[:_QUEUES_SHOWN]) + more
-    yield error(
+    if late:
+        return warning(
+            "consumers",
+            f"Worker {late[0]} did not list its queues within {INSPECT_SECONDS:.1f} s, and no other worker consumes "
+            f"{shown}. Ask again.",
+        )
+    return error(
         "consumers",
         f"No running worker consumes {shown}: changes of these partitions stand still. Start workers without -Q, or "
         "with -Q from `changes queues`.",
