@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.operations.reasons import CommandLine
     from mongo_celery.bridge.operations.renaming import NamePlan
     from mongo_celery.bridge.operations.rewinding import RewindPlan
-    from mongo_celery.bridge.operations.selected_replays import ReplayPlan
     from mongo_celery.bridge.state.positions import Moved
 
 _COLUMNS = 80
@@ -27,8 +26,9 @@ def wrapped(text: str, indent: str = "  ") -> Iterator[str]:
 def plan_lines(plan: RewindPlan) -> Iterator[str]:
     """What a rewind would do."""
     way = "goes forward" if plan.forward else "goes back"
-    start = plan.at if plan.passed is None else plan.plain()["passed_from"]
-    yield from wrapped(f"{plan.subscription} {way} to {moment(plan.to.iso)}, from {moment(start)}")
+    yield from wrapped(
+        f"{plan.subscription} {way} to {moment(plan.to.iso)}, from {moment(plan.plain()['passed_from'] or plan.at)}"
+    )
     moved = [each.index for each in plan.partitions]
     stay = f"; {plan.staying} stay where they are" if plan.staying else ""
     yield from wrapped(f"  {number(len(moved), 'partition', 'partitions')}: {_indexes(moved)}{stay}", "    ")
@@ -61,8 +61,7 @@ def _left_out(plan: RewindPlan) -> Iterator[str]:
         stored = sum(each.stored for each in plan.partitions)
         if stored:
             yield f"{number(stored, 'stored change', 'stored changes')} at most will never be handled"
-        yield "whatever came since then and is not handled yet will not be; `changes replay` can run it later"
-        yield from (f"{text}: `changes snapshot` reads what exists anew" for text in _no_replay_brings(plan))
+        yield "changes since then that are not handled yet will not be; a rewind to that time can run them later"
     if plan.dead_letters:
         letters = number(plan.dead_letters, "dead letter", "dead letters")
         yield f"{letters} behind it stay: discard those of changes that have succeeded then"
@@ -87,50 +86,11 @@ def rewound_lines(plan: RewindPlan, moved: Moved, line: CommandLine) -> Iterator
     yield from wrapped(f"{plan.subscription}: {way} {moment(plan.to.iso)} ({count}); start a listener to go on")
     since = plan.plain()["passed_from"]
     if since is not None:
-        yield "To run what was passed over later, within the oplog's window:"
-        place = str(plan.to.token["_data"])
-        yield f"  {line.changes('replay', plan.subscription, '--from', since, '--until', place)}"
-    for text in _no_replay_brings(plan):
-        yield from wrapped(f"{text}. To have what exists read anew:")
+        yield "To handle what was passed over after all, while the oplog has it:"
+        yield f"  {line.changes('rewind', plan.subscription, '--to', since)}"
+    if any(each.stored for each in plan.partitions) and plan.forward:
+        yield "Existing documents that a snapshot has stored are in no stream. To read them anew:"
         yield f"  {line.changes('snapshot', plan.subscription)}"
-
-
-def _no_replay_brings(plan: RewindPlan) -> Iterator[str]:
-    """What a way forward passes over that is in no stream."""
-    if plan.passed is not None and plan.passed.documents:
-        found = number(plan.passed.documents, "existing document", "existing documents")
-        yield f"{found} of a snapshot no replay brings back"
-
-
-def progress_line(at: str, count: int, wanted: int) -> str:
-    """How far a range was read."""
-    return f"read {number(count, 'change', 'changes')} up to {moment(at)}, {wanted} of them are wanted"
-
-
-def replay_lines(plan: ReplayPlan) -> Iterator[str]:
-    """What a selected replay would ask for."""
-    count = number(len(plan.letters), "change", "changes")
-    key = f" with key {plan.key}" if plan.key is not None else ""
-    between = f"{moment(plan.start.iso)} and {moment(plan.plain()['until'])}"
-    yield from wrapped(f"{plan.subscription}: {count}{key} between {between}, of {plan.read} in the stream")
-    for each in plan.letters[:_NAMED]:
-        yield f"  {each['key']}"
-    if len(plan.letters) > _NAMED:
-        yield f"  and {len(plan.letters) - _NAMED} more"
-    if plan.pending:
-        left = number(plan.pending, "change is", "changes are")
-        yield from wrapped(f"  {left} left out: the handler is yet to get there, and gets them anyway", "    ")
-    if plan.refused:
-        left = number(plan.refused, "change is", "changes are")
-        yield from wrapped(f"  {left} left out: refused before the handler, or too large to be kept", "    ")
-
-
-def replayed_lines(plan: ReplayPlan) -> Iterator[str]:
-    """What a selected replay has asked for."""
-    count = number(len(plan.letters), "change is", "changes are")
-    waits = "" if plan.leader is not None else "; no listener leads: they run as soon as one does"
-    text = f"{plan.subscription}: {count} to be run again{waits}. `dead-letters list` shows what is left of them"
-    yield from wrapped(text)
 
 
 def name_lines(plan: NamePlan) -> Iterator[str]:

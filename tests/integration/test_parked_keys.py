@@ -14,7 +14,7 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery import Change, CommandRefusedError
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, name_session
-from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX, SELECTED, signed
+from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -153,18 +153,17 @@ def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parki
     assert parking.got[-1] == ("bad", 6)
 
 
-@pytest.mark.parametrize(("cause", "over_newer"), [(FAILED, True), (SELECTED, False), (SELECTED, True)])
-def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: Parking, cause: str, over_newer: bool) -> None:
+def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: Parking) -> None:
     """P3: its newer token would have targets refuse the release; when it is asked for, and when it starts."""
     waiting(parking, "good", "bad", "bad")
     document = parking.rig.letters.find_one({"cause": "parked"}) or {}
-    name = {"_id": f"{BRIDGE}/{SUBSCRIPTION}/{token(1)['_data']}", "resumeToken": token(1), "cause": cause}
+    name = {"_id": f"{BRIDGE}/{SUBSCRIPTION}/{token(1)['_data']}", "resumeToken": token(1), "cause": FAILED}
     parking.rig.letters.insert_one({**{key: document[key] for key in document if key != "parked"}, **name})
-    (refused,) = parking.ask(1, over_newer=over_newer)
+    (refused,) = parking.ask(1, over_newer=True)
     assert "has a key that is parked" in refused.reason
     (letter,) = parking.find(1).letters
     replays, key = parking.rig.store.replays, hash_of("bad")
-    assert replays.request(letter, generation=0, partition=0, hash_=key, over_newer=over_newer) == "done"
+    assert replays.request(letter, generation=0, partition=0, hash_=key, over_newer=True) == "done"
     tried = len(parking.started)
     with pytest.raises(CommandRefusedError, match="Its key is parked"):
         parking.replay()
@@ -173,7 +172,7 @@ def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: Parking, c
     parking.ask(2)
     parking.drain()
     assert parking.got[1:] == [("bad", 2), ("bad", 3)]
-    assert [each.result for each in parking.ask(1, over_newer=over_newer)] == ["requested"]
+    assert [each.result for each in parking.ask(1, over_newer=True)] == ["requested"]
     parking.drain()
     assert (parking.letters, parking.requests) == ([], [])
 

@@ -14,7 +14,7 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge
 from mongo_celery.cli.names import forget, rename
-from mongo_celery.cli.positions import history, replay, rewind
+from mongo_celery.cli.positions import history, rewind
 from tests.integration.positions_rig import HANDLER, Stage, bridge_on, data_of, staged
 
 Document = dict[str, Any]
@@ -30,7 +30,7 @@ def run(bridge: Bridge, command: click.Command, *arguments: str, answer: str = "
     assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
     assert "Traceback" not in found.output
     if "--json" not in arguments:
-        assert max(map(len, found.stdout.splitlines()), default=0) <= COLUMNS or "  changes replay" in found.stdout
+        assert max(map(len, found.stdout.splitlines()), default=0) <= COLUMNS or "  celery -A " in found.stdout
     return found
 
 
@@ -85,20 +85,6 @@ def test_bad_input_is_one_sentence(stage: Stage) -> None:
         found = run(stage.bridge, rewind, *arguments, "--yes")
         assert (found.exit_code, found.stderr.startswith("Error: "), found.stdout) == (1, True, "")
         assert found.stderr.count("\n") == 1
-
-
-def test_a_replay_shows_what_it_asks_for(stage: Stage) -> None:
-    """Status 1 where nothing is to be run."""
-    key = str(stage.events[0]["documentKey"]["_id"])
-    dry = run(stage.bridge, replay, HANDLER, "--from", "oldest", "--dry-run")
-    assert f"{len(stage.events)} changes between" in " ".join(dry.stdout.split())
-    assert not stage.store.replays.read()
-    asked = run(stage.bridge, replay, HANDLER, "--from", "oldest", "--key", key, answer="y\n")
-    assert (asked.exit_code, "1 change is to be run again" in asked.stdout) == (0, True)
-    none = plain(stage.bridge, replay, HANDLER, "--from", "oldest", "--key", "nothing", "--yes")
-    assert (none["count"], none["changes"], none["leads"]) == (0, [], True)
-    assert run(stage.bridge, replay, HANDLER, "--from", "oldest", "--key", "nothing").exit_code == 1
-    assert "replay summarise" in run(stage.bridge, history).stdout
 
 
 def test_names_are_changed_and_forgotten(stage: Stage) -> None:

@@ -13,7 +13,6 @@ from mongo_celery import Bridge, CommandRefusedError
 from mongo_celery.bridge.operations import commands, letter_commands, renaming, snapshot_commands
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import read_history
-from mongo_celery.bridge.operations.selected_replays import Asking, plan_replay, replay
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.names import BEGINNING, Names
 from mongo_celery.bridge.state.spill import StoredChange
@@ -241,13 +240,9 @@ def test_commands_wait_until_it_has_its_name(stage: Stage, renamed: Bridge, monk
     before = ids(stage, HANDLER)
     wiring = stage.bridge.wiring
     letters = letter_commands.find(wiring, Selection(subscription=HANDLER), 0).letters
-    replayed = plan_replay(
-        wiring, Asking(HANDLER, parse_place(stage.events[0]["clusterTime"].as_datetime().isoformat()), key="none")
-    )
     acts: list[Callable[[], object]] = [
         lambda: letter_commands.discard(wiring, letters, dry_run=False),
         lambda: letter_commands.replay(wiring, letters, over_newer=True, dry_run=False),
-        lambda: replay(wiring, replayed, over_newer=False, reason=None),
         lambda: snapshot_commands.start(wiring, HANDLER),
         lambda: snapshot_commands.start(renamed.wiring, NEW),
         lambda: snapshot_commands.stop(wiring, f"{NAME}/{HANDLER}/random"),

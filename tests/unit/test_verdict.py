@@ -405,13 +405,6 @@ CASES: dict[str, list[Case]] = {
             LETTERS,
             "1 change of summarise was set aside: nobody handles it any more",
         ),
-        Case(
-            {"dead_letters": {"summarise": 5}, "replaying": {"summarise": 4}},
-            "degraded",
-            LETTERS,
-            "1 change of summarise was set aside: nobody handles it any more",
-            without={"dead_letters": {"summarise": 4}, "replaying": {"summarise": 4}},
-        ),
     ],
     "spill_unserved": [],  # never alone: see below
     "unregistered": [

@@ -175,7 +175,7 @@ def _keys_of_outboxes(wiring: Wiring) -> list[Right]:
 
 def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     state = options.database
-    stream = "`changes check` cannot try the change stream, and says so; `replay` and tokens for `rewind` are refused"
+    stream = "`changes check` cannot try the change stream, and says so; tokens for `rewind` are refused"
     found = [
         Right(state, "leases", _UPDATE, "status; whatever moves positions writes it"),
         Right(state, KEYS, _UPDATE, "`rotate-key`"),
@@ -186,9 +186,9 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "replays", _ALL, "`replay` asks for them; `list` shows it, `discard` takes it back"),
         Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `rename` and `forget` move them, too"),
-        Right(None, "", ("serverStatus",), "how far the oplog reaches back; `go-on --from oldest`, `rewind`, `replay`"),
+        Right(None, "", ("serverStatus",), "how far the oplog reaches back; `go-on --from oldest`, `rewind`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
-        _watching(scope, "`changes check` and `changes replay` open the change stream", stream),
+        _watching(scope, "`changes check` and tokens for `rewind` open the change stream", stream),
     ]
     if any(image in _IMAGES for image in (options.full_document, options.full_document_before_change)):
         blind = "`changes check` cannot see which collections keep images, and says so"

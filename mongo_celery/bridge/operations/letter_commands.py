@@ -26,7 +26,7 @@ from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
 from mongo_celery.bridge.operations.rename_check import refuse_renaming
 from mongo_celery.bridge.partitioning import document_hash
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Letter, ParkedKey, Selection
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, ParkedKey, Selection
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.replays import REQUESTS_MAX, ReplayRequest
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -245,7 +245,7 @@ class _Asking:
 
     def _is_overtaking(self, letter: Letter, request: _Request) -> bool:
         """Whether targets would refuse what waits for a letter's key, since this one has a newer token."""
-        if letter.parked is not None or not (self._over_newer or letter.cause == SELECTED):
+        if letter.parked is not None or not self._over_newer:
             return False
         name = letter.subscription
         if name not in self._parked:

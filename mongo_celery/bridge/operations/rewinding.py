@@ -23,7 +23,6 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
-from mongo_celery.bridge.operations.passed_over import PassedOver, passed_over
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image, state_of
@@ -73,7 +72,7 @@ class RewindPlan:
     Attributes:
         to: the place.
         at: where the subscription stands, as a time.
-        passed: what a way forward passes over; None for one back.
+        passed_from: the time of the first change that a way forward passes over; None for one back.
         documents: how many of these dead letters are of existing documents, which do not run again.
         snapshots: how many snapshots have given existing documents behind the place, which do not run again.
         partitions: those that would be sent there, or in which something ends.
@@ -97,7 +96,7 @@ class RewindPlan:
     replays: int = 0
     documents: int = 0
     snapshots: int = 0
-    passed: PassedOver | None = None
+    passed_from: Timestamp | None = None
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -107,8 +106,8 @@ class RewindPlan:
             "token": self.to.token["_data"],
             "from": self.at,
             "forward": self.forward,
-            "passed_from": iso(self.passed.since) if self.passed is not None else None,
-            "documents": self.passed.documents if self.passed is not None else self.documents,
+            "passed_from": iso(self.passed_from),
+            "documents": self.documents,
             "snapshots": self.snapshots,
             "partitions": [asdict(each) for each in self.partitions],
             "staying": self.staying,
@@ -164,7 +163,7 @@ def plan_rewind(
             generation=layout.generation,
             version=int(lease.get("version", 0)),
             partition=chosen,
-            since=around["passed"].since if forward else None,
+            since=around.get("passed_from"),
         )
         return RewindPlan(
             subscription=subscription,
@@ -198,7 +197,7 @@ def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None) 
         "to": plan.to.iso,
         "token": plan.to.token["_data"],
         "asked": asked,
-        "from": plan.at if plan.passed is None else iso(plan.passed.since),
+        "from": iso(plan.passed_from) or plan.at,
         "partitions": [each.index for each in plan.partitions],
         "key": plan.key,
     }
@@ -314,11 +313,15 @@ def _refuse_lost(subscription: str, document: Mapping[str, Any]) -> None:
 
 
 def _moves(image: Image, to: StreamPlace, *, forward: bool) -> bool:
-    """Whether a partition is sent there; what is handled counts as committed."""
-    token = (image.handled or {}).get("resumeToken")
-    own = str(token["_data"]) if token else image.data
+    """Return True if a partition is sent there."""
     place = str(to.token["_data"])
-    return own < place if forward else own > place
+    return _own(image) < place if forward else _own(image) > place
+
+
+def _own(image: Image) -> str:
+    """Return where a partition is, as the comparable part of a token; what is handled counts as committed."""
+    token = (image.handled or {}).get("resumeToken")
+    return str(token["_data"]) if token else image.data
 
 
 def _stands(image: Image) -> bool:
@@ -374,7 +377,7 @@ def _around(
     subscription, indexes = name_in(document), {each.index for each in moved}
     if forward:
         going = [image for image in images if image.index in indexes]
-        return {"passed": passed_over(store, going, layout.generation, to, place_in(document))}
+        return {"passed_from": _passed_from(store, going, layout, to, place_in(document))}
     data = str(to.token["_data"])
     letters = behind(wiring.name, subscription, data)
     existing = existing_behind(wiring.name, subscription, data)
@@ -390,6 +393,21 @@ def _around(
             ),
             "snapshots": _read_behind(store, subscription, to),
         }
+
+
+def _passed_from(
+    store: Store, images: Sequence[Image], layout: Layout, to: StreamPlace, watermark: Timestamp | None
+) -> Timestamp | None:
+    """Return the time of the first change that is passed over: the watermark has passed changes that are stored."""
+    times = [watermark]
+    for image in images:
+        times += [time_of_token(image.head["resumeToken"], None)] if image.head is not None else []
+        if image.spilled is not None:
+            partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
+            with pymongo.timeout(_READ_SECONDS):
+                first = store.spill.read(partition_id, _own(image), str(to.token["_data"]), limit=1, max_bytes=0)
+            times += [time_of_token({"_data": each.data}, None) for each in first]
+    return min((time for time in times if time is not None), default=None)
 
 
 def _read_behind(store: Store, subscription: str, to: StreamPlace) -> int:

@@ -318,10 +318,9 @@ def _layouts(status: Mapping[str, Any], served: Sequence[Subscription]) -> Itera
 
 
 def _dead_letters(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
-    replaying = {each["name"]: min(each["replaying"], each["dead_letters"]) for each in status["subscriptions"]}
-    count = status["dead_letters"] - sum(replaying.values())  # these were handled, and are so once more
+    count = status["dead_letters"]
     if count >= DEAD_LETTERS:
-        names = [each["name"] for each in status["subscriptions"] if each["dead_letters"] > replaying[each["name"]]]
+        names = [each["name"] for each in status["subscriptions"] if each["dead_letters"]]
         of, it = f" of {listed(names)}" if names else "", "it" if count == 1 else "them"
         yield degraded(
             "dead_letters",

@@ -64,7 +64,6 @@ class Facts:
         subscriptions: all stored ones, registered or not.
         images: the partitions of the layouts in force.
         dead_letters: number of dead letters by subscription.
-        replaying: how many of these are there only for their replay, which is asked for.
         now: the cluster's latest operation time.
         oplog: how far it reaches back; None where that cannot be seen.
         oplog_rolls: whether its oldest entries are being removed, so that who stands too far back loses history.
@@ -96,7 +95,6 @@ class Facts:
     oldest: Mapping[Place, str] = field(default_factory=dict)
     time_limits: Mapping[str, float | None] = field(default_factory=dict)
     snapshots: Sequence[Snapshot] = ()
-    replaying: Mapping[str, int] = field(default_factory=dict)
     without_runs: frozenset[str] = frozenset()
     commits: Mapping[str, str] = field(default_factory=dict)
     oversized: str | None = None
@@ -152,8 +150,6 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       their sums.
     - `parked_keys`: how many keys are parked, in a partition and in all of a subscription: changes of theirs are set
       aside until a person releases them.
-    - a subscription's `replaying`: how many of its dead letters are there only for a replay that `changes replay` has
-      asked for, and wait for it.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
       `flowing`, which is `not_led` where no listener is running), or `new` (registered, but no listener has led with it
       yet), or `unregistered`; `history_lost` where the oplog no longer holds its place: then `lost` says since when
@@ -213,7 +209,6 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         subscriptions=subscriptions,
         images=images,
         layouts=layouts,
-        replaying=store.replays.count_selected(),  # first: one that ends in between was not set aside
         dead_letters=store.dead_letters.count(),
         oversized=store.dead_letters.oversized(),
         snapshots=store.snapshots.read(),
@@ -403,7 +398,6 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "run_gain": _run_gain(facts, name, images),
                 "spilled": facts.stored.sum((name, image.index) for image in images if image.spilled),
                 "dead_letters": facts.dead_letters.get(name, 0),
-                "replaying": facts.replaying.get(name, 0),
                 "parked_keys": sum(image.parked_keys for image in images),
                 "lost": _lost(lost) if lost else None,
                 "stopped": stopped.get(name),

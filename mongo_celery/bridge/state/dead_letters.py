@@ -14,8 +14,7 @@ was set aside (see `replays`).
 | field | |
 |---|---|
 | `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside`, |
-|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started), |
-|         | `selected` (nobody: it was handled, and is to be once more) |
+|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
 | `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
 | `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
 | `replays` | how often it was started again |
@@ -34,7 +33,6 @@ import bson
 from bson.binary import Binary
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
-from pymongo import ReplaceOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
@@ -51,10 +49,8 @@ REPLAYS_MAX = 1 << 14
 
 FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
-SELECTED = "selected"
 _HASHES = 1 << 64
 _INDEX = "parked"
-_AT_ONCE = 50  # a call of many large ones might take longer than it may
 _READ_AT_ONCE = 1000
 _LAST = chr(0x10FFFF)
 _STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existing document's letter has no place
@@ -302,25 +298,6 @@ class DeadLetters:
             self._table.collection.create_index(
                 [("parked", 1), *_STREAM_ORDER], name=_INDEX, partialFilterExpression={"parked": {"$exists": True}}
             )
-
-    def keep(self, letters: Sequence[Mapping[str, Any]]) -> None:
-        """
-        Store dead letters, each for itself, in the place of those with the same cause.
-
-        One that is there for another cause is left as it is.
-
-        Raises:
-            PyMongoError: any of them may be missing. Repeating it is harmless.
-        """
-        requests = [
-            ReplaceOne({"_id": letter["_id"], "cause": letter["cause"]}, dict(letter), upsert=True)
-            for letter in letters
-        ]
-        for start in range(0, len(requests), _AT_ONCE):
-            self._table.write_all(requests[start : start + _AT_ONCE])
-        ids = [letter["_id"] for letter in letters]
-        with self._table.limit():
-            self._table.collection.update_many({"_id": {"$in": ids}, "at": None}, {"$currentDate": {"at": True}})
 
     def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
         names = [selection.subscription] if selection.subscription is not None else subscriptions

@@ -92,21 +92,6 @@ class Moved:
     withdrawn: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """
-    Places that partitions have committed.
-
-    Attributes:
-        generation: of the layout in force.
-        places: comparable part of a token, by index of the partition.
-    """
-
-    subscription: str
-    generation: int
-    places: Mapping[int, str]
-
-
 class Positions:
     """
     The moves of one bridge's positions.
@@ -216,31 +201,6 @@ class Positions:
         with pymongo.timeout(_SECONDS):
             change = [{"$set": {"interventions": noted(intervention)}}]
             self._database["leases"].update_one({"_id": self._bridge}, change)
-
-    def are_passed(self, passed: Passed, session: ClientSession | None = None) -> bool:
-        """Whether partitions have committed these places, in a layout that is in force."""
-        name = f"{self._bridge}/{passed.subscription}"
-        in_force = {"_id": name, "layout.generation": passed.generation}
-        wanted = {f"{name}/{passed.generation}/{index}": data for index, data in passed.places.items()}
-        committed = {"_id": {"$in": list(wanted)}, "resumeToken": {"$ne": None}}
-        with pymongo.timeout(_SECONDS):
-            found = self._database["partitions"].find(committed, {"resumeToken": 1}, session=session)
-            own = {each["_id"]: str(each["resumeToken"]["_data"]) for each in found}
-            is_in_force = self._database["subscriptions"].find_one(in_force, {"_id": 1}, session=session) is not None
-        return is_in_force and all(own.get(each, "") >= data for each, data in wanted.items())
-
-    def note_passed(self, session: ClientSession, intervention: Mapping[str, Any], passed: Passed) -> bool:
-        """
-        Note something that holds as long as partitions have committed these places; who moves them is in conflict.
-
-        Returns:
-            False where they have not: nothing is noted.
-        """
-        if not self.are_passed(passed, session):
-            return False
-        change = [{"$set": {"interventions": noted(intervention)}}]
-        self._database["leases"].update_one({"_id": self._bridge}, change, session=session)
-        return True
 
     def interventions(self) -> list[dict[str, Any]]:
         """What people did with positions, the oldest first, each with its time `at`."""

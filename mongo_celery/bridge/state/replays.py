@@ -59,7 +59,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, name_session, own
-from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, SELECTED, DeadLetters, Letter, signed
+from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, DeadLetters, Letter, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number, remaining
 from mongo_celery.mongo.opening import open_session
@@ -170,12 +170,6 @@ class Replays:
         found = (_replay(document) for document in self._table.find(scope, _FIELDS))
         return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
 
-    def count_selected(self) -> dict[str, int]:
-        """How many wait of those that `changes replay` has asked for, by subscription."""
-        scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}, "selected": True, "failed": False}
-        stages: list[dict[str, Any]] = [{"$match": scope}, {"$group": {"_id": "$subscription", "count": {"$sum": 1}}}]
-        return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
-
     def find(self, letter: str) -> ReplayRequest | None:
         """That of one letter."""
         return _replay(self._table.find_one({"_id": letter}, _FIELDS))
@@ -213,47 +207,6 @@ class Replays:
             self._table.collection.replace_one({"_id": document_id}, document, upsert=True, session=session)
             self._table.collection.update_one({"_id": document_id}, {"$currentDate": {"at": True}}, session=session)
             return "done"
-
-        return self._together(ask)
-
-    def request_all(
-        self,
-        letters: Sequence[Letter],
-        generation: int,
-        *,
-        over_newer: bool,
-        unless: Callable[[ClientSession], bool] = lambda _: False,
-    ) -> bool:
-        """
-        Ask for the replay of letters that were never started, all of them or none.
-
-        Args:
-            letters: each with its place, whose partition is that of the layout in force.
-            generation: of that layout.
-            unless: found in the transaction, keeps it from being done.
-
-        Returns:
-            False where that was found, or one of them is gone, or is to be replayed already.
-        """
-        ids = [letter.document_id for letter in letters]
-        requests = []
-        for letter in letters:
-            assert letter.place is not None, "what was selected has a place"
-            place = letter.place
-            request = _request_of(letter, generation, place.partition, place.hash, over_newer=over_newer)
-            requests.append({"_id": letter.document_id, **request})
-
-        def ask(session: ClientSession) -> bool:
-            if unless(session):
-                return _aborted(session)
-            theirs = {"_id": {"$in": ids}}
-            asked = {"$currentDate": {"replayAskedAt": True}}
-            found = self._dead_letters.update_many(theirs, asked, session=session).matched_count
-            if found != len(ids) or self._table.collection.count_documents(theirs, session=session):
-                return _aborted(session)
-            self._table.collection.insert_many(requests, session=session)
-            self._table.collection.update_many(theirs, {"$currentDate": {"at": True}}, session=session)
-            return True
 
         return self._together(ask)
 
@@ -589,7 +542,6 @@ def _request_of(
         "parked": letter.parked is not None,
         "asking": ObjectId(),
         "data": letter.order[0] or letter.id,
-        "selected": letter.cause == SELECTED,
     }
 
 

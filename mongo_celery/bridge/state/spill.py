@@ -38,7 +38,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
-from mongo_celery.bridge.existing import END, PLACE_CHARS, place_of
+from mongo_celery.bridge.existing import place_of
 from mongo_celery.bridge.state.stored import (
     Amount,
     Document,
@@ -399,17 +399,6 @@ class Spill:
         with self._table.limit():
             ids = ids_between(partition_id, "", until)
             return self._table.collection.count_documents({"_id": ids}, session=session)
-
-    def count_existing(self, partition_id: str, after: str, until: str) -> int:
-        """How many existing documents are stored of a partition behind a place, up to another one."""
-        at = len(f"{partition_id}/".encode()) + PLACE_CHARS
-        query = {
-            "_id": ids_between(partition_id, after, until),
-            "part": None,
-            "$expr": {"$eq": [{"$substrBytes": ["$_id", at, len(END)]}, END]},
-        }
-        with self._table.limit():
-            return self._table.collection.count_documents(query)
 
     def stand(self, partition_id: str, data: str, standing: Mapping[str, Any]) -> bool:
         """Record the carried state with a stored change: what its partition was; False when it is gone."""

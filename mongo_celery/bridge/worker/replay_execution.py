@@ -20,7 +20,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.fenced.fence import Fence
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Place
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Place
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.departure import is_leaving
@@ -286,8 +286,7 @@ class ReplayExecution(Execution):
 
 def _overtakes(letter: Letter, replay: ReplayRequest, claim: Claim) -> bool:
     """Whether targets would refuse what waits for a letter's key, since this one, which does not, has a newer token."""
-    is_newer = replay.over_newer or letter.cause == SELECTED
-    return is_newer and letter.parked is None and replay.hash in claim.parked
+    return replay.over_newer and letter.parked is None and replay.hash in claim.parked
 
 
 def _say_done(replay: ReplayRequest, claim: Claim) -> None:

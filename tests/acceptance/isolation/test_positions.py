@@ -48,10 +48,6 @@ def _again(chain: Chain, key: str, fence: int) -> list[Document]:
     return list(chain.facts["end"].find({"key": key, "fence": {"$gt": fence}}).sort("at"))
 
 
-def _wait_ended(chain: Chain, count: int) -> None:
-    wait_for(lambda: chain.facts["end"].count_documents({}) >= count, PATIENCE_SECONDS, lambda: str(chain.logs))
-
-
 def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_refused(make_chain: MakeChain) -> None:
     """P1, P2, P3: a handler that was running when its position went back writes nothing over what follows."""
     chain = make_chain("copied")
@@ -86,36 +82,3 @@ def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_re
     assert _copies(chain) == {keys[0]: 4, keys[1]: 3}
     (act,) = chain.changes("history")["interventions"]
     assert (act["act"], act["reason"]) == ("rewind", "a wrong sum")
-
-
-def test_what_was_passed_over_is_replayed_later_and_never_over_newer_data(make_chain: MakeChain) -> None:
-    """P3: forward to now, then a selected replay while the stream goes on; a newer document stays as it is."""
-    chain = make_chain("copied")
-    listener, _ = chain.both()
-    chain.write("copied", "first", 1)
-    chain.wait_done()
-    listener.terminate()
-    listener.wait()
-    subscription = chain.state["subscriptions"].find_one({}) or {}
-    place = subscription["clusterTime"] or subscription["startAtOperationTime"]  # before the first watermark
-    start = place.as_datetime().isoformat()
-    for key in ("missed", "newer"):
-        chain.write("copied", key, 1)
-    passed = chain.changes("rewind", "copied", "--to", "now", "--yes")
-    assert passed["forward"]
-    chain.listener("again")
-    chain.write("copied", "newer", 2)
-    _wait_ended(chain, 2)
-    assert _copies(chain) == {"first": 1, "newer": 2}
-
-    for key, expected in (("missed", "replayed"), ("newer", "outdated")):
-        asked = chain.changes("replay", "copied", "--from", start, "--until", passed["token"], "--key", key, "--yes")
-        assert (asked["count"], asked["leads"]) == (1, True), (asked, expected)
-    wait_for(
-        lambda: not chain.state["replays"].count_documents({}) and len(chain.letters("copied")) == 1,
-        PATIENCE_SECONDS,
-        lambda: f"{chain.letters('copied')} {list(chain.state['replays'].find())}",
-    )
-    assert _copies(chain) == {"first": 1, "missed": 1, "newer": 2}
-    (letter,) = chain.letters("copied")
-    assert "have written where this dead letter would put older data" in letter["error"]
