@@ -455,7 +455,7 @@ def likeness_of(transaction: Transaction) -> Hashable:
 
 def begun_fields(parts: tuple[Part, ...], stored: Sequence[Document] | None = None) -> Document:
     """
-    What an entry has from pending on: a new key, and the participants under a name that older versions refuse.
+    What an entry has from pending on: a new key, and the participants under another name.
 
     Args:
         parts: the participants.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 from pymongo.client_session import ClientSession
@@ -123,15 +122,8 @@ def opposite(done: Transaction) -> dict[str, Any]:
 
 
 def takes_back(compensation: Transaction, done: Transaction) -> bool:
-    """
-    Whether a compensation belongs to this transaction: its id may have been another's before, that was removed.
-
-    One that says nothing of it, since an older version has stored it, has not taken its last step before this one.
-    """
-    if _TAKES_BACK in compensation.document:
-        return bool(compensation.document[_TAKES_BACK] == _mark_of(done))
-    ended, begun = done.document.get("lastModified"), compensation.document.get("lastModified")
-    return not (isinstance(ended, datetime) and isinstance(begun, datetime) and begun < ended)
+    """Return True if a compensation belongs to this transaction, not to a removed one of the same id."""
+    return bool(compensation.document.get(_TAKES_BACK) == _mark_of(done))
 
 
 def _mark_of(done: Transaction) -> Any:

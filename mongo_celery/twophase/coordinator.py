@@ -134,7 +134,7 @@ class Coordinator:
                 raise
             # A right that is missing, or a collection that takes no writes: it has until the deadline to be put right.
             reason = f"a participant cannot be read or written ({brief(error)})"
-            if transaction.deadline is None:  # of the tutorial's code, or of the first edition
+            if transaction.deadline is None:  # of the tutorial's code
                 raise StuckError(reason) from error
             raise StuckError(f"{reason}; it is canceled by the first recovery after its deadline") from error
 
@@ -317,7 +317,7 @@ def _known(transaction: Transaction, index: int, view: View) -> tuple[bool, str 
         return False, view.refusal
     if recorded is None:  # it has never had a version, so nothing was ever applied there
         return False, f"participant {part} did not exist, or took no version, when the transaction was begun"
-    if recorded is not UNRECORDED and view.incarnation != recorded and not view.is_older:
+    if recorded is not UNRECORDED and view.incarnation != recorded:
         raise _replaced(transaction, part, recorded)
     return None
 

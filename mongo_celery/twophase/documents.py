@@ -20,7 +20,7 @@ where it finds no marker: a coordinator may be on its way there.
 
 A counter would not do, nor may a missing version be one that can be seen: a document that was deleted and inserted
 again, or replaced, would begin with what a paused coordinator has seen in its predecessor. A version is an ObjectId
-that is made for each renewal, so no value comes twice. An old integer is a version like any other, until it is renewed.
+that is made for each renewal, so no value comes twice.
 (Who puts an old copy of the document back, version and all, puts the version back that was seen: that cannot be told
 apart.)
 
@@ -33,9 +33,7 @@ marker and version with them: whether the change is in what it wrote cannot be k
 `{of, at}`: `at` is made anew as above, `of` only where it is missing. The transaction records each `of` when it is
 begun. From then on, until it is applied, a participant without its marker whose `of` is missing or another was
 replaced, or deleted and made anew: nothing is applied or undone there, a person decides. Nobody gives a version there
-but another transaction, and that one gives another `of`. Transactions of the first edition have recorded none, and are
-finished as before; a version of theirs is an ObjectId alone, until somebody looks. A process of the first edition that
-still runs beside leaves such a one also where an `of` was recorded: there its rule counts, which knows no replacement.
+but another transaction, and that one gives another `of`. The tutorial's own code records no `of`.
 
 Another transaction that is settled in the same document renews the version as well. Then the three acts are
 repeated, which is harmless.
@@ -79,7 +77,6 @@ class View:
         marked: whether it has the transaction's marker.
         participant_version: what `apply` is conditional on; None if it was replaced while it was looked at.
         incarnation: what lasts of its version until it is replaced or made anew; None if it has none.
-        is_older: whether its version is one of the first edition, an ObjectId alone.
         id: the `_id` that the server found, which may be written otherwise than the one that was asked for; None if
             none was found, or read.
         refusal: why it can have no version; None if it can.
@@ -91,7 +88,6 @@ class View:
     incarnation: Any = None
     id: Any = None
     refusal: str | None = None
-    is_older: bool = False
 
 
 class Undone(Enum):
@@ -142,9 +138,9 @@ def apply(collection: Collection[Document], part: Part, transaction_id: Any, par
 def settle(collection: Collection[Document], parts: Sequence[Part], transaction_id: Any) -> None:
     """Take the markers away, and renew the versions, of all participants of one collection at once."""
     updates = [
-        UpdateOne(_marked(part, transaction_id, whole), _pull(transaction_id, whole))
+        UpdateOne(_marked(part, transaction_id, is_versioned), _pull(transaction_id, is_versioned))
         for part in parts
-        for whole in (True, False)
+        for is_versioned in (True, False)
     ]
     try:
         collection.bulk_write(updates, ordered=False)
@@ -168,18 +164,18 @@ def undo(collection: Collection[Document], part: Part, transaction_id: Any, inca
     """
     unmarked: Document = {"_id": {"$eq": part.id}, MARKERS: {"$ne": transaction_id}}
     if incarnation is not UNRECORDED and incarnation is not None:
-        unmarked["$or"] = [{_OF: {"$eq": incarnation}}, {PARTICIPANT_VERSION: {"$type": "objectId"}}]
+        unmarked[_OF] = {"$eq": incarnation}
     for _ in range(_UNDO_ROUNDS):
-        for whole in (True, False):
-            guard = {**_marked(part, transaction_id, whole), "$and": [part.revert_require or {}]}
-            if _matches(collection, guard, _merged(part.revert, _pull(transaction_id, whole))):
+        for is_versioned in (True, False):
+            guard = {**_marked(part, transaction_id, is_versioned), "$and": [part.revert_require or {}]}
+            if _matches(collection, guard, _merged(part.revert, _pull(transaction_id, is_versioned))):
                 return Undone.UNDONE
         if _matches(collection, unmarked, _renewed_if_there()):
             return Undone.UNDONE
         view = _seen(collection, part, transaction_id)
         if not view.exists:
             return Undone.GONE
-        if not view.marked and "$or" in unmarked and view.incarnation != incarnation and not view.is_older:
+        if not view.marked and _OF in unmarked and view.incarnation != incarnation:
             return Undone.REPLACED
     return Undone.REFUSED
 
@@ -198,34 +194,25 @@ def _seen(collection: Collection[Document], part: Part, transaction_id: Any) -> 
         participant_version=version,
         incarnation=incarnation,
         id=found["_id"],
-        is_older=isinstance(version, ObjectId),
     )
 
 
-def _marked(part: Part, transaction_id: Any, whole: bool) -> Document:
-    """
-    Matches while the marker is there.
-
-    Args:
-        part: the participant.
-        transaction_id: the marker.
-        whole: whether its version has an incarnation, or is an older one, or missing.
-    """
-    return {"_id": {"$eq": part.id}, MARKERS: {"$eq": transaction_id}, _OF: {"$exists": whole}}
+def _marked(part: Part, transaction_id: Any, is_versioned: bool) -> Document:
+    """Return a filter that matches while the marker is there, for a participant with or without a version."""
+    return {"_id": {"$eq": part.id}, MARKERS: {"$eq": transaction_id}, _OF: {"$exists": is_versioned}}
 
 
-def _pull(transaction_id: Any, whole: bool) -> Document:
-    renewed = {f"{PARTICIPANT_VERSION}.at" if whole else PARTICIPANT_VERSION: ObjectId()}
-    return {"$pull": {MARKERS: {"$in": [transaction_id]}}, "$set": renewed}
+def _pull(transaction_id: Any, is_versioned: bool) -> Document:
+    renewed = {"$set": {f"{PARTICIPANT_VERSION}.at": ObjectId()}} if is_versioned else {}
+    return {"$pull": {MARKERS: {"$in": [transaction_id]}}, **renewed}
 
 
 def _renewed_if_there() -> list[Document]:
-    """In one update: a look may not slip in between the question and the renewal."""
+    """Renew a version in one update: no other look comes between the question and the renewal."""
     field = f"${PARTICIPANT_VERSION}"
-    older = {"$cond": [{"$gt": [field, None]}, ObjectId(), "$$REMOVE"]}
-    whole = {"$mergeObjects": [field, {"at": ObjectId()}]}
-    is_whole = {"$ne": [{"$type": f"{field}.of"}, "missing"]}
-    return [{"$set": {PARTICIPANT_VERSION: {"$cond": [is_whole, whole, older]}}}]
+    renewed = {"$mergeObjects": [field, {"at": ObjectId()}]}
+    is_versioned = {"$ne": [{"$type": f"{field}.of"}, "missing"]}
+    return [{"$set": {PARTICIPANT_VERSION: {"$cond": [is_versioned, renewed, field]}}}]
 
 
 def _matches(

@@ -183,7 +183,7 @@ def refuse_other_accounts(document: Mapping[str, Any], accounts: str) -> None:
     """
     Refuse a transfer between accounts that are not those of this application.
 
-    The `_id`s of a transfer mean something in its own accounts alone. Earlier versions did not store which these are.
+    The `_id`s of a transfer mean something in its own accounts alone.
 
     Raises:
         ConfigurationError: it says which they are.

@@ -73,8 +73,7 @@ class TwoPhaseCommit:
         name: for the command line and for tasks, if an app has several.
         accounts: the documents that `transfer` names, or a callable, in the transactions' cluster; by default the
             collection `accounts` beside the transactions. Its name is stored with a transfer, in the field `accounts`:
-            whoever shares the transactions and has other accounts refuses it. Earlier versions neither store it nor
-            look at it.
+            whoever shares the transactions and has other accounts refuses it.
         clients: other clusters by alias: clients, or callables that return them, asked as above.
         older_than: seconds after which an unfinished transaction counts as abandoned.
         timeout: seconds that a call may last, whatever a server does: transient errors are repeated for so long. A

@@ -444,23 +444,6 @@ def test_what_stood_still_for_so_long_that_it_may_be_purged_is_not_stored_again(
     assert database["transactions"].find_one() is None
 
 
-@pytest.mark.parametrize("state", ["pending", "canceling"])
-def test_a_version_that_a_process_of_the_first_edition_leaves_stops_nothing(
-    database: Database[Document], mongo_client: MongoClient[Document], state: str
-) -> None:
-    """It has settled something there while a newer one was half done; nothing was replaced."""
-    make_accounts(database, A=1000, B=1000)
-    bank = coordinator(mongo_client, database.name)
-    identity = bank.transfer("A", "B", 100, run=False)
-    bank.step(identity, None)
-    database["accounts"].update_many({}, {"$set": {"transactionFence": ObjectId()}})
-    database["transactions"].update_one({"_id": identity}, {"$set": {"state": state}})
-    (became,) = bank.recover(0)
-
-    assert (became.after, became.error) == ("done" if state == "pending" else "canceled", None)
-    assert balances(database) == ({"A": 900, "B": 1100} if state == "pending" else {"A": 1000, "B": 1000})
-
-
 def test_indexes_that_take_too_long_keep_nobody_waiting(
     database: Database[Document], failpoint: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

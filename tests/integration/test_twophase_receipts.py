@@ -233,17 +233,6 @@ def armed(client: MongoClient[Document], command: str, failure: Document, times:
     client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
 
 
-def test_one_of_the_first_edition_does_not_take_it_for_its_own(clusters: Clusters) -> None:
-    """It has neither the fields nor the shape that an older version advances with markers."""
-    gate = StepGate(hold_before=4)
-    identity = clusters.begin("own", "east")
-    with clusters.held(identity, gate):
-        assert gate.held.wait(60)
-        stored = clusters.log.find_one({"_id": identity})
-    assert stored["state"] == "pending"
-    assert not {"participants", "source", "destination", "value"} & set(stored)
-
-
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_a_participant_that_refuses_gives_all_others_back(clusters: Clusters, way: tuple[str, ...]) -> None:
     """The last one cannot be found."""

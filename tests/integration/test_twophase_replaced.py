@@ -104,9 +104,8 @@ def test_the_look_of_another_transaction_does_not_reopen_the_hole(
     assert balances(accounts) == {"A": 899, "B": 1101}
 
 
-def test_transactions_of_the_first_edition_are_finished_as_they_were_begun(accounts: Database[Document]) -> None:
-    """They have recorded nothing, and versions of theirs are ObjectIds."""
-    accounts["accounts"].update_many({}, {"$set": {PARTICIPANT_VERSION: ObjectId()}})
+def test_transactions_of_the_tutorials_own_code_are_finished_as_they_were_begun(accounts: Database[Document]) -> None:
+    """They have recorded nothing, and their participants have no versions."""
     shape = {"source": "A", "destination": "B", "value": 100, "version": 1, "driver": ObjectId(), "application": "bank"}
     accounts["transactions"].insert_many(
         [{"_id": state, "state": state, **shape} for state in ("pending", "applied", "canceling")]

@@ -61,9 +61,6 @@ OURS: dict[str, dict[str, Any]] = {
         "updatedFields": {"transactionFence.at": ObjectId(), "pendingTransactions.0": 7},
         "truncatedArrays": [{"field": "pendingTransactions", "newSize": 1}],
     },
-    "one of the first edition is settled": {
-        "updatedFields": {"transactionFence": ObjectId(), "pendingTransactions": []}
-    },
     "the first stamp": {"updatedFields": {"_fence": STAMPS}},
     "another handler's stamp": {"updatedFields": {"_fence.shop/bill": STAMPS["shop/summarise"]}},
     "a newer stamp": {"updatedFields": {"_fence.shop/summarise.p.0": 813}},

@@ -234,9 +234,7 @@ def _is_lock(changes: Changes) -> bool:
 
 
 def _is_version(changes: Changes) -> bool:
-    """A version, or the part of it that is made anew; the first edition's have no parts."""
-    if isinstance(changes.get(PARTICIPANT_VERSION), ObjectId):
-        return True
+    """A version, or the part of it that is made anew."""
     parts = _parts(PARTICIPANT_VERSION, changes)
     return parts is not None and parts.keys() <= _VERSION_PARTS and isinstance(parts.get("at"), ObjectId)
 

@@ -218,31 +218,25 @@ def judge_shard_key(key: Document | None) -> Finding:
 
 
 def _check_values(collection: Collection[dict[str, Any]], field: str) -> Iterator[Finding]:
-    """Values that no `$push` can extend, and what the first edition has left behind."""
-    queries: Sequence[tuple[str, dict[str, Any]]] = (
-        ("null", {"$and": [{field: {"$exists": True}}, {field: {"$not": {"$type": "object"}}}]}),
-        ("empty", {f"{field}.count": 0}),
-    )
-    counts: dict[str, int | None] = {}
-    for name, query in queries:
-        try:
-            with pymongo.timeout(_LOOK_SECONDS + ANSWER_SECONDS):
-                milliseconds = round(_LOOK_SECONDS * 1000)
-                counts[name] = collection.count_documents(query, limit=_COUNTED_MAX, maxTimeMS=milliseconds)
-        except ExecutionTimeout:
-            counts[name] = None
-    yield from judge_values(collection.name, field, nulls=counts["null"], empty=counts["empty"])
+    """Values that no `$push` can extend."""
+    query = {"$and": [{field: {"$exists": True}}, {field: {"$not": {"$type": "object"}}}]}
+    nulls: int | None
+    try:
+        with pymongo.timeout(_LOOK_SECONDS + ANSWER_SECONDS):
+            nulls = collection.count_documents(query, limit=_COUNTED_MAX, maxTimeMS=round(_LOOK_SECONDS * 1000))
+    except ExecutionTimeout:
+        nulls = None
+    yield from judge_values(collection.name, field, nulls)
 
 
-def judge_values(name: str, field: str, *, nulls: int | None, empty: int | None) -> Iterator[Finding]:
+def judge_values(name: str, field: str, nulls: int | None) -> Iterator[Finding]:
     """
-    What the counts mean.
+    Judge the count.
 
     Args:
         name: of the collection.
         field: in which entries are stored.
         nulls: documents in which it is there, and no object; None where too many had to be read.
-        empty: documents in which it is there, and nothing is pending.
     """
     if nulls:
         yield error(
@@ -251,16 +245,8 @@ def judge_values(name: str, field: str, *, nulls: int | None, empty: int | None)
             "with entries fails there. Have it leave the field out where there is no value, then remove it:",
             f'db.{name}.updateMany({{"{field}": null}}, {{$unset: {{"{field}": 1}}}})',
         )
-    if empty:
-        yield warning(
-            "leftovers",
-            f"{field} stands empty in {_many(empty)}, as earlier versions left it: a strict model cannot read them. "
-            "It goes with the next entry, or now:",
-            f'db.{name}.updateMany({{"{field}.count": 0}}, {{$unset: {{"{field}": 1}}}})',
-        )
-    if not nulls and not empty:
-        unread = nulls is None or empty is None
-        rest = f" as far as could be read in {_LOOK_SECONDS:.0f} s" if unread else ""
+    else:
+        rest = f" as far as could be read in {_LOOK_SECONDS:.0f} s" if nulls is None else ""
         yield ok("field", f"{field} stands only where something is pending{rest}.")
 
 
