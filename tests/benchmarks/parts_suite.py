@@ -130,7 +130,7 @@ def _each(items: Sequence[Any], call: Callable[[Any], object]) -> int:
 def _look(count: int) -> int:
     """Images of a partition whose handler takes its time."""
     tracker = Tracker("parts/summarise/0/0", _IMAGE, 1, GracePeriods(30.0, 5.0), 0.0)
-    images = [replace(_IMAGE, ahead=-number / 1000) for number in range(100)]
+    images = [replace(_IMAGE, due_in=-number / 1000) for number in range(100)]
     for number in range(count // len(images)):
         for each in images:
             tracker.observe(each, number / 10)

@@ -407,16 +407,6 @@ def test_a_mark_that_an_older_version_left_in_the_claim_that_it_took_means_nothi
     assert rig.claim(owner="second").crashes == 1
 
 
-def test_an_impossible_claim_is_charged_in_the_name_of_its_owner_too(rig: Rig) -> None:
-    """P14: ended by the listener because of a wrong clock, while its worker lives."""
-    claim = rig.claim()
-    stored = rig.document["claim"]
-    assert rig.partitions.clear_impossible_claim(rig.where, claim.fence, stored["until"])
-    assert rig.document["retry"]["crashes"] == 1
-    assert rig.claims.withdraw(rig.where, "me")
-    assert rig.document["retry"]["crashes"] == 0
-
-
 # -- outcomes: who may write them --------------------------------------------------------------------
 
 

@@ -13,18 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
-import pymongo
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
-from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import Leases, Term, is_handed_over, layouts_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY
@@ -271,52 +268,6 @@ def test_two_acquisitions_at_the_same_instant_have_one_winner(
             documents.delete_one({"_id": BRIDGE})
 
 
-def _spoil(documents: Collection[Document], seconds: int) -> None:
-    """Let the lease expire so far ahead as only a primary with a wrong clock writes it."""
-    change = {"expiresAt": {"$add": ["$$NOW", seconds * 1000]}}
-    documents.update_one({"_id": BRIDGE}, [{"$set": change}])
-
-
-def test_an_impossible_expiry_is_replaced_after_twice_its_ttl_and_no_sooner(
-    short_leases: Leases, documents: Collection[Document]
-) -> None:
-    """P10: waited for by the observer's monotonic clock; replaced as it was seen."""
-    old = acquired(short_leases)
-    _spoil(documents, 3600)
-    started = time.monotonic()
-    assert short_leases.suspicious() is None
-    seen = wait_for(short_leases.suspicious)
-    assert time.monotonic() - started > 2 * SHORT_TTL
-    new = short_leases.acquire(IDENTITY, observed=seen)
-    assert new is not None
-    assert new.version > old.version
-    assert short_leases.suspicious() is None
-    assert (short_leases.read() or {})["expiresAt"] < seen["expiresAt"]
-
-
-def test_an_impossible_expiry_that_changes_is_given_more_time(
-    short_leases: Leases, documents: Collection[Document]
-) -> None:
-    """P10: a holder that renews under a wrong clock lives, so nobody takes its lease from it."""
-    acquired(short_leases)
-    _spoil(documents, 3600)
-    assert short_leases.suspicious() is None
-    seen = wait_for(short_leases.suspicious)
-    _spoil(documents, 3700)
-    assert short_leases.acquire(IDENTITY, observed=seen) is None, "it is no longer as it was seen"
-    assert short_leases.suspicious() is None, "its time begins again"
-
-
-def test_a_lease_of_a_longer_ttl_is_not_suspicious(
-    leases: Leases, mongo_client: MongoClient[Document], state_database: str
-) -> None:
-    """P10: judged by the ttl that its holder stored, not by the observer's own."""
-    patient = store_of(mongo_client, state_database, lease_ttl=60.0).leases
-    assert acquired(patient)
-    assert leases.suspicious() is None
-    assert leases._suspect is None
-
-
 def test_trust_is_counted_from_the_start_of_the_call(
     make_client: MakeClient, failpoint: Failpoint, state_database: str
 ) -> None:
@@ -422,24 +373,3 @@ def test_gaps_are_remembered_and_bounded(leases: Leases, gap_terms: Term) -> Non
         assert leases.record_gap(gap_terms, {"until": Timestamp(number + 1, 1)})
     gaps = (leases.read() or {})["gaps"]
     assert [gap["until"].time for gap in gaps] == list(range(3, 23))
-
-
-def test_a_term_that_a_frozen_server_began_unseen_is_ended_by_its_process(
-    make_replica_set: Callable[..., MongoReplicaSet], make_client: MakeClient
-) -> None:
-    """Its acquisition lay in the socket and was carried out at the thaw: nobody would lead for a whole ttl."""
-    own = make_replica_set()
-    leases = store_of(make_client(own.url), "state", lease_ttl=LONG_TTL).leases
-    leases.ensure()
-    assert leases.read() is not None
-    own.pause()
-    with pytest.raises(PyMongoError), pymongo.timeout(1):
-        leases.acquire(IDENTITY)
-    own.resume()
-    unseen = wait_for(lambda: (leases.read() or {})["listenerId"])
-    assert leases.acquire(IDENTITY) is None
-    assert leases.end_unanswered()
-    assert not leases.end_unanswered()
-    term = leases.acquire(IDENTITY)
-    assert term is not None
-    assert term.listener_id != unseen

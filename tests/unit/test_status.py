@@ -84,7 +84,6 @@ def image(index: int = 0, **changes: Any) -> Image:
         state="flowing",
         claim=None,
         live=False,
-        ahead=0.0,
         handled=None,
         due_in=0.0,
         retries=0,

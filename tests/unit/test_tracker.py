@@ -146,9 +146,8 @@ def test_what_is_handled_is_committed_after_the_commit_grace() -> None:
         replace(DONE, live=False),
         replace(DONE, claim=None, live=False),
         replace(DONE, state="halted"),
-        replace(DONE, ahead=99.0),
     ],
-    ids=["live", "lapsed", "unclaimed", "halted", "far ahead"],
+    ids=["live", "lapsed", "unclaimed", "halted"],
 )
 def test_what_is_handled_is_committed_whatever_the_claim_says(seen: Image) -> None:
     """Sweep 1, P6: a handler that has succeeded is never started again."""
@@ -295,7 +294,7 @@ def test_the_servers_verdicts_on_times_are_no_change_of_the_document() -> None:
     """P8: they differ at every reading, and would put off a repair for ever."""
     partition = dispatched()
     for second in range(int(GRACE) + 1):
-        partition.observe(replace(FLOWING, due_in=-float(second), ahead=-float(second)), START + second)
+        partition.observe(replace(FLOWING, due_in=-float(second)), START + second)
     assert is_ready(partition, START + GRACE)
 
 
@@ -443,39 +442,7 @@ def test_a_claim_that_appears_without_a_dispatch_is_adopted() -> None:
     assert partition.ready_at == math.inf
 
 
-# Wrong clocks and newer terms
-
-
-def test_an_expiry_that_only_a_wrong_clock_can_write_is_cleared_after_twice_its_ttl() -> None:
-    """P10: by the monotonic clock, from the first sight of this very expiry."""
-    partition = dispatched()
-    far = replace(CLAIMED, ahead=3600.0)
-    assert partition.observe(far, START) is Step.WAIT
-    assert partition.observe(far, START + 20) is Step.WAIT
-    assert partition.observe(far, START + 20.01) is Step.CLEAR
-
-
-def test_an_expiry_that_moves_is_renewed_by_somebody_and_left_alone() -> None:
-    """P10: its owner lives under the same wrong clock."""
-    partition = dispatched()
-    for turn in range(100):
-        far = replace(CLAIMED, ahead=3600.0, claim={**CLAIM, "until": f"2030-{turn}"})
-        assert partition.observe(far, START + 10.0 * turn) is Step.WAIT
-
-
-def test_an_expiry_within_the_slack_of_its_ttl_is_no_fault() -> None:
-    """P10: reading takes time, and the two verdicts are of one moment."""
-    partition = dispatched()
-    for second in range(100):
-        assert partition.observe(replace(CLAIMED, ahead=1.0), START + second) is Step.WAIT
-
-
-def test_a_suspicion_is_dropped_when_the_clock_is_right_again() -> None:
-    """P10: an expiry that looks sane once is not counted as unchanged."""
-    partition = dispatched()
-    partition.observe(replace(CLAIMED, ahead=3600.0), START)
-    partition.observe(CLAIMED, START + 15)
-    assert partition.observe(replace(CLAIMED, ahead=3600.0), START + 21) is Step.WAIT
+# Newer terms
 
 
 @pytest.mark.parametrize("epoch", [VERSION + 1, VERSION - 1], ids=["larger", "smaller"])
@@ -498,7 +465,6 @@ images = st.builds(
     handled=st.none() | st.just(HANDLED),
     live=st.booleans(),
     due_in=st.floats(-100, 100),
-    ahead=st.floats(-100, 100),
 ).map(lambda seen: replace(seen, live=seen.live and seen.claim is not None))
 
 

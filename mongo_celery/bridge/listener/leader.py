@@ -37,7 +37,6 @@ from mongo_celery.bridge.listener.relayout import Relayouts
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.rules import Rules, find_rules
-from mongo_celery.bridge.listener.run_gain import RunAdvice
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
@@ -140,7 +139,6 @@ class Leader:
         )
         self._snapshots = Snapshotting(wiring, self.wake)
         self._replaying = Replaying(self._store.replays, wiring.state_concern)
-        self._advice = RunAdvice(self._options, activity)
         self._at_end = self._is_held_up = False
         self._full, self._full_at = "", math.inf
         self._opened_at = 0.0
@@ -405,7 +403,6 @@ class Leader:
         self._spilling.turn(now, at_end=self._at_end)
         self._snapshot(now)
         self._replaying.turn(self._subscriptions, now)
-        self._advice.turn(self._subscriptions.values(), now)
         self._note_progress()
         self._dispatch()
         self._note_progress()
@@ -514,14 +511,6 @@ class Leader:
             raise LeaseLostError
         if step is Step.ENDED:
             self._looks.ended(image.subscription, run.sent_at if run is not None else None, now)
-        elif step is Step.CLEAR:
-            logger.error(
-                "ending a claim of %s with an impossible expiry",
-                tracker.partition_id,
-                extra={"event": "claim_expiry_impossible"},
-            )
-            assert image.claim is not None, "only a claim has an expiry"
-            self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
         return step
 
     def _commit_late(self, images: Sequence[Image]) -> None:

@@ -49,7 +49,6 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _PROTOCOL = 2
 _STANDBY_PAUSES = Pauses(first=0.4, longest=0.4, jitter=0.5)  # spreads standbys
-_SUSPICION_SECONDS = 2.0
 _SERVER_PAUSE = 1.0
 _ATTEMPT_SECONDS = 10.0
 
@@ -74,7 +73,6 @@ class Listener:
         self._options = wiring.options
         self._stopping = threading.Event()
         self._leader: Leader | None = None
-        self._suspected_at = 0.0
         self._waits_for: object = None
         names = [handler.name for handler in wiring.handlers]
         self.activity = Activity(wiring.name, names, wiring.options.lease_ttl)
@@ -163,22 +161,10 @@ class Listener:
             lease = leases.read() or {}
             difference = self._compare(lease, identity)
             term = None if lease.get("live") else self._acquire(leases, identity, lease, difference)
-            if term is None and leases.end_unanswered():
-                logger.info(
-                    "ended a term of this process whose acquisition got no answer", extra={"event": "unanswered_ended"}
-                )
-            if term is None and time.monotonic() - self._suspected_at > _SUSPICION_SECONDS:
-                self._suspected_at = time.monotonic()
-                leases.ensure()
-                impossible = leases.suspicious()
-                if impossible is not None:
-                    logger.error(
-                        "the lease's expiry is impossible; taking it over as seen",
-                        extra={"event": "lease_expiry_impossible"},
-                    )
-                    term = self._acquire(leases, identity, lease, difference, observed=impossible)
             if term is not None:
                 return term
+            if not lease:
+                leases.ensure()  # somebody has removed the document, and only an existing one is acquired
             self._log_standby(lease, identity)
         except PyMongoError as error:
             final = explained(error, self._wiring.state_concern)
@@ -212,11 +198,9 @@ class Listener:
         identity: Identity,
         lease: Mapping[str, Any],
         difference: str | None,
-        *,
-        observed: Mapping[str, Any] | None = None,
     ) -> Term | None:
         note = make_intervention("take-over", self._wiring.name, difference, {}) if difference else None
-        term = leases.acquire(identity.plain(), lease.get("identity"), observed=observed, intervention=note)
+        term = leases.acquire(identity.plain(), lease.get("identity"), intervention=note)
         if term is not None:
             self._takes_over, self._waits_for = False, None
         if term is not None and difference:

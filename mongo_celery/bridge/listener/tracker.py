@@ -25,16 +25,14 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from enum import Enum
 from operator import attrgetter
-from typing import Any
 
 from mongo_celery.bridge.state.partitions import Image, Seen
 
 LONGEST_GRACE = 300.0
 LONGEST_WAIT = 900.0
 _DOUBLINGS = 16
-_CLOCK_SLACK = 1.0
 _NEVER = math.inf
-_PASSING = {"live", "ahead", "due_in"}
+_PASSING = {"live", "due_in"}
 _essence = attrgetter(*(each.name for each in fields(Image) if each.compare and each.name not in _PASSING))
 """What changes only when somebody writes: all of an image but what passes with time alone."""
 
@@ -50,9 +48,6 @@ class Step(Enum):
     """The outstanding run goes on, and has recorded how far it is: what it has done is over."""
 
     COMMIT = "commit"
-    CLEAR = "clear"
-    """The claim's expiry can only come from a wrong clock: end it as it was seen."""
-
     SUPERSEDED = "superseded"
 
 
@@ -133,7 +128,6 @@ class Tracker:
         self._is_repeat = False
         self._given_up: int | None = None
         self._changed_at = now
-        self._suspect: tuple[Any, float] | None = None
         self._essence = _essence(image)
         self.observe(image, now)
 
@@ -220,7 +214,7 @@ class Tracker:
             return self._handled(self.outstanding, now)
         if image.live:
             self.outstanding.lapsed_at = None
-            return self._suspicious(image, now)
+            return Step.WAIT
         return self._unclaimed(self.outstanding, image, now)
 
     def _moved(self, run: Outstanding, before: Image, now: float) -> Step:
@@ -296,13 +290,3 @@ class Tracker:
     def _give_up(self) -> None:
         self.outstanding = None
         self._given_up = self.image.fence
-
-    def _suspicious(self, image: Image, now: float) -> Step:
-        """A claim that ends later than its own ttl allows, unchanged for twice that time."""
-        claim = image.claim or {}
-        if image.ahead <= _CLOCK_SLACK:
-            self._suspect = None
-            return Step.WAIT
-        if self._suspect is None or self._suspect[0] != claim["until"]:
-            self._suspect = (claim["until"], now)
-        return Step.CLEAR if now - self._suspect[1] > 2 * claim["ttl"] / 1000 else Step.WAIT

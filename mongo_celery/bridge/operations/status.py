@@ -23,8 +23,8 @@ from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.identity import Identity, identity_of
 from mongo_celery.bridge.listener.activity import times_of
 from mongo_celery.bridge.listener.evidence import token_seconds
-from mongo_celery.bridge.listener.run_gain import run_gain
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
+from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
 from mongo_celery.bridge.options import BridgeOptions

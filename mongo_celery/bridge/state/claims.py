@@ -182,7 +182,6 @@ class Claims:
         self, collection: Collection[dict[str, Any]], dead_letters: Collection[dict[str, Any]], ttl: float
     ) -> None:
         self._table = Table(collection, call_timeout(ttl))
-        self._acknowledged = Table(collection.with_options(write_concern=WriteConcern(w=1)), call_timeout(ttl))
         self._dead_letters = dead_letters
         self._ttl = ttl
 
@@ -395,8 +394,6 @@ class Claims:
         last: int,
         token: Mapping[str, Any],
         session: ClientSession | None = None,
-        *,
-        retryable: bool = False,
     ) -> bool:
         """
         Record that the handler succeeded up to `last`; from then on no message can start it again.
@@ -408,8 +405,6 @@ class Claims:
             claim: under which the handler ran.
             last: number of the last change that is done, `token` its resume token.
             session: of a transactional handler.
-            retryable: as the driver's retryable write. After a transaction it comes on the same server
-                session and ends what a lost answer has left open there, which would block this document.
         """
         if claim.inline:
             guard, change = _own_or_done(claim, last, token), _done(claim, last, token)
@@ -418,8 +413,6 @@ class Claims:
         if session is not None:  # the transaction's own limits hold, and its write concern
             # The effects of a body that is repeated behind its own commit would be there twice.
             return self._table.collection.update_one(own(claim), {"$set": change}, session=session).matched_count == 1
-        if retryable:
-            return self._acknowledged.update(guard, {"$set": change})
         return self._table.update_unretried(guard, {"$set": change}, ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:

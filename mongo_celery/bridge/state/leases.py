@@ -17,10 +17,10 @@ The server is the authority. Acquire, renew and release are three operations::
 
 | failure | what happens |
 |---|---|
-| the answer of an acquisition is lost | the process ends that term when the server answers; else it expires |
+| the answer of an acquisition is lost | that term expires after its ttl |
 | the answer of a renewal is lost | the trusted time is not moved; the next renewal decides |
 | the document is deleted | the renewal matches nothing: step down; the next acquisition counts from cluster time |
-| a primary's clock ran far ahead | an expiry beyond the lease's own ttl, unchanged for twice that time, is replaced |
+| a primary's clock ran far ahead | held until then, unless an operator ends it: `docs/operations/restore.md` |
 
 Field names are those of the algorithm's source, a pessimistic listener lock in MongoDB by Alec
 Henninger; the version and the server's clock repair what its descendants found.
@@ -31,16 +31,15 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from bson import ObjectId, Timestamp
 from bson.int64 import Int64
 from pymongo.collection import Collection
-from pymongo.errors import DuplicateKeyError, PyMongoError
+from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.positions import noted
@@ -54,8 +53,6 @@ _TRUST = 0.9
 """Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
 
 _HANDED_OVER = "in the documents of the subscriptions"
-_UNANSWERED_MAX = 1000
-_UNANSWERED_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +81,6 @@ class Leases:
         self._drops = Table(collection.database[DROPS], call_timeout(ttl))
         self._bridge = bridge
         self._ttl = ttl
-        self._suspect: tuple[Any, float] | None = None
-        self._unanswered: deque[str] = deque(maxlen=_UNANSWERED_MAX)
-        self._unanswered_at = 0.0
 
     def ensure(self) -> None:
         """
@@ -122,7 +116,6 @@ class Leases:
         identity: Mapping[str, Any],
         known: Mapping[str, Any] | None = None,
         *,
-        observed: Mapping[str, Any] | None = None,
         intervention: Mapping[str, Any] | None = None,
     ) -> Term | None:
         """
@@ -131,73 +124,22 @@ class Leases:
         Args:
             identity: of the new term; the lease keeps it, also after the term.
             known: the identity that the caller has read and compared.
-            observed: a lease with an impossible expiry (see `suspicious`), to be replaced as seen.
             intervention: what `changes history` keeps of it.
 
         Returns:
             The new term, or None while somebody else holds the lease.
         """
         listener_id = str(ObjectId())
-        free: dict[str, Any] = {"$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
-        if observed is not None:
-            free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
-        compared = {"_id": self._bridge, "identity": {"$in": [None, dict(identity), known]}, **free}
+        free = {"$lte": ["$expiresAt", "$$NOW"]}
+        compared = {"_id": self._bridge, "identity": {"$in": [None, dict(identity), known]}, "$expr": free}
         stages = [*_acquisition(listener_id, self._ttl), {"$set": {"identity": literal(dict(identity))}}]
         if intervention is not None:
             stages.append({"$set": {"interventions": noted(intervention)}})
         started = time.monotonic()
-        with self._noting(listener_id):
-            document = self._table.find_and_update(compared, stages)
+        document = self._table.find_and_update(compared, stages)
         if document is None:
             return None
         return Term(listener_id, document["version"], started + self._ttl * _TRUST, document)
-
-    @contextmanager
-    def _noting(self, listener_id: str) -> Iterator[None]:
-        """Remember whose command got no answer."""
-        try:
-            yield
-        except PyMongoError:
-            self._unanswered.append(listener_id)
-            self._unanswered_at = time.monotonic()
-            raise
-
-    def end_unanswered(self) -> bool:
-        """
-        End a term of this process that it does not know of; whether there was one. To be called while standing by.
-
-        A command whose answer was lost may lie in the socket of a frozen server, and be carried out when that wakes:
-        then the lease is held by an id that nobody uses, for as long as its ttl.
-        """
-        if time.monotonic() - self._unanswered_at > _UNANSWERED_SECONDS:
-            self._unanswered.clear()
-        if not self._unanswered:
-            return False
-        nobody = {"listenerId": None, "expiresAt": None, "state": "idle"}
-        return self._table.update(
-            {"_id": self._bridge, "listenerId": {"$in": list(self._unanswered)}}, {"$set": nobody}
-        )
-
-    def suspicious(self) -> Mapping[str, Any] | None:
-        """
-        The lease, if its expiry lies further ahead than its own ttl and has not changed for twice that time.
-
-        Only a primary with a wrong clock writes such an expiry; without this rule a fail-over away from
-        it could leave the bridge without a listener for as long as that clock was ahead. Call it
-        regularly while standing by: it remembers what it saw.
-        """
-        ahead = {"$gt": [{"$subtract": ["$expiresAt", "$$NOW"]}, {"$add": ["$ttl", 1000]}]}
-        fields = {"listenerId": 1, "version": 1, "expiresAt": 1, "ttl": 1, "ahead": ahead}
-        lease = self._table.find_one({"_id": self._bridge}, fields)
-        if lease is None or lease["expiresAt"] is None or not lease["ahead"]:
-            self._suspect = None
-            return None
-        seen = (lease["version"], lease["expiresAt"])
-        if self._suspect is None or self._suspect[0] != seen:
-            self._suspect = (seen, time.monotonic())
-            return None
-        waited = time.monotonic() - self._suspect[1]
-        return lease if waited > 2 * lease["ttl"] / 1000 else None
 
     def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
         """
@@ -226,8 +168,7 @@ class Leases:
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
         """Give the lease back; False when it was no longer ours. Version and identity stay."""
         change = {"listenerId": None, "expiresAt": None, "state": state, "error": error}
-        with self._noting(term.listener_id):
-            return self._table.update(self._mine(term), {"$set": change})
+        return self._table.update(self._mine(term), {"$set": change})
 
     def raise_version(self, term: Term, above: int) -> Term | None:
         """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""

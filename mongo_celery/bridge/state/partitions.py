@@ -68,7 +68,6 @@ _PROJECTION: dict[str, Any] = {
     **dict.fromkeys(_DEFAULTS, 1),
     "live": {"$gt": ["$claim.until", "$$NOW"]},
     "due": remaining("retry.notBefore"),
-    "ahead": {"$subtract": [{"$subtract": ["$claim.until", "$$NOW"]}, "$claim.ttl"]},
     "readAt": "$$NOW",
     "parkedCount": {"$cond": [{"$isArray": "$parkedKeys"}, {"$size": "$parkedKeys"}, 0]},
 }
@@ -83,7 +82,6 @@ class Image:
         data: comparable part of the committed token; empty before the first commit.
         live: whether a claim stands and has not lapsed.
         due_in: seconds until a parked change may run; 0 or less when it may.
-        ahead: seconds by which a claim's expiry exceeds its own ttl; positive only after a clock fault.
         spilled: `to`, `since`, `reason`: up to where changes of this partition are stored, and not all committed; None
             where none are.
         stood: comparable part of the token of a copied head whose carried state was put in force.
@@ -107,7 +105,6 @@ class Image:
     state: str
     claim: Mapping[str, Any] | None
     live: bool
-    ahead: float
     handled: Mapping[str, Any] | None
     due_in: float
     retries: int
@@ -270,22 +267,6 @@ class Partitions:
         traces = [{"committed": {"$gt": 0}}, *({name: found} for name, found in states.items()), *marks]
         found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
         return found is not None
-
-    def clear_impossible_claim(self, partition_id: str, fence: int, until: Any) -> bool:
-        """
-        End a claim as it was seen: one whose expiry only a wrong clock can have written, or one that has lapsed.
-
-        It is charged like any claim that lapsed.
-        """
-        retry = {"$mergeObjects": ["$retry", CHARGE]}
-        change = {
-            "fence": next_number("fence"),
-            "claim": None,
-            "retry": retry,
-            "single": {"$max": ["$single", "$claim.last"]},
-        }
-        guard = {"_id": partition_id, "fence": fence, "claim.until": until, "handled": None}
-        return self._table.update(guard, [{"$set": change}])
 
     def mark_spilled(
         self, partition_id: str, version: int, to: str, reason: str, session: ClientSession | None = None
@@ -517,7 +498,6 @@ def image_of(document: Mapping[str, Any]) -> Image:
         state=document["state"],
         claim=document["claim"],
         live=bool(document["live"]) and document["claim"] is not None,
-        ahead=(document["ahead"] or 0) / 1000,
         handled=document["handled"],
         due_in=0.0 if is_gone else (document["due"] or 0) / 1000,
         retries=retries.get("count", 0),

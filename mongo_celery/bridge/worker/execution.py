@@ -167,7 +167,8 @@ class Execution:
         try:
             self._execute(call)
         finally:
-            self._return_session()
+            if self.session is not None:
+                self.session.end_session()
 
     def _execute(self, call: Callable[[Any, int], None]) -> None:
         started = time.monotonic()
@@ -181,7 +182,6 @@ class Execution:
             claim,
             beat,
             patience=self._patience,
-            before=self._return_session,
         )
         token = current.set(self)
         try:
@@ -211,15 +211,10 @@ class Execution:
         return self.session if is_free and self.handler is handler else None
 
     def give_session(self) -> ClientSession:
-        """The session of the handler's transactions, for whoever ends it from now on."""
+        """Return the session of the handler's transactions to a caller that ends it from now on."""
         session, self.session = self.session, None
-        assert session is not None, "a transactional handler has a session until its outcome is written"
+        assert session is not None, "a transactional handler has one session"
         return session
-
-    def _return_session(self) -> None:
-        """Before an outcome: the driver takes the same one for it, and that ends what a lost answer has left open."""
-        if self.session is not None:
-            self.give_session().end_session()
 
     def transaction_committed(self) -> None:
         """The mark is there. Not known before: a body may run again and then end otherwise."""

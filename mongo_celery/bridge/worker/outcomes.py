@@ -113,7 +113,6 @@ class Outcomes:
         claim: under which everything is written.
         beat: the claim's heartbeat.
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
-        before: called before an outcome is written.
 
     Attributes:
         owed: whether an outcome is written later: until then the claim is kept alive.
@@ -128,7 +127,6 @@ class Outcomes:
         beat: Heartbeat,
         *,
         patience: float,
-        before: Callable[[], None],
     ) -> None:
         self.owed = False
         self._wiring = wiring
@@ -137,7 +135,6 @@ class Outcomes:
         self._claim = claim
         self._beat = beat
         self._patience = patience
-        self._before = before
         self._claims = wiring.store.claims
         self._beats = wiring.of_process(WorkerRuntime).heartbeats
         self._is_stored = run.reference is not None
@@ -244,8 +241,8 @@ class Outcomes:
 
     def handled(self, last: int, raw: bytes) -> None:
         """Everything up to this change is done."""
-        token, after_transaction = self._run.token_of(raw), self._handler.transactional
-        self._settle({"handled": lambda: self._claims.handle(self._claim, last, token, retryable=after_transaction)})
+        token = self._run.token_of(raw)
+        self._settle({"handled": lambda: self._claims.handle(self._claim, last, token)})
 
     def end(self) -> None:
         """Renew the claim no more, unless something is still to be written under it."""
@@ -344,7 +341,6 @@ class Outcomes:
             Ignore: a newer execution decides; or MongoDB does not answer, and the process writes it later.
             Exception: no way can be stored. The claim lapses, and that is counted.
         """
-        self._before()
         claim = self._claim
         *_, last = ways
         for outcome, write in ways.items():
