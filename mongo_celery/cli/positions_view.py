@@ -29,11 +29,19 @@ def plan_lines(plan: RewindPlan) -> Iterator[str]:
     yield from wrapped(
         f"{plan.subscription} {way} to {moment(plan.to.iso)}, from {moment(plan.plain()['passed_from'] or plan.at)}"
     )
+    for text in (*_counts(plan), *_ended(plan), *_left_out(plan)):
+        yield from wrapped(f"  {text}", "    ")
+
+
+def _counts(plan: RewindPlan) -> Iterator[str]:
+    """Yield how many partitions move, how many are read again, and how many stay."""
     moved = [each.index for each in plan.partitions]
     stay = f"; {plan.staying} stay where they are" if plan.staying else ""
-    yield from wrapped(f"  {number(len(moved), 'partition', 'partitions')}: {_indexes(moved)}{stay}", "    ")
-    for text in (*_ended(plan), *_left_out(plan)):
-        yield from wrapped(f"  {text}", "    ")
+    if moved or not plan.reread:
+        yield f"{number(len(moved), 'partition', 'partitions')}: {_indexes(moved)}{stay}"
+    if plan.reread:
+        others = number(len(plan.reread), "partition is", "partitions are")
+        yield f"{others} read again from there: {_indexes(plan.reread)}. They handle what they have not handled yet"
 
 
 def _ended(plan: RewindPlan) -> Iterator[str]:
@@ -81,7 +89,7 @@ def _left_out(plan: RewindPlan) -> Iterator[str]:
 
 def rewound_lines(plan: RewindPlan, moved: Moved, line: CommandLine) -> Iterator[str]:
     """Return what a rewind has done, and the commands that may follow."""
-    count = number(len(moved.partitions), "partition", "partitions")
+    count = number(len(moved.partitions) + len(plan.reread), "partition", "partitions")
     way = "passed over what came before" if plan.forward else "back at"
     yield from wrapped(f"{plan.subscription}: {way} {moment(plan.to.iso)} ({count}); start a listener to go on")
     since = plan.plain()["passed_from"]

@@ -21,6 +21,7 @@ from mongo_celery.bridge.state.positions import Moved, Positions
 from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 from mongo_celery.mongo.oplog import token_before
 from tests.fixtures.samples import IDENTITY
@@ -73,6 +74,25 @@ def test_a_time_is_the_place_in_front_of_its_changes(stage: Stage) -> None:
         assert data_of(stage.partition(index)["resumeToken"]) == data_of(token_before(Timestamp(first.time, 0)))
     stage.lead()
     assert all(stage.handle(event) for event in stage.events)
+
+
+def test_a_partition_that_has_handled_nothing_behind_the_place_is_in_the_plan(stage: Stage) -> None:
+    """P16: only the watermark has passed a change that the filter left out; behind the rewind the change is handled."""
+    place = stage.events[-1]
+    with stage.data["orders"].watch() as stream:
+        stage.data["orders"].insert_one({})
+        left_out = dict(stream.next())
+    passed = Advance(HANDLER, stage.version, left_out["_id"], left_out["clusterTime"])
+    stage.store.subscriptions.advance_all([passed], "f")
+    stage.release()
+    plan = stage.rewind(data_of(place["_id"]))
+    assert ([each.index for each in plan.partitions], plan.reread, plan.staying) == ([], [0, 1], 0)
+    assert plan.plain()["reread"] == [0, 1]
+    lines = [*plan_lines(plan), *rewound_lines(plan, Moved([]), CommandLine("shop"))]
+    assert [sum(count in line for line in lines) for count in ("0 partitions", "2 partitions")] == [0, 2]
+    assert data_of(stage.subscription["resumeToken"]) == data_of(place["_id"])
+    stage.lead()
+    assert [stage.handle(event) for event in (place, left_out)] == [False, True]
 
 
 def test_the_pinned_start_goes_back_too(stage: Stage) -> None:

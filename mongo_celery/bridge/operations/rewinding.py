@@ -76,7 +76,8 @@ class RewindPlan:
         documents: how many of these dead letters are of existing documents, which do not run again.
         snapshots: how many snapshots have given existing documents behind the place, which do not run again.
         partitions: those that would be sent there, or in which something ends.
-        staying: how many stay where they are.
+        reread: indexes of the others that are read again from there. They handle what they have not handled.
+        staying: how many are left as they are.
         dead_letters: how many of its dead letters are of changes behind the place; they stay.
         replays: how many replays of these that were asked for would be withdrawn.
         key: whose partition it is, for people; None for all.
@@ -97,6 +98,7 @@ class RewindPlan:
     documents: int = 0
     snapshots: int = 0
     passed_from: Timestamp | None = None
+    reread: Sequence[int] = ()
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -110,6 +112,7 @@ class RewindPlan:
             "documents": self.documents,
             "snapshots": self.snapshots,
             "partitions": [asdict(each) for each in self.partitions],
+            "reread": list(self.reread),
             "staying": self.staying,
             "dead_letters": self.dead_letters,
             "replays": self.replays,
@@ -142,18 +145,14 @@ def plan_rewind(
         to = place_of(wiring, asked, Reach.of(wiring.client), "--to")
         forward = asked.word == NOW
         images = store.partitions.of({subscription: layout.generation})
-        moved = [
-            _partition_move(store, image, layout, to, forward=forward)
-            for image in images
-            if chosen in (None, image.index) and _moves(image, to, forward=forward)
-        ]
-        if not moved and not _moves_watermark(documents[subscription], to, forward=forward, only=chosen is not None):
+        sent = [each for each in images if chosen in (None, each.index) and _moves(each, to, forward=forward)]
+        is_watermark_moved = _moves_watermark(documents[subscription], to, forward=forward, only=chosen is not None)
+        if not sent and not is_watermark_moved:
             raise CommandRefusedError(_nothing_to_do(subscription, documents[subscription], to, forward=forward))
-        moved += [
-            _partition_move(store, image, layout, to, forward=forward)
-            for image in images
-            if not forward and not image.data and image.handled is None and _stands(image)
-        ]
+        sent += [each for each in images if not forward and not _own(each) and _stands(each)]
+        moved = [_partition_move(store, each, layout, to, forward=forward) for each in sent]
+        others = sorted(each.index for each in images if each not in sent)
+        reread = others if is_watermark_moved and not forward else []
         around = _around(wiring, store, images, layout, documents[subscription], to, moved, forward=forward)
         move = Move(
             subscription=subscription,
@@ -171,7 +170,8 @@ def plan_rewind(
             at=iso(place_in(documents[subscription])),
             forward=forward,
             partitions=sorted(moved, key=lambda each: each.index),
-            staying=len(images) - len(moved),
+            reread=reread,
+            staying=len(others) - len(reread),
             key=None if key is None else shown(key_of(key)),
             leader=leader_in(lease),
             move=move,
