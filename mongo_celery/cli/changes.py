@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli import dead_letters, names, positions
+from mongo_celery.cli import dead_letters, positions
 from mongo_celery.cli.apps import FiniteRange, console_of, json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.forget import forget
 from mongo_celery.cli.grants import grants
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
 from mongo_celery.cli.snapshot import snapshot
@@ -43,8 +44,7 @@ changes.add_command(dead_letters.dead_letters)
 changes.add_command(dead_letters.set_aside)
 changes.add_command(grants)
 changes.add_command(health)
-changes.add_command(names.forget)
-changes.add_command(names.rename)
+changes.add_command(forget)
 changes.add_command(positions.history)
 changes.add_command(positions.rewind)
 changes.add_command(snapshot)

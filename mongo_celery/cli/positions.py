@@ -99,7 +99,7 @@ def history(ctx: click.Context, handler: str | None, bridge: str | None, as_json
     """
     Show who has moved positions, when and why.
 
-    Rewinds, replays, and handlers that were renamed, adopted or forgotten; the last 50 of the bridge, the latest last.
+    Rewinds, replays, take-overs, and handlers that were forgotten; the last 50 of the bridge, the latest last.
     """
     from mongo_celery.bridge.operations.rewinding import read_history
     from mongo_celery.cli.positions_view import history_lines

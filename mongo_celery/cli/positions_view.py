@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.quantities import moment, number
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.forgetting import ForgetPlan
     from mongo_celery.bridge.operations.reasons import CommandLine
-    from mongo_celery.bridge.operations.renaming import NamePlan
     from mongo_celery.bridge.operations.rewinding import RewindPlan
     from mongo_celery.bridge.state.positions import Moved
 
@@ -101,8 +101,8 @@ def rewound_lines(plan: RewindPlan, moved: Moved, line: CommandLine) -> Iterator
         yield f"  {line.changes('snapshot', plan.subscription)}"
 
 
-def name_lines(plan: NamePlan) -> Iterator[str]:
-    """What a name has, before it goes."""
+def holding_lines(plan: ForgetPlan) -> Iterator[str]:
+    """List what is stored of a handler, before it is forgotten."""
     holdings = plan.holdings
     found = [
         number(holdings.partitions, "partition", "partitions"),
@@ -112,8 +112,6 @@ def name_lines(plan: NamePlan) -> Iterator[str]:
         number(holdings.snapshots, "snapshot", "snapshots"),
     ]
     yield from wrapped(f"{plan.name} has {', '.join(found)}")
-    if plan.to is not None and plan.leader is not None:
-        yield from wrapped(f"  a listener leads ({plan.leader}): stop all of them first", "    ")
 
 
 def history_lines(bridge: str, interventions: Sequence[Mapping[str, Any]]) -> Iterator[str]:

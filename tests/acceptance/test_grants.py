@@ -12,17 +12,17 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.operations import (
     commands,
+    forgetting,
     going_on,
     heads,
     lease_commands,
     letter_commands,
-    renaming,
     snapshot_commands,
 )
 from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
-from mongo_celery.bridge.operations.rewinding import plan_rewind, reached, read_history, rewind
+from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Letter, Selection
 from mongo_celery.bridge.wiring import Wiring
@@ -199,7 +199,6 @@ def operate(wiring: Wiring) -> str:
         lambda: lease_commands.rotate_key(wiring, 0),
         lambda: going_on.go_on(wiring, going_on.read_lost(wiring, "record"), "oldest"),
         lambda: rewind(wiring, plan_rewind(wiring, "letters", parse_place("oldest")), asked="oldest", reason=None),
-        lambda: _rename(wiring, "gone", "fresh"),
         lambda: _forget(wiring, "former"),
         lambda: read_history(wiring),
     )
@@ -212,16 +211,8 @@ def operate(wiring: Wiring) -> str:
     return text
 
 
-def _rename(wiring: Wiring, old: str, new: str) -> None:
-    """Without the plan, which demands a handler of that name."""
-    with reached(wiring) as store:
-        version = int((store.leases.read() or {})["version"])
-        holdings = store.names.holdings(old)
-    renaming.rename(wiring, renaming.NamePlan(old, new, holdings, None, _GENERATION, version), None)
-
-
 def _forget(wiring: Wiring, name: str) -> None:
-    renaming.forget(wiring, renaming.plan_forget(wiring, name, letters=True), letters=True, reason=None)
+    forgetting.forget(wiring, forgetting.plan_forget(wiring, name, letters=True), letters=True, reason=None)
 
 
 @pytest.fixture
@@ -241,19 +232,16 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
     place = max(document["startAtOperationTime"], document["clusterTime"] or document["startAtOperationTime"])
     lost = {"since": None, "at": place, "oldest": None, "error": "it is gone", "goOn": None}
     setting.state["subscriptions"].update_one({"_id": f"{NAME}/record"}, {"$set": {"lost": lost}})
-    for name in ("gone", "former", "fresh"):  # the last has leftovers of an attempt that was interrupted
-        _hold(setting, name, is_in_force=name != "fresh")
+    for name in ("gone", "former"):
+        _hold(setting, name)
     return setting
 
 
-def _hold(setting: Setting, name: str, *, is_in_force: bool) -> None:
-    """Something of everything, of a handler that is not in the app; or what an attempt to rename it has left."""
+def _hold(setting: Setting, name: str) -> None:
+    """Something of everything, of a handler that is not in the app."""
     prefix = f"{NAME}/{name}"
     model = setting.state["subscriptions"].find_one({"_id": f"{NAME}/letters"}) or {}
     setting.state["spill"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
-    if not is_in_force:
-        setting.state["dead_letters"].insert_one({"_id": f"{prefix}/82", "subscription": name, "copiedBy": Int64(1)})
-        return
     layout = {"generation": _GENERATION, "partitions": 1, "key": model["layout"]["key"]}
     setting.state["subscriptions"].insert_one({**model, "_id": prefix, "layout": layout})
     partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
@@ -291,9 +279,9 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     after = stored(standing.state)
     changed = {name for name, documents in after.items() if documents != before.get(name)}
     assert changed == set(before), "the commands did something"
-    assert (len(after["dead_letters"]), len(after["replays"])) == (3, 2), "two set aside, one renamed; one withdrawn"
+    assert (len(after["dead_letters"]), len(after["replays"])) == (3, 2), "two set aside, one that stays; one withdrawn"
     named = {each["_id"].split("/")[1] for each in after["snapshots"]}
-    assert named == {"fresh", "letters", "record"}, "one renamed, one forgotten, and those that were asked for"
+    assert named == {"gone", "letters", "record"}, "one forgotten, and those that were asked for"
     findings = {finding.name: finding for finding in check(wiring)}
     wiring.client.close()
     judged = {name: findings[name].level for name in ("state_rights", "change_stream", "oplog_rights")}

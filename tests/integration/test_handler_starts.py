@@ -144,3 +144,15 @@ def test_the_bridges_position_does_not_go_back_for_a_handler_that_begins_before_
     lease = rig.database["leases"].find_one()
     assert lease is not None
     assert lease["resumeToken"] == mark_at(Timestamp(2100, 1)).token
+
+
+def test_a_position_without_a_handler_beside_a_new_handler_is_logged(
+    mongo_client: MongoClient[Document], state_database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P9: a renamed function would begin anew without a word; both names, and `name=` as the fix, once."""
+    running(mongo_client, state_database)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found(begin_term(mongo_client, state_database, 2, ("fresh",), start_from=Timestamp(1900, 1)))
+    (record,) = [vars(each) for each in caplog.records if vars(each).get("event") == "position_unserved"]
+    assert (record["stored"], record["new"]) == (["record"], ["fresh"])

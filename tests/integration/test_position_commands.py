@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from pymongo.database import Database
 
 from mongo_celery import Bridge
-from mongo_celery.cli.names import forget, rename
+from mongo_celery.cli.forget import forget
 from mongo_celery.cli.positions import history, rewind
 from tests.integration.positions_rig import HANDLER, Stage, bridge_on, data_of, staged
 
@@ -87,16 +87,13 @@ def test_bad_input_is_one_sentence(stage: Stage) -> None:
         assert found.stderr.count("\n") == 1
 
 
-def test_names_are_changed_and_forgotten(stage: Stage) -> None:
-    """Each shows what it is about, asks, and says what it did."""
+def test_a_handler_is_forgotten(stage: Stage) -> None:
+    """It shows what it is about, asks, and says what it did."""
     stage.release()
-    url, state = stage.bridge.wiring.url, stage.bridge.options.database
-    renamed, emptied = (bridge_on(url, stage.data, state, name) for name in ("totals", "others"))
-    assert "2 partitions" in run(renamed, rename, HANDLER, "totals", "--dry-run").stdout
-    assert run(renamed, rename, HANDLER, "totals", answer="n\n").exit_code == 1
-    assert "totals now" in run(renamed, rename, HANDLER, "totals", answer="y\n").stdout
-    assert plain(emptied, forget, "totals", "--dry-run")["partitions"] == 2
-    assert run(emptied, forget, "totals", answer="y\n").stdout == "totals: forgotten\n"
-    assert [each["act"] for each in plain(emptied, history)["interventions"]] == ["rename", "forget"]
-    for bridge in (renamed, emptied):
-        bridge.client.close()
+    emptied = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, "others")
+    assert "2 partitions" in run(emptied, forget, HANDLER, "--dry-run").stdout
+    assert run(emptied, forget, HANDLER, answer="n\n").exit_code == 1
+    assert plain(emptied, forget, HANDLER, "--dry-run")["partitions"] == 2
+    assert run(emptied, forget, HANDLER, answer="y\n").stdout == f"{HANDLER}: forgotten\n"
+    assert [each["act"] for each in plain(emptied, history)["interventions"]] == ["forget"]
+    emptied.client.close()

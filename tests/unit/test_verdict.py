@@ -411,6 +411,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"subscriptions": [subscription(), RETIRED]}, "degraded", None, "retired is stored, but without a handler"
         ),
+        Case({"subscriptions": [RETIRED]}, "degraded", None, "name='retired' in the decorator of summarise"),
     ],
     "state_unreadable": [],  # there is no status to judge then
 }

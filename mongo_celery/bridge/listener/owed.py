@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pymongo
 
-from mongo_celery.bridge.state.names import BEGINNING
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class OwedSnapshots:
                 {
                     "_id": store.snapshots.id_of(name, f"{pinned}-{_brief(source)}"),
                     "source": source,
-                    "by": BEGINNING,
+                    "by": "start_from='snapshot'",
                 }
                 for source in found
             )

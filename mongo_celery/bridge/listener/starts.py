@@ -163,6 +163,7 @@ class _Pinning:
         pinned = lease["startAtOperationTime"] or self._pin_bridge()
         has_position = lease["resumeToken"] is not None
         is_added = has_position or len(fresh) < len(takeover.documents)
+        self._warn_of_unserved(sorted(handler.name for handler in fresh), takeover)
         # All are found before one is pinned: what is refused leaves nothing behind.
         places = {handler.name: self._place(handler, pinned, has_position=has_position) for handler in fresh}
         for handler in fresh:
@@ -184,6 +185,21 @@ class _Pinning:
                     place.time.as_datetime().isoformat(),
                     extra={"event": "subscription_added"},
                 )
+
+    def _warn_of_unserved(self, fresh: Sequence[str], takeover: Takeover) -> None:
+        """Log new handlers beside positions without a handler: a function may have another name since the last term."""
+        stored = {name_in(each) for each in self._store.subscriptions.read_all() if each["startAtOperationTime"]}
+        unserved = sorted(stored - takeover.documents.keys())
+        if unserved:
+            logger.warning(
+                "no handler serves the positions of %s, and %s is new. If you renamed a function, write name=%r in its "
+                "decorator: it keeps the position. Deploy that, then run `celery -A ... changes forget %s`",
+                ", ".join(unserved),
+                ", ".join(fresh),
+                unserved[0],
+                fresh[0],
+                extra={"event": "position_unserved", "stored": unserved, "new": [*fresh]},
+            )
 
     def _pin_bridge(self) -> Timestamp:
         start_from = self._options.start_from

@@ -18,7 +18,6 @@ from pymongo.errors import DocumentTooLarge, OperationFailure, PyMongoError
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import letter_name
-from mongo_celery.bridge.operations.rename_check import refuse_renaming
 from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, forms_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, Partitions, state_of
@@ -203,7 +202,6 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
         wiring.reach()
         store = wiring.store
         generations, images = choose(store, wiring.name, subscription, partition)
-        refuse_renaming(store, generations)
         if command.runs and subscription is not None and subscription not in served:
             raise CommandRefusedError(f"Subscription {subscription} {UNSERVED}.")
         unable = _unable_to_run(store, generations, images, served) if command.runs else {}

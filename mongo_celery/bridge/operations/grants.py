@@ -180,12 +180,14 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "leases", _UPDATE, "status; whatever moves positions writes it"),
         Right(state, KEYS, _UPDATE, "`rotate-key`"),
         Right(state, DROPS, _FIND, "status: what workers have dropped"),
-        Right(state, "subscriptions", _ALL, "status; `go-on` and `rewind` write it, `rename` and `forget` remove some"),
-        Right(state, "partitions", _ALL, "status; commands write it, `rename` and `forget` remove some"),
-        Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `rename` and `forget` move it"),
+        Right(
+            state, "subscriptions", _FIND_UPDATE_REMOVE, "status; `go-on` and `rewind` write it, `forget` removes one"
+        ),
+        Right(state, "partitions", _FIND_UPDATE_REMOVE, "status; commands write it, `forget` removes some"),
+        Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `forget` removes it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "replays", _ALL, "`replay` asks for them; `list` shows it, `discard` takes it back"),
-        Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `rename` and `forget` move them, too"),
+        Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `forget` removes some"),
         Right(None, "", ("serverStatus",), "how far the oplog reaches back; `go-on --from oldest`, `rewind`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
         _watching(scope, "`changes check` and tokens for `rewind` open the change stream", stream),

@@ -24,7 +24,6 @@ from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
-from mongo_celery.bridge.operations.rename_check import refuse_renaming
 from mongo_celery.bridge.partitioning import document_hash
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, ParkedKey, Selection
 from mongo_celery.bridge.state.leases import layouts_in_force
@@ -175,7 +174,6 @@ def replay(wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_r
         dry_run: only say what would be done.
     """
     with _reached(wiring):
-        refuse_renaming(wiring.store, {letter.subscription for letter in letters})
         asking = _Asking(wiring, over_newer=over_newer, dry_run=dry_run)
         keys = wiring.store.dead_letters.parked(letters)
         firsts: dict[str, LetterResult] = {}
@@ -262,7 +260,6 @@ def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list
     """
     with _reached(wiring):
         store = wiring.store
-        refuse_renaming(store, {letter.subscription for letter in letters})
         keys = store.dead_letters.parked(letters)
         layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
         results: dict[str, LetterResult] = {}

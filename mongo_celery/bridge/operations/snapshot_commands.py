@@ -20,7 +20,6 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.arguments import is_number, nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, estimate, facts_of, shape_of
 from mongo_celery.bridge.listener.owed import collections_of
-from mongo_celery.bridge.operations.rename_check import refuse_renaming
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
 from mongo_celery.bridge.state.leases import layouts_in_force
@@ -79,7 +78,6 @@ def start(
         raise CommandRefusedError(f"rate={rate!r} must be a number of documents a second.")
     with _reached(wiring):
         handler = _handler(wiring, name)
-        refuse_renaming(wiring.store, [handler.name])
         condition = _condition(match)
         found = _facts(wiring, handler, sources)
         for source, facts in found.items():
@@ -108,7 +106,6 @@ def stop(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
     """
     with _reached(wiring):
         found = _one(wiring, snapshot_id)
-        refuse_renaming(wiring.store, [found.subscription])
         if not wiring.store.snapshots.stop(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: there is nothing to stop.")
         return progress_of(_one(wiring, found.id), _around(wiring))
@@ -123,7 +120,6 @@ def resume(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
     """
     with _reached(wiring):
         found = _one(wiring, snapshot_id)
-        refuse_renaming(wiring.store, [found.subscription])
         if found.state not in (STOPPED, FAILED) or not wiring.store.snapshots.resume(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: it cannot be resumed.")
         return progress_of(_one(wiring, found.id), _around(wiring))

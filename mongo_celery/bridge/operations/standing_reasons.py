@@ -348,11 +348,12 @@ def _unregistered(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reas
     if gone and len(gone) < len(status["subscriptions"]):  # else `handlers` says it
         halted = sum(each["subscription"] in gone and each["state"] == "halted" for each in status["partitions"])
         stand = f" ({number(halted, 'partition', 'partitions')} halted)" if halted else ""
-        first = min(gone)
+        first, new = min(gone), sorted(each["name"] for each in status["subscriptions"] if each["state"] == "new")
+        beside = f" of {listed(new)}" if new else ""
         yield degraded(
             "unregistered",
             f"{listed(sorted(gone))} {'is' if len(gone) == 1 else 'are'} stored{stand}, but without a handler in this "
-            "app: nobody handles these changes. Import the module with the @bridge.on_change function. If the function "
-            f"was renamed, run `{line.changes('rename', first, 'NEW')}` before a listener starts with the new name. If "
-            f"it was removed, `{line.changes('forget', first)}` removes what is stored of it.",
+            "app: nobody handles these changes. Import the module with the @bridge.on_change function. If you renamed "
+            f"the function, write name={first!r} in the decorator{beside}: it keeps the position. If you removed the "
+            f"handler, run `{line.changes('forget', first)}`, which removes everything that is stored of it.",
         )

@@ -131,7 +131,6 @@ class Claim:
         crashes: attempts of the run that ended without an outcome.
         waits: how often in a row its first change has waited for infrastructure.
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
-        fenced_as: the subscription's first name, by which targets know it; None where it never had another one.
         parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
         inline: whether no commit task follows: its success is written as the position.
         at: when it was taken, by the server's clock; for metrics alone.
@@ -149,7 +148,6 @@ class Claim:
     crashes: int
     waits: int = 0
     doubts: int = 0
-    fenced_as: str | None = None
     parked: frozenset[int] = frozenset()
     inline: bool = False
     at: datetime | None = None
@@ -240,7 +238,7 @@ class Claims:
                 {"$set": {name: {"$cond": [gone, None, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}},
             ],
-            {"fence": 1, "retry": 1, "parkedKeys": 1, "fencedAs": 1, "claim.at": 1, "rewound": 1},
+            {"fence": 1, "retry": 1, "parkedKeys": 1, "claim.at": 1, "rewound": 1},
         )
         if document is None:
             return None
@@ -256,7 +254,6 @@ class Claims:
             waits=waiting.get("count", 0),
             doubts=waiting.get("timeOuts", 0),
             parked=parked_in(document),
-            fenced_as=document.get("fencedAs"),
             inline=inline,
             at=document["claim"]["at"],
             passed_over=counts.get("passedOver"),
@@ -318,7 +315,6 @@ class Claims:
             document["fence"],
             0,
             0,
-            fenced_as=document.get("fencedAs"),
             parked=parked_in(document),
             rewound=document.get("rewound", 0),
         )
@@ -660,7 +656,7 @@ def _took(claim: Claim) -> Int64:
     return millis(time.monotonic() - claim.taken)
 
 
-_REPLAY_FIELDS = {"fence": 1, "committed": 1, "fencedAs": 1, "parkedKeys": 1, "rewound": 1}
+_REPLAY_FIELDS = {"fence": 1, "committed": 1, "parkedKeys": 1, "rewound": 1}
 _OWN_FIELDS = {"fence": 1, "claim.owner": 1, "committed": 1, "handled": 1}
 
 

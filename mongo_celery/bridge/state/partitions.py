@@ -178,14 +178,12 @@ class Partitions:
             for index in range(layouts[name].partitions)
         }
         missing = {partition_id: token for partition_id, token in wanted.items() if partition_id not in present}
-        names = self._fenced_as() if missing else {}
         self._table.write_all(
             [
                 InsertOne(
                     {
                         "_id": partition_id,
                         **_DEFAULTS,
-                        **names.get(partition_id.split("/")[1], {}),
                         "epoch": Int64(version),
                         "fence": Int64(version),
                         "resumeToken": dict(token) if token else None,
@@ -195,14 +193,6 @@ class Partitions:
                 for partition_id, token in missing.items()
             ]
         )
-
-    def _fenced_as(self) -> dict[str, dict[str, str]]:
-        """By subscription, the name that it had when targets got to know it, as a field; empty for most."""
-        renamed = {**_under(f"{self._bridge}/"), "fencedAs": {"$gt": ""}}
-        return {
-            document["_id"].split("/")[1]: {"fencedAs": document["fencedAs"]}
-            for document in self._table.find(renamed, {"fencedAs": 1})
-        }
 
     def take_over(self, generations: Mapping[str, int], version: int) -> list[Image]:
         """
@@ -618,25 +608,6 @@ def moved_stages(
     }
     over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
     return [*_winning(version), {"$set": {**place, **over}}]
-
-
-def closed_stages(version: int, *, fenced_as: str) -> list[dict[str, Any]]:
-    """
-    The update by which nobody of before has anything to say in a partition any more: what lapsed is ended, and charged.
-
-    Args:
-        version: of the term that does it.
-        fenced_as: the name by which targets know the subscription, unless it has one already.
-    """
-    has_claim = {"$gt": ["$claim", None]}
-    change = {
-        "fence": next_number("fence"),
-        "claim": None,
-        "retry": {"$cond": [has_claim, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
-        "single": {"$cond": [has_claim, {"$max": ["$single", "$claim.last"]}, "$single"]},
-        "fencedAs": {"$ifNull": ["$fencedAs", literal(fenced_as)]},
-    }
-    return [*_winning(version), {"$set": change}]
 
 
 def _but(prefix: str, generation: int) -> dict[str, Any]:

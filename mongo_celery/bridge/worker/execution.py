@@ -511,14 +511,11 @@ class Execution:
             _view=self._view,
         )
 
-    def _fence_key(self) -> str:
-        """By which targets know the subscription: its first name."""
-        known_as = self.claim.fenced_as if self.claim is not None else None
-        return f"{self._run.bridge}/{known_as or self._run.subscription}"
-
     def _fence_of(self, change: Change) -> Fence:
         run = self._run
-        return Fence(self._fence_key(), run.generation, run.index, change.fencing_token, self._origin_of(change))
+        return Fence(
+            f"{run.bridge}/{run.subscription}", run.generation, run.index, change.fencing_token, self._origin_of(change)
+        )
 
     def _origin_of(self, change: Change) -> Origin | None:
         """What writes of other partitions compare with; None where all changes of a document are in this one."""

@@ -1,0 +1,106 @@
+"""Forget handlers that are gone from the code for good: remove everything that is stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.operations.rewinding import (
+    LOCKED,
+    leader_in,
+    reached,
+    refuse_unknown,
+)
+from mongo_celery.bridge.state.names import Holdings
+from mongo_celery.bridge.state.positions import is_locked, make_intervention
+from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.errors import CommandRefusedError
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+Progress = Callable[[int], object]
+"""Gets the number of documents that were removed so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPlan:
+    """
+    What is stored of a handler that is to be forgotten, as it was seen.
+
+    Attributes:
+        name: of the handler.
+        holdings: what is stored under it.
+        leader: the listener that leads; None where none does.
+    """
+
+    name: str
+    holdings: Holdings
+    leader: str | None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"subscription": self.name, "leader": self.leader, **asdict(self.holdings)}
+
+
+def plan_forget(wiring: Wiring, name: str, *, letters: bool) -> ForgetPlan:
+    """
+    Look at what forgetting a handler would remove. Changes nothing.
+
+    Args:
+        letters: whether its dead letters may go, too.
+
+    Raises:
+        CommandRefusedError: the handler is in this app, nothing of it is stored, or dead letters are left.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    if name in {handler.name for handler in wiring.handlers}:
+        raise CommandRefusedError(
+            f"{name} is a handler of this app: only one that is gone from it is forgotten. Take it out of the code, "
+            "leave the bridge in it, and repeat the command.",
+        )
+    with reached(wiring) as store:
+        lease = store.leases.read() or {}
+        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        holdings = store.names.holdings(name)
+        if name not in documents and not holdings.any:
+            raise refuse_unknown(wiring, name, sorted(documents))
+        if holdings.letters and not letters:
+            raise CommandRefusedError(
+                f"{holdings.letters} dead letters of {name} are left: look at `dead-letters list {name}`, discard "
+                "them, or repeat the command with --dead-letters.",
+            )
+        return ForgetPlan(name, holdings, leader_in(lease))
+
+
+def forget(
+    wiring: Wiring, plan: ForgetPlan, *, letters: bool, reason: str | None, progress: Progress = lambda _: None
+) -> None:
+    """
+    Remove everything of a handler. Killed at any point it can be repeated.
+
+    Afterwards one of that name is new, and begins as its `start_from` says.
+
+    Raises:
+        CommandRefusedError: the listener that leads serves it; nothing is changed.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    details = {"count": plan.holdings.stored + plan.holdings.letters}
+    with reached(wiring) as store:
+        try:
+            version = store.names.forget(plan.name, make_intervention("forget", plan.name, reason, details))
+        except PyMongoError as error:
+            if is_locked(error):
+                raise CommandRefusedError(LOCKED) from error
+            raise
+        if version is None:
+            raise CommandRefusedError(
+                f"The listener that leads ({plan.leader or 'it has just begun'}) serves {plan.name}: nothing is "
+                "changed. Deploy the code without the handler there, then repeat the command.",
+            )
+        done = 0
+        for count in store.names.remove(plan.name, version, letters=letters):
+            progress(done := done + count)

@@ -1,0 +1,145 @@
+"""`changes forget`, on a real replica set: everything of a handler goes, killed between any two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pymongo.database import Database
+
+from mongo_celery import Bridge, CommandRefusedError
+from mongo_celery.bridge.operations import forgetting
+from mongo_celery.bridge.operations.rewinding import read_history
+from mongo_celery.bridge.state.names import Names
+from mongo_celery.bridge.state.spill import StoredChange
+from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
+from tests.integration.test_replays import letter_of
+
+Document = dict[str, Any]
+
+OTHER = "others"
+
+
+@pytest.fixture
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+    """Give a stage that nobody leads, with something of everything: stored, halted, set aside, to be replayed."""
+    with staged(mongo_url, database, state_database) as made:
+        to = f"{data_of(made.events[-1]['_id'])}0"
+        made.store.spill.insert(made.partition_id(0), [StoredChange(to, b"x" * 50)], made.version)
+        assert made.store.partitions.mark_spilled(made.partition_id(0), made.version, to, "halted")
+        token = data_of(made.of(1)[-1]["_id"])
+        letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{token}", "subscription": HANDLER}
+        made.state["dead_letters"].insert_one(letter)
+        counts = dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts"), 0)
+        request = {"subscription": HANDLER, "generation": made.generation, "partition": 1, "key": "k", "fence": None}
+        made.state["replays"].insert_one(
+            {"_id": letter["_id"], **request, **counts, "overNewer": False, "failed": False}
+        )
+        made.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/random", "epoch": 1})
+        made.release()
+        yield made
+
+
+@pytest.fixture
+def emptied(stage: Stage) -> Iterator[Bridge]:
+    """Give the bridge of the code without the handler."""
+    bridge = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, OTHER)
+    yield bridge
+    bridge.client.close()
+
+
+def ids(stage: Stage, name: str) -> dict[str, set[str]]:
+    """What lies under a name, without it."""
+    prefix = f"{NAME}/{name}"
+    found: dict[str, set[str]] = {}
+    for collection in ("subscriptions", "partitions", "spill", "dead_letters", "replays", "snapshots"):
+        for each in stage.state[collection].find({"_id": {"$regex": f"^{prefix}(/|$)"}}):
+            found.setdefault(collection, set()).add(each["_id"].removeprefix(prefix))
+    return found
+
+
+def test_a_handler_that_is_gone_is_forgotten(stage: Stage, emptied: Bridge) -> None:
+    """All of it, and nothing of others; not while the code has it, nor its dead letters unless they are named."""
+    with pytest.raises(CommandRefusedError, match="is a handler of this app"):
+        forgetting.plan_forget(stage.bridge.wiring, HANDLER, letters=False)
+    with pytest.raises(CommandRefusedError, match="--dead-letters"):
+        forgetting.plan_forget(emptied.wiring, HANDLER, letters=False)
+    Stage(emptied, stage.data, OTHER).release()
+    others = ids(stage, OTHER)
+    plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+    forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    assert not ids(stage, HANDLER)
+    assert ids(stage, OTHER) == others
+    assert [act["act"] for act in read_history(emptied.wiring, HANDLER)] == ["forget"]
+    with pytest.raises(CommandRefusedError, match="has no subscription"):
+        forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+
+
+def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The subscription goes first: what is left is in force for nobody, and is found."""
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Names, "remove", dies)
+        plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+        with pytest.raises(KeyboardInterrupt):
+            forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    assert ids(stage, HANDLER).keys() == {"spill", "dead_letters"}
+    forgetting.forget(
+        emptied.wiring, forgetting.plan_forget(emptied.wiring, HANDLER, letters=True), letters=True, reason=None
+    )
+    assert not ids(stage, HANDLER)
+
+
+def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bridge) -> None:
+    """Else a handler that comes back would be given the rest of them."""
+    stage.state["snapshots"].insert_one({"_id": f"{NAME}/former/one", "epoch": 1})
+    plan = forgetting.plan_forget(emptied.wiring, "former", letters=False)
+    assert plan.holdings.snapshots == 1
+    forgetting.forget(emptied.wiring, plan, letters=False, reason=None)
+    assert not ids(stage, "former")
+
+
+def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
+    stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is removed behind the transaction is bound by its version."""
+    original = Names.remove
+
+    def late(self: Names, *arguments: Any, **options: Any) -> Any:
+        stage.lead()
+        stage.write(1)
+        new, old = {"generation": stage.generation}, {"generation": 0, "layout": stage.generation}
+        for name, fields in (("82FE", new), ("82FF", old)):
+            stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/{name}", **fields})
+        for name in ("replays", "snapshots"):
+            stage.state[name].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "epoch": stage.version})
+        stage.store.spill.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Names, "remove", late)
+    plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+    forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    found = ids(stage, HANDLER)
+    assert found["subscriptions"] == {""}
+    assert found["spill"] == {f"/{stage.generation}/0/82FE"}
+    assert len(found["partitions"]) == 2
+    assert {name: found[name] for name in ("dead_letters", "replays", "snapshots")} == {
+        "dead_letters": {"/82FE", "/82FF"},
+        "replays": {"/82FE"},
+        "snapshots": {"/82FE"},
+    }
+
+
+def test_a_listener_that_serves_it_keeps_it(stage: Stage, emptied: Bridge) -> None:
+    """This app may be another one than that which leads."""
+    stage.lead()
+    plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+    with pytest.raises(CommandRefusedError, match="serves summarise"):
+        forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    stage.state["leases"].update_one({}, {"$rename": {f"identity.handlers.{HANDLER}": f"identity.handlers.{OTHER}"}})
+    forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    assert not ids(stage, HANDLER)
