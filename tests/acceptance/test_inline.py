@@ -112,16 +112,3 @@ def test_a_frozen_handler_that_wakes_after_its_effect_moves_no_position(make_cha
     chain.allow(item)
     chain.judge()
     assert chain.of(item)["committed"] == 2
-
-
-def test_what_a_worker_of_an_earlier_version_handles_is_committed_by_the_listener(make_chain: MakeChain) -> None:
-    """P1, P6: it knows of no such runs and leaves `handled`; nobody waits for a message that was never sent."""
-    chain = make_chain("plain", "together")
-    chain.listener()
-    chain.worker(name="earlier", CHAIN_EARLIER="1")
-    for n in range(1, 4):
-        chain.write("plain", "a", n)
-        chain.write("together", "b", n)
-    chain.wait_done()
-    chain.judge()
-    assert any("whose commit message is late" in text for text in chain.logs.values())

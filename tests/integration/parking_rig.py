@@ -86,7 +86,7 @@ class Parking:
         """What is asked for and has not failed."""
         return [each for each in self.rig.store.replays.read() if not each.failed]
 
-    def run(self, first: int, *keys: str, hashes: bool = True, **options: Any) -> None:
+    def run(self, first: int, *keys: str, **options: Any) -> None:
         """Let the worker have a run of changes of these keys, numbered from the first on."""
         numbers = range(first, first + len(keys))
         raws = tuple(
@@ -101,7 +101,7 @@ class Parking:
             first,
             first + len(keys) - 1,
             raws,
-            **{"hash": hash_of(keys[0]), "hashes": tuple(map(hash_of, keys)) if hashes else (), **options},
+            **{"hash": hash_of(keys[0]), "hashes": tuple(map(hash_of, keys)), **options},
         )
         self._execute(Execution, run)
 

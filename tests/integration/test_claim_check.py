@@ -410,11 +410,3 @@ def test_a_change_halts_all_the_same_where_it_cannot_be_stored(
     assert bench.rig.document["state"] == "halted"
     assert bench.documents.count_documents({}) == 0
     assert "halted_change_not_stored" in events(caplog)
-
-
-def test_a_run_of_an_earlier_listener_halts_without_being_stored(bench: Bench) -> None:
-    """Its message does not say where a new layout would have to put the change."""
-    with pytest.raises(ValueError, match="no"):
-        bench.run(replace(dispatch(large(size=_KILOBYTE)).run, hash=None), _fail)
-    assert bench.rig.document["state"] == "halted"
-    assert bench.documents.count_documents({}) == 0

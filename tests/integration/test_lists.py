@@ -259,18 +259,6 @@ def test_a_newer_execution_ends_a_list_quietly_between_its_parts(begin: Begin) -
     assert (document["committed"], document["claim"]["owner"]) == (0, "newer")
 
 
-def test_a_listener_that_names_no_keys_gets_the_failing_change_back_as_a_head(begin: Begin) -> None:
-    """P12: an earlier version sends no hashes, and a policy needs that of the change."""
-    lists = begin(failure_policy="park_key")
-    lists.handle = failing(3, tells=True)
-    with ended(Ignore):
-        lists.run(1, *"abcd", hashes=())
-    assert (lists.rig.image.committed, lists.rig.image.single) == (2, 4)
-    with ended(WantedError):
-        lists.run(3, "c", hashes=())
-    assert lists.letters == [(3, "parked")]
-
-
 def test_a_list_that_travels_by_reference_fails_like_others(begin: Begin) -> None:
     """P6: its changes are read before they are given, and those of the rest stay stored."""
     lists = begin()

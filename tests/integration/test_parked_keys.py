@@ -84,22 +84,6 @@ def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_part
     assert [record for record in caplog.records if getattr(record, "event", "") == "transaction_ended"]
 
 
-def test_only_the_state_decides_whether_a_key_is_parked(parking: Parking) -> None:
-    """P2: a run of an old listener, without hashes, stops behind its first change, and waits itself where it must."""
-    waiting(parking, "bad")
-    with pytest.raises(Ignore):
-        parking.run(2, "bad", hashes=False)
-    assert parking.letters[-1] == ("bad", 2, "parked_behind")
-    parking.run(3, "good", "bad", "good", hashes=False)
-    assert parking.got == [("good", 3)]
-    parking.rig.claims.commit(parking.rig.where)
-    assert parking.rig.image.committed == 3
-    with pytest.raises(Ignore):
-        parking.run(4, "bad", hashes=False, hash=None)
-    assert parking.rig.image.waiting is not None, "nobody knows whose change it is: it waits, and nothing is charged"
-    assert "earlier version" in parking.rig.image.waiting["cause"]
-
-
 def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parking: Parking) -> None:
     """P9: loud, and nothing is passed over; what is released makes room."""
     parking.rig.spoil(parkedKeys=[Int64(number) for number in range(PARKED_MAX)])

@@ -178,18 +178,6 @@ def test_what_was_in_doubt_before_a_first_change_was_done_is_no_later_ones(begin
     assert image.waiting["timeOuts"] == 1
 
 
-def test_a_change_that_fails_in_a_run_of_an_earlier_listener_is_sent_alone(begin: Begin) -> None:
-    """P12: an earlier version sends no hashes, and a policy needs that of the change."""
-    runs = begin()
-    runs.handle = failing(3)
-    with pytest.raises(Ignore):
-        runs.run(1, *"abcd", hashes=())
-    assert (runs.rig.image.committed, runs.rig.image.single, runs.letters) == (2, 4, [])
-    with pytest.raises(WantedError):
-        runs.run(3, "c", hashes=())
-    assert runs.letters == [(3, "failed")]
-
-
 # -- who decides --------------------------------------------------------------------------------------
 
 

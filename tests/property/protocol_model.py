@@ -95,7 +95,7 @@ class Commit(StrEnum):
 
     CHAIN = "whoever commits what is handled"
     INLINE = "the execution itself"
-    EITHER = "either: workers of an earlier version write `handled`"
+    EITHER = "either: the option has changed, and runs of before it are still on their way"
 
 
 class Rewind(StrEnum):

@@ -17,7 +17,7 @@ from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import ROUNDS
 from mongo_celery.bridge.listener.spilled import Limit
-from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
+from mongo_celery.bridge.listener.subscription import Plan, Subscription
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
@@ -532,15 +532,6 @@ def test_no_commit_task_follows_a_run_that_commits_inline(handlers: str | None, 
     one._options = replace(one._options, commit=bridges)
     one.take_in(change(1))
     assert [dispatch.commits for dispatch in due(one)] == [commits]
-
-
-def test_what_is_handled_is_committed_at_once_where_no_commit_task_follows() -> None:
-    """Sweep 1: a worker of an earlier version has handled it, and nobody but the listener will commit it."""
-    handled = replace(image(index=0), handled={"owner": "x", "last": 1, "resumeToken": {"_data": token_data(1)}})
-    for inline, step in ((True, Step.COMMIT), (False, Step.WAIT)):
-        made = make_trackers([image(index=0)], {0: "shop/handle/3/0"}, VERSION, BridgeOptions(), inline=inline)
-        made[0].sent(NOW)
-        assert made[0].observe(handled, NOW) is step
 
 
 @pytest.mark.parametrize("transactional", [True, False])

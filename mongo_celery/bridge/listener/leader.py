@@ -300,8 +300,7 @@ class Leader:
                 image.index: self._store.partitions.partition_id(handler.name, generation, image.index)
                 for image in images
             }
-            inline = handler.commits_inline(self._options)
-            trackers = make_trackers(images, ids, takeover.version, self._options, inline=inline)
+            trackers = make_trackers(images, ids, takeover.version, self._options)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
         self._renewal.alive()
         self._locked = LockedPartitions(

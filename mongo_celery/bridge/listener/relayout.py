@@ -395,8 +395,7 @@ class Relayouts:
             image.index: self._store.partitions.partition_id(old.name, layout.generation, image.index)
             for image in images
         }
-        inline = plan.handler.commits_inline(self._options)
-        trackers = make_trackers(images, ids, self._version, self._options, inline=inline)
+        trackers = make_trackers(images, ids, self._version, self._options)
         new = Subscription(self._options, plan, trackers)
         new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
         if old.left is not None:

@@ -373,7 +373,6 @@ class Subscription:
             token=changes[0].token,
             hash=changes[0].hash,
             hashes=tuple(change.hash for change in changes) if is_parked or len(changes) > 1 else (),
-            is_strict=is_parked,
         )
         buffered = [change for change in changes if isinstance(change, PendingChange)]
         handler, label, queue = self.plan.handler, _label(changes, first), self.queue_of(run.index)
@@ -393,8 +392,7 @@ class Subscription:
             first,
             letter=replay.letter,
             starts=replay.starts,
-            hashes=(replay.hash,) if replay.parked and replay.hash is not None else (),
-            is_strict=replay.parked and replay.hash is not None,
+            hashes=(replay.hash,) if replay.parked else (),
         )
         label, queue = f"({replay.key} replayed)", self.queue_of(index)
         # It moves no position: its outcome is written by its execution alone.
@@ -428,16 +426,8 @@ def make_trackers(
     ids: Mapping[int, str],
     version: int,
     options: BridgeOptions,
-    *,
-    inline: bool = False,
 ) -> dict[int, Tracker]:
-    """
-    Trackers of a subscription's partitions, from the images of the take-over.
-
-    Args:
-        inline: whether no commit task follows its runs: what a worker of an earlier version has handled is then
-            committed as soon as it is seen.
-    """
-    graces = GracePeriods(options.grace, 0.0 if inline else options.commit_grace)
+    """Return the trackers of a subscription's partitions, from the images of the take-over."""
+    graces = GracePeriods(options.grace, options.commit_grace)
     now = time.monotonic()
     return {image.index: Tracker(ids[image.index], image, version, graces, now) for image in images}

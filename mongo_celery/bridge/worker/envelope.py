@@ -6,23 +6,15 @@ HMAC-SHA256 under the bridge's signing key, then one BSON document. The kind of 
 the signed part, so that a commit cannot be replayed as a run. Changes travel as the bytes that the
 server sent, so that every BSON type arrives exact, whatever serializer the broker uses.
 
-A refused change travels alone, in a format of its own, with its reason and its token. A worker of an older version
-drops that format as one that it cannot read; it would take the reason away and call the handler. The listener sends
-the run again, and a newer worker applies the failure policy.
-
-A run that is too large for a message travels by reference, in a third format: its changes are stored, and the message
-names them, with a digest of their bytes. What the worker reads there is signed by that as if it had travelled.
-
-The replay of a dead letter, in a fourth format, names the letter and the number of the attempt; its change is read
-where the letter is.
+A refused change travels alone, with its reason and its token. A run that is too large for a message travels by
+reference: its changes are stored, and the message names them, with a digest of their bytes. What the worker reads
+there is signed by that as if it had travelled. The replay of a dead letter names the letter and the number of the
+attempt; its change is read where the letter is. A run of several changes, or beside parked keys, carries the hash of
+each change's key: any of them may fail, and a worker stops before one whose key is parked.
 
 Who can only write to the broker can neither invent changes nor commits; who replays a valid message
 meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
 and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
-
-A run of several changes carries the hash of each one's key, since any of them may fail. While keys of the partition are
-parked, it does so in a fifth format: a worker stops in front of one that is parked. A worker of an older version, which
-knows of no such keys, drops it.
 
 The id of the installation can be read before the signature is checked, so that a message of another
 installation is told from a forgery.
@@ -50,11 +42,6 @@ from mongo_celery.errors import InvalidEnvelopeError
 
 _SIGNATURE_BYTES = 32
 _FORMAT = 1
-_REFUSED_FORMAT = 2
-_REFERRING_FORMAT = 3
-_REPLAY_FORMAT = 4
-_PARKED_FORMAT = 5
-_FORMATS = {_FORMAT, _REFUSED_FORMAT, _REFERRING_FORMAT, _REPLAY_FORMAT, _PARKED_FORMAT}
 _HASHES = 1 << 64
 _HASH_BYTES = 8
 _LINKS = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
@@ -115,15 +102,14 @@ class Run:
         changes: the raw BSON of each event; empty in the envelope of a commit, and where they travel by reference.
         first: sequence number of the first change.
         last: sequence number of the last change.
-        carrier: the message in which it travels; None from a listener of an earlier version, which did not sign it.
+        carrier: the message in which it travels; None before it is sealed.
         refusal: why its one change is not given to the handler; None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
-        hash: of the first change's partition key, from 0 to 2^64 - 1; None from a listener of an earlier version.
+        hash: of the first change's partition key, from 0 to 2^64 - 1; 0 where no change travels.
         reference: to changes that are stored; None for those that travel in the message.
         letter: `_id` of the dead letter that is replayed; None for a run of changes.
         starts: how often that letter was started before.
         hashes: of the partition keys of all its changes; empty for one change of a partition without parked keys.
-        is_strict: whether a worker that knows nothing of parked keys has to drop it.
     """
 
     bridge: str
@@ -137,12 +123,11 @@ class Run:
     carrier: Carrier | None = None
     refusal: Refusal | None = None
     token: Mapping[str, Any] | None = None
-    hash: int | None = None
+    hash: int = 0
     reference: Reference | None = None
     letter: str | None = None
     starts: int = 0
     hashes: tuple[int, ...] = ()
-    is_strict: bool = False
 
     @property
     def partition_id(self) -> str:
@@ -161,11 +146,9 @@ class Run:
             return self.reference.tokens[0]
         return token_data(self.token_of(self.changes[0]))
 
-    def hash_at(self, offset: int) -> int | None:
-        """Hash of the partition key of one of the changes; None where it is not known."""
-        if offset == 0:
-            return self.hash
-        return self.hashes[offset] if offset < len(self.hashes) else None
+    def hash_at(self, offset: int) -> int:
+        """Return the hash of the partition key of one of the changes."""
+        return self.hashes[offset] if self.hashes else self.hash
 
     def token_of(self, change: bytes) -> Mapping[str, Any]:
         """The resume token of one of the changes: from its bytes, since a handler could change what it was given."""
@@ -183,6 +166,8 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carri
         installation: id of the state that the key belongs to.
         carrier: the message in which it travels; by default the run's own.
     """
+    carrier = carrier or run.carrier
+    assert carrier is not None, "a message is signed with its id"
     document: dict[str, Any] = {
         "f": _FORMAT,
         "k": kind,
@@ -194,27 +179,23 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carri
         "n": [Int64(run.first), Int64(run.last)],
         "c": b"".join(run.changes),  # `Binary` would be the same, after two copies
         "o": installation,
+        "t": carrier.task_id,
+        "l": carrier.links,
+        "q": Int64(run.hash - _HASHES if run.hash >= _HASHES // 2 else run.hash),
     }
-    carrier = carrier or run.carrier
-    if carrier is not None:
-        document |= {"t": carrier.task_id, "l": carrier.links}
     if run.refusal is not None:
         assert run.token is not None, "a refused change is known by its token"
-        document |= {"f": _REFUSED_FORMAT, "r": run.refusal.reason, "h": run.refusal.halts, "p": dict(run.token)}
-    if run.hash is not None:
-        document["q"] = Int64(run.hash - _HASHES if run.hash >= _HASHES // 2 else run.hash)
+        document |= {"r": run.refusal.reason, "h": run.refusal.halts, "p": dict(run.token)}
     if run.reference is not None:
         assert not run.changes, "what is referred to does not travel"
         tokens, sizes = run.reference.tokens, run.reference.sizes
-        document |= {"f": _REFERRING_FORMAT, "d": tokens, "z": [*map(Int64, sizes)], "x": Binary(run.reference.digest)}
+        document |= {"d": tokens, "z": [*map(Int64, sizes)], "x": Binary(run.reference.digest)}
     if run.letter is not None:
         assert not run.changes, "the change of a dead letter does not travel"
-        document |= {"f": _REPLAY_FORMAT, "e": run.letter, "m": Int64(run.starts)}
+        document |= {"e": run.letter, "m": Int64(run.starts)}
     if run.hashes:
         hashes = b"".join(each.to_bytes(_HASH_BYTES, "big") for each in run.hashes)
         document["w"] = Binary(hashes)
-    if run.is_strict:
-        document["f"] = _PARKED_FORMAT
     body = bson.encode(document)
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
 
@@ -249,7 +230,7 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
     if not hmac.compare_digest(signature, _sign(key, body)):
         raise InvalidEnvelopeError
     document = _decode(body)
-    if document.get("f") not in _FORMATS or document["k"] != kind:
+    if document.get("f") != _FORMAT or document["k"] != kind:
         raise InvalidEnvelopeError
     is_refused = "r" in document
     first, last = document["n"]
@@ -262,15 +243,14 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         first,
         last,
         (bytes(document["c"]),) if is_refused and "x" not in document else tuple(_split(document["c"])),
-        Carrier(document["t"], document["l"]) if "t" in document else None,
+        Carrier(document["t"], document["l"]),
         Refusal(document["r"], document["h"]) if is_refused else None,
         document["p"] if is_refused else None,
-        document["q"] % _HASHES if "q" in document else None,
+        document["q"] % _HASHES,
         Reference(tuple(document["d"]), tuple(document["z"]), bytes(document["x"])) if "x" in document else None,
         document.get("e"),
         document.get("m", 0),
         tuple(_hashes(bytes(document.get("w", b"")))),
-        document["f"] == _PARKED_FORMAT,
     )
 
 

@@ -398,12 +398,9 @@ class Execution:
             self._written.handled(self._run.first + done - 1, self._run.changes[done - 1])
 
     def _is_parked(self, offset: int) -> bool:
-        """Whether the key of a change is parked, or may be: then it becomes the head of a run of its own."""
+        """Return True if the key of a change is parked: then the change becomes the head of a run of its own."""
         assert self.claim is not None, "a run is looked at under a claim"
-        if not self.claim.parked:
-            return False
-        hash_ = self._run.hash_at(offset)
-        return hash_ in self.claim.parked if hash_ is not None else True
+        return bool(self.claim.parked) and self._run.hash_at(offset) in self.claim.parked
 
     def _run_one(self, offset: int, call: Callable[[Change, int], None]) -> None:
         """Give one change to the handler; it raises where the execution ends with it."""
@@ -425,8 +422,6 @@ class Execution:
         """Write the outcome of a change that has failed, behind those that are done; always raises."""
         self._record(offset)
         written = self._written
-        if written.run.hash is None and offset:  # the listener is of an earlier version: it is named as a head only
-            written.single_out(error)
         self._first_failed(written.claim, written, self._run.changes[offset], error)
 
     def _first_failed(self, claim: Claim, outcomes: Outcomes, raw: bytes, error: Exception) -> NoReturn:

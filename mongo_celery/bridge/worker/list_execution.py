@@ -257,8 +257,6 @@ class ListExecution(Execution):
         assert error is not None, "it failed with something"
         self._advance_to(failed)
         self.claim = written.claim
-        if written.run.hash is None and failed:  # the listener is of an earlier version: it is named as a head only
-            written.single_out(error)
         self._first_failed(written.claim, written, self._run.changes[failed], error)
 
 

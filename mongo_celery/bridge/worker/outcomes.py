@@ -68,7 +68,6 @@ _FULL = (
     "{count} keys of this partition are parked, and there can be no more. Look at them with `changes dead-letters list "
     "{name}`, replay or discard some, then `changes retry {name}`. The handler's error: {error}"
 )
-_NO_HASH = "the listener is of an earlier version, which does not say which key a change has; let a newer one lead"
 
 
 def persisted(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
@@ -206,16 +205,12 @@ class Outcomes:
 
     def _unparkable(self, error: str) -> str | None:
         """Why no key can be parked by this change; None where it can."""
-        if self._run.hash is None:
-            return f"Its key cannot be parked: {_NO_HASH}. The handler's error: {error}"
         if len(self._claim.parked) >= PARKED_MAX:
             return _FULL.format(count=len(self._claim.parked), name=self._run.subscription, error=error)
         return None
 
     def wait_behind(self, raw: bytes) -> NoReturn:
         """Set the first change aside, unstarted, behind those of its key, which is parked; always raises."""
-        if self._run.hash is None:
-            self.wait(Waiting(_NO_HASH), describe(raw), LookupError(_NO_HASH))
         token = self._run.token_of(raw)
         ways: dict[str, Callable[[], bool]] = {
             f"behind, form {number + 1}": partial(self._behind, token, raw, form)
@@ -278,7 +273,7 @@ class Outcomes:
     def _store(self, raw: bytes) -> None:
         """Best effort: where it fails, the listener may store the change later, for it has read it too."""
         run = self._run
-        if self._is_stored or run.hash is None:
+        if self._is_stored:
             return
         change = StoredChange(token_data(run.token_of(raw)), raw, run.hash, run.refusal, run.token)
         try:

@@ -278,7 +278,8 @@ class ReplayExecution(Execution):
         )
 
     def _fence_of(self, change: Change) -> Fence:
-        key, run, place = self._fence_key(), self._run, self._place
+        run, place = self._run, self._place
+        key = f"{run.bridge}/{run.subscription}"
         if place is not None and self._replay is not None and not self._replay.over_newer:
             return Fence(key, place.generation, place.partition, change.fencing_token, self._origin_of(change))
         return Fence(key, run.generation, run.index, change.fencing_token)

@@ -81,6 +81,7 @@ class WorkerRuntime:
         if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
             self._dropper.drop_misdirected()
             return None
+        assert run.carrier is not None, "an envelope names its message"
         strange = _strange(run.carrier, request)
         if strange:
             self._dropper.drop_tampered(", ".join(strange))
@@ -148,10 +149,8 @@ class WorkerRuntime:
             )
 
 
-def _strange(carrier: Carrier | None, request: Any) -> Iterable[str]:
+def _strange(carrier: Carrier, request: Any) -> Iterable[str]:
     """What of the message around an envelope is not what was signed or what listeners send."""
-    strange = list(request.get(STRANGE) or ())
-    if carrier is not None:
-        found = Carrier.of(str(request.id), request.chain)
-        strange += [name for name in ("task_id", "links") if getattr(carrier, name) != getattr(found, name)]
-    return strange
+    found = Carrier.of(str(request.id), request.chain)
+    moved = [name for name in ("task_id", "links") if getattr(carrier, name) != getattr(found, name)]
+    return [*(request.get(STRANGE) or ()), *moved]

@@ -9,7 +9,6 @@ from typing import Any
 from celery import Celery, Task
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.worker.envelope import Run
 from tests.acceptance.chain_project.points import arm
 from tests.acceptance.chain_project.recording import record
 
@@ -17,8 +16,6 @@ NAME = os.environ["CHAIN_NAME"]
 DATA = os.environ.get("CHAIN_DATA", f"{NAME}_data")
 
 arm()
-if os.environ.get("CHAIN_EARLIER"):  # a worker that knows of no run that commits itself
-    Run.is_inline = property(lambda _run: False)  # type: ignore[method-assign,assignment]
 
 
 def _from_environment(variable: str) -> dict[str, Any]:
