@@ -540,7 +540,7 @@ class Claims:
             open_session(self._dead_letters.database.client) as session,
         ):
             named = name_session(self._table, claim, session)
-            return named and session.with_transaction(both, write_concern=WriteConcern("majority"))
+            return named and session.with_transaction(both)
 
     def advance(
         self,
