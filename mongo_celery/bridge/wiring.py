@@ -353,11 +353,9 @@ class Wiring:
         It reads events by `EVENT_TYPES`, whatever the URL says of types: that is meant for handlers.
         """
         keep_commands_out_of_logs()
-        given = _url_options(self.url)
-        options = _client_options(given)
-        if "sockettimeoutms" not in given:
-            options["sockettimeoutms"] = int(timeout * 1000)
-        options["retryreads"] = False  # whoever reads the stream opens it again, and nobody else
+        options = _client_options(_url_options(self.url))
+        # A shorter time of the URL would end each wait for an event. The reader alone opens the stream again.
+        options |= {"sockettimeoutms": int(timeout * 1000), "timeoutms": None, "retryreads": False}
         return MongoClient(self.url, **{**options, **_EVENT_TYPES})
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:

@@ -22,7 +22,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import pymongo
-from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.errors import NetworkTimeout, OperationFailure, PyMongoError
 
@@ -157,7 +156,7 @@ def _update(table: Table, session: ClientSession, query: Mapping[str, Any], chan
 
 def _in_transaction(table: Table, session: ClientSession, write: Callable[[], _T], limit: float) -> _T:
     """Write in a transaction. Its commit has the whole time of a call: no lock holds it up any more."""
-    session.start_transaction(write_concern=WriteConcern("majority"))
+    session.start_transaction()
     try:
         with pymongo.timeout(limit):
             result = write()

@@ -10,7 +10,7 @@ import pymongo
 from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient, MongoClient, ReadPreference, WriteConcern
 from pymongo.asynchronous.collection import AsyncCollection
-from pymongo.client_session import ClientSession
+from pymongo.client_session import ClientSession, TransactionOptions
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
@@ -34,6 +34,9 @@ Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 
 AsyncClient = AsyncMongoClient[Any] | Callable[[], AsyncMongoClient[Any]]
 """The same for asyncio."""
+
+STRICT = TransactionOptions(ReadConcern("majority"), WriteConcern("majority"), ReadPreference.PRIMARY)
+"""Of the package's own transactions, whatever the URL has set."""
 
 Opened = TypeVar("Opened", Collection[Any], Database[Any])
 Made = TypeVar("Made", MongoClient[Any], AsyncMongoClient[Any])
@@ -119,10 +122,15 @@ def replace_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> Non
         server.pool.gen.inc(None)
 
 
+def start_session(client: MongoClient[Any], **options: Any) -> ClientSession:
+    """Return a session with the options of `client.start_session`, whose transactions are `STRICT` by default."""
+    return client.start_session(default_transaction_options=STRICT, **options)
+
+
 @contextmanager
 def open_session(client: MongoClient[Any], **options: Any) -> Iterator[ClientSession]:
-    """Open a session for the block, with the options of `start_session`; see `renewing_connections`."""
-    with renewing_connections(client), client.start_session(**options) as session:
+    """Open a session for the block, whose transactions are `STRICT` by default; see `renewing_connections`."""
+    with renewing_connections(client), start_session(client, **options) as session:
         yield session
 
 

@@ -13,8 +13,9 @@ from weakref import WeakValueDictionary
 
 import pymongo
 from bson import Timestamp
-from pymongo import MongoClient
+from pymongo import MongoClient, ReadPreference
 from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
@@ -134,7 +135,9 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
 
 
 def _by_entries(client: MongoClient[dict[str, Any]]) -> Oplog:
-    oplog = client.get_database("local")["oplog.rs"]
+    oplog = client["local"]["oplog.rs"].with_options(
+        read_concern=ReadConcern("local"), read_preference=ReadPreference.PRIMARY
+    )
     first = oplog.find_one({}, {"ts": 1, "op": 1, "o.msg": 1}, sort=[("$natural", 1)])
     last = oplog.find_one({}, {"ts": 1}, sort=[("$natural", -1)])
     if first is None or last is None:

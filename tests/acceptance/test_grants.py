@@ -24,13 +24,14 @@ from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
 from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.bridge.state.dead_letters import Letter, Selection
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import MongoCeleryError
 from tests.acceptance.grants_rig import DATA, NAME, STATE, Listening, Setting, bridge_on, lacks, names, stored
 from tests.fixtures.availability import require_server
 from tests.fixtures.forked import run_celery
-from tests.fixtures.process import Processes
+from tests.fixtures.process import Processes, wait_for
 from tests.integration.guarded import GuardedMongo
 
 Document = dict[str, Any]
@@ -267,6 +268,31 @@ def test_the_role_of_a_worker_is_enough(clean: Setting, said: Said, processes: P
     text = work(clean, said, processes)
     assert not lacks(text), text
     assert _refusals(text) == []
+
+
+def test_workers_that_may_not_claim_are_named_and_no_change_is_charged(
+    clean: Setting, said: Said, processes: Processes
+) -> None:
+    """P9, P14, P16: they answer Celery, and take messages. With the right the change runs, as if nothing was."""
+    clean.only("worker", ("update", {"db": STATE, "collection": "partitions"}))
+    arguments = ("worker", "-P", "solo", "-l", "INFO", "--without-gossip", "--without-mingle")
+    environment = {"PROJECT_MONGO": clean.url("worker"), "PROJECT_BROKER": clean.broker}
+    worker = processes.celery("tests.acceptance.grants_project", *arguments, environment=environment)
+
+    def codes() -> set[str]:
+        return {each.code for each in judge(read_status(clean.bridge.wiring)).reasons}
+
+    with _led(clean, said):
+        worker.wait_for_output("ready")
+        wait_for(lambda: "reading from" in said())
+        clean.write("orders")
+        wait_for(lambda: "unclaimed" in codes(), message=lambda: f"{codes()}, {said()[-2000:]}")
+        worker.wait_for_output("claim of .* failed")
+        clean.only("worker")
+        wait_for(lambda: clean.committed("record") == 1)
+        assert clean.admin[STATE]["dead_letters"].count_documents({}) == 0
+        wait_for(lambda: "unclaimed" not in codes())
+    assert said().count("claim nothing") == 1
 
 
 def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:

@@ -24,7 +24,8 @@ _SHORT_VISIBILITY = '{"visibility_timeout": 1, "unacked_restore_interval": 0.5, 
 def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
     """Give a bridge of one partition, so that each fault hits all that follows."""
     options = {"partitions": 1, "max_crashes": 9}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as made:
+    conf = {"worker_cancel_long_running_tasks_on_connection_loss": True}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options, conf=conf) as made:
         yield made
 
 
@@ -63,6 +64,27 @@ def test_sigkill_of_the_whole_worker_in_the_handler_loses_nothing(chain: Chain) 
     chain.open_gate("open")
     chain.worker(name="second")
     chain.wait_started(item, 2)
+    chain.wait_done()
+    chain.allow(item)
+    chain.judge()
+
+
+@pytest.mark.parametrize("how", ["cold shutdown", "cut connections"])
+def test_a_child_that_celery_ends_is_no_crash_of_its_handler(chain: Chain, how: str) -> None:
+    """P14: a cold shutdown is known to nobody when it ends a child, nor that the broker's connections are lost."""
+    _, worker = chain.both()
+    item, _ = _before_and_after(chain, gate="open")
+    chain.wait_started(item)
+    if how == "cold shutdown":
+        worker.send(signal.SIGQUIT)
+        worker.wait()
+        chain.worker(name="second")
+    else:
+        with chain.broker as broker:
+            broker.execute_command("CLIENT", "KILL", "TYPE", "normal")
+    chain.wait_started(item, 2)
+    assert not (chain.of(item)["retry"] or {}).get("crashes")
+    chain.open_gate("open")
     chain.wait_done()
     chain.allow(item)
     chain.judge()

@@ -201,6 +201,15 @@ CASES: dict[str, list[Case]] = {
         Case({}, "failing", WORK, "shop.1", (error("consumers", "shop.1"),), {}),
         Case({"lease": reporting(untaken={"queues": ["shop.1"], "answered": True})}, "failing", WORK, "shop.1"),
     ],
+    "unclaimed": [
+        Case(
+            {"lease": reporting(untaken={"queues": ["shop.1"], "answered": True, "unclaimed": True})},
+            "failing",
+            "celery -A shop changes check",
+            "shop.1",
+            (ok("workers", "1 of 1"),),
+        ),
+    ],
     "spill_missing": [
         Case(
             {**storing(0.0), "stored": replace(storing(0.0)["stored"], missing=frozenset({("summarise", 0)}))},

@@ -342,7 +342,7 @@ class Documents:
         if session is None:
             with open_session(self.collection.database.client) as own:
                 return self._atomically(tombstones, body, own)
-        return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
+        return session.with_transaction(body, ReadConcern("snapshot"))
 
 
 def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:

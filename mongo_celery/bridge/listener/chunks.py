@@ -35,6 +35,7 @@ from mongo_celery.bridge.existing import AS, DocumentId, event_bytes, token_at
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
 from mongo_celery.bridge.window import Mark
+from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, code_of, is_transient, is_unanswered, verdict_on
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def estimate(client: MongoClient[Any], source: str) -> int | None:
     database, _, name = source.partition(".")
     try:
         with pymongo.timeout(_LOOK_SECONDS):
-            return int(client[database][name].estimated_document_count())
+            return int(strict(client[database][name]).estimated_document_count())
     except PyMongoError:
         return None
 

@@ -1,5 +1,7 @@
 """
-Queues of which nobody takes what was sent: once the grace is over the workers are asked, and one warning says why.
+Queues of which no worker takes a run: after the grace the workers are asked, and one warning says why.
+
+Either no worker consumes a queue, or workers take its messages and claim nothing, as without a right in MongoDB.
 
 They are asked by a thread of its own, only while something has waited for longer than `dispatch_grace`: a broker that
 is frozen never holds the leading thread.
@@ -26,6 +28,8 @@ _LOOK_SECONDS = 0.5
 _ASK_SECONDS = 30.0
 _ANSWER_SECONDS = 1.5
 _NAMED = 4
+_REPEATS = 2
+"""A run that is sent again so often without a sign of life was taken by workers that did not claim it."""
 
 
 class UntakenQueues:
@@ -40,7 +44,9 @@ class UntakenQueues:
         self._app = wiring.app
         self._grace = wiring.options.grace
         self._since: dict[str, float] = {}
+        self._repeated: set[str] = set()
         self._names: list[str] = []
+        self._is_unclaimed = False
         self._answered: bool | None = None
         self._is_told = False
         self._looked_at = self._asked_at = -math.inf
@@ -48,8 +54,15 @@ class UntakenQueues:
         self._consumed: Mapping[str, set[str]] | None = None
 
     def report(self) -> dict[str, Any] | None:
-        """Return the queues, and whether any worker `answered` (None: it cannot be asked); None where all is taken."""
-        return {"queues": list(self._names), "answered": self._answered} if self._names else None
+        """
+        Return the queues of which no worker takes a run; None where all is taken.
+
+        Beside them: whether any worker `answered` (None: it cannot be asked), and whether workers take the messages and
+        leave the runs `unclaimed`.
+        """
+        if not self._names:
+            return None
+        return {"queues": list(self._names), "answered": self._answered, "unclaimed": self._is_unclaimed}
 
     def turn(self, subscriptions: Collection[Subscription], now: float) -> None:
         """Find out who should take what has waited for longer than the grace; log it once until it is taken."""
@@ -69,14 +82,19 @@ class UntakenQueues:
             self._asked_at = now
             self._thread = threading.Thread(target=self._ask, name="mongo_celery-untaken", daemon=True)
             self._thread.start()
+        if self._answered and (self._is_unclaimed or not self._names):
+            self._judge_unclaimed(late)
 
     def _note_waiting(self, subscriptions: Collection[Subscription]) -> None:
         """Keep since when nothing of a queue has been taken, for those to which something was sent."""
+        self._repeated.clear()
         waiting: dict[str, float] = {}
         taken: dict[str, float] = {}
         for subscription in subscriptions:
             for index, tracker in subscription.trackers.items():
                 queue = subscription.queue_of(index)
+                if tracker.repeats >= _REPEATS:
+                    self._repeated.add(queue)
                 if tracker.taken is not None:
                     taken[queue] = max(tracker.taken[1], taken.get(queue, -math.inf))
                 if tracker.is_awaited and tracker.outstanding is not None:
@@ -98,22 +116,44 @@ class UntakenQueues:
         consumed = set().union(*(self._consumed or {}).values())
         # A solo pool that is busy does not answer.
         self._names = [] if is_working and not self._answered else sorted(late - consumed)
+        self._is_unclaimed = False
         if not self._names or self._is_told:
             return
         self._is_told = True
-        more = f" and {len(self._names) - _NAMED} more" if len(self._names) > _NAMED else ""
         why = "no worker answers"
         if self._answered is not False:
             why = "the workers that answer consume other queues" if self._answered else "workers cannot be asked"
-        celery = f"celery -A {self._app.main or 'APP'}"
+        celery = self._celery
         logger.warning(
-            "nobody takes what was sent to %s%s: %s. Changes there wait. Run: %s",
-            ", ".join(self._names[:_NAMED]),
-            more,
+            "nobody takes what was sent to %s: %s. Changes there wait. Run: %s",
+            self._shown,
             why,
             f'{celery} worker -Q "$({celery} changes queues)"',
             extra={"event": "queues_unconsumed", "queues": list(self._names)},
         )
+
+    def _judge_unclaimed(self, late: set[str]) -> None:
+        """Name the queues whose messages workers take again and again, and leave."""
+        self._names, self._is_unclaimed = sorted(late & self._repeated), True
+        if not self._names or self._is_told:
+            return
+        self._is_told = True
+        logger.error(
+            "workers take what was sent to %s and claim nothing. Changes there wait. Look for claim_failed in the log "
+            "of the workers, and run there: %s changes check",
+            self._shown,
+            self._celery,
+            extra={"event": "runs_unclaimed", "queues": list(self._names)},
+        )
+
+    @property
+    def _shown(self) -> str:
+        more = f" and {len(self._names) - _NAMED} more" if len(self._names) > _NAMED else ""
+        return ", ".join(self._names[:_NAMED]) + more
+
+    @property
+    def _celery(self) -> str:
+        return f"celery -A {self._app.main or 'APP'}"
 
 
 def _is_working(subscriptions: Collection[Subscription]) -> bool:

@@ -20,11 +20,12 @@ from mongo_celery.bridge.operations.status import place_in
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.bridge.stream.cursor import Position, open_cursor
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.findings import Finding, error, ok, warning
-from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session, sentence_on
+from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session, sentence_on, strict
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_bytes, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import allowed
@@ -126,7 +127,7 @@ def _roles(client: Client, wiring: Wiring) -> Sequence[str]:
 
 def _refusal(client: Client, database: str, name: str) -> str | None:
     """Why a collection of the state cannot be read and written, by trying it in a transaction that is aborted."""
-    collection = client[database][name]
+    collection = strict(client[database][name])
     # No bridge, subscription or partition has such an _id; nothing is stored anyway.
     probe = {"_id": f"/check/{secrets.token_hex(8)}"}
     with pymongo.timeout(ANSWER_SECONDS), open_session(client) as session:
@@ -167,7 +168,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
     try:
         with (
             pymongo.timeout(ANSWER_SECONDS),
-            closing(scope.opened_on(client).watch(list(scope.pipeline), **scope.options)),
+            closing(open_cursor(client, scope, Position(None, None))),
         ):
             return ok("change_stream", f"It opens on {where}.")
     except PyMongoError as failure:

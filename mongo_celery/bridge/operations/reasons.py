@@ -53,6 +53,7 @@ CODES = (
     "broker_down",
     "no_worker",
     "consumers",
+    "unclaimed",
     "worker_tasks",
     "reading_waits",
     "match_refused",

@@ -27,7 +27,7 @@ from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapsh
 from mongo_celery.bridge.stream.condition import find_objection
 from mongo_celery.bridge.stream.source import source_of
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.opening import strict, translated
 from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def _judge(wiring: Wiring, source: str, condition: str, time: Timestamp) -> None
     database, _, name = source.partition(".")
     shape = shape_of(source, time, [json_util.loads(condition)], ())
     try:
-        list(wiring.client[database][name].aggregate([{"$limit": 1}, *shape]))
+        list(strict(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:
         if verdict_on(error) is Verdict.ACCESS:
             return

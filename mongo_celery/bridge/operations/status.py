@@ -128,7 +128,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `not_stored`: the same of changes that are too large for a message and that MongoDB does not store, of
       `not_stored_count` in all.
     - `untaken`: the `queues` of which nobody has taken anything for longer than `dispatch_grace`, as the listener has
-      found by asking the workers, and whether any `answered`; None where there are none.
+      found by asking the workers, whether any `answered`, and whether they leave runs `unclaimed`; None where there
+      are none.
     - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.

@@ -256,9 +256,16 @@ def _rejection(first: Mapping[str, Any], count: int) -> tuple[str, str]:
 def _working(status: Mapping[str, Any], asked: Sequence[Finding], line: CommandLine) -> Iterator[Reason]:
     """Whether anybody works: as they answered, where they were asked; else as what they leave undone shows it."""
     silent = any(each.name == "no_worker" for each in asked)
+    if (untaken := status["untaken"]) and untaken.get("unclaimed"):
+        text = (
+            f"Workers take what was sent to {listed(untaken['queues'])} and claim nothing: changes there wait. Look "
+            "for claim_failed in their log, such as a missing right in MongoDB, and run the check as their user."
+        )
+        yield failing("unclaimed", text, line.changes("check"))
+        return
     if any(each.name == "workers" and each.level == "ok" for each in asked):
         return
-    start, untaken = line.celery("worker"), status["untaken"]
+    start = line.celery("worker")
     if untaken and not silent and untaken["answered"]:
         yield failing(
             "consumers", f"No running worker consumes {listed(untaken['queues'])}: changes there wait.", start

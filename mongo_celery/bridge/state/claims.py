@@ -63,7 +63,6 @@ from typing import Any
 import pymongo
 from bson.binary import Binary
 from bson.int64 import Int64
-from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
@@ -529,7 +528,7 @@ class Claims:
             open_session(self._dead_letters.database.client) as session,
         ):
             named = name_session(self._table, claim, session)
-            return named and session.with_transaction(both, write_concern=WriteConcern("majority"))
+            return named and session.with_transaction(both)
 
     def advance(
         self,

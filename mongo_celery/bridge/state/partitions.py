@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pymongo
 from bson.int64 import Int64
-from pymongo import InsertOne, WriteConcern
+from pymongo import InsertOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
@@ -433,7 +433,7 @@ class Partitions:
             pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
             open_session(letters.database.client) as session,
         ):
-            return session.with_transaction(both, write_concern=WriteConcern("majority"))
+            return session.with_transaction(both)
 
     def _guard(self, image: Image, generation: int, state: str) -> dict[str, Any]:
         return {

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import pymongo
 from bson import Timestamp
 from bson.int64 import Int64
-from pymongo import ReturnDocument, WriteConcern
+from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
@@ -225,7 +225,7 @@ class Positions:
     def together(self, body: Callable[[ClientSession], T]) -> T:
         """A transaction of the state, repeated for a bounded time."""
         with pymongo.timeout(_SECONDS), open_session(self._database.client) as session:
-            return session.with_transaction(body, write_concern=WriteConcern("majority"))
+            return session.with_transaction(body)
 
 
 def behind(bridge: str, subscription: str, data: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import pymongo
 from bson import ObjectId
 from bson.int64 import Int64
-from pymongo import ReturnDocument, WriteConcern
+from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
@@ -550,7 +550,7 @@ def _generation(partition_id: str) -> int:
 
 
 def _in_transaction(session: ClientSession, body: Callable[[ClientSession], T]) -> T:
-    return session.with_transaction(body, write_concern=WriteConcern("majority"))
+    return session.with_transaction(body)
 
 
 def _aborted(session: ClientSession) -> bool:

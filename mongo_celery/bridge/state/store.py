@@ -22,7 +22,7 @@ from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
-from mongo_celery.mongo.opening import strict
+from mongo_celery.mongo.opening import start_session, strict
 
 _TYPES: CodecOptions[dict[str, Any]] = CodecOptions(
     unicode_decode_error_handler="replace",
@@ -60,4 +60,4 @@ class Store:
 
     def start_session(self) -> ClientSession:
         """A causally consistent session: what it reads is never older than what it has read or written before."""
-        return self._client.start_session(causal_consistency=True)
+        return start_session(self._client, causal_consistency=True)

@@ -5,6 +5,9 @@ Prefork children hear nothing of a warm shutdown: the parent waits for them, unt
 of them are killed. The byte is made before the fork, so a parent's word reaches every child. Where a pool starts its
 children as new programs (spawn) they do not share it, and what is said here stays false for them.
 So it does where a worker is ended without a signal of the system: `celery control shutdown` announces nothing.
+
+A cold shutdown, a restart of the pool, `revoke --terminate` and `worker_cancel_long_running_tasks_on_connection_loss`
+announce nothing in time either. They send a signal to the children, which billiard turns into a `SystemExit`.
 """
 
 from __future__ import annotations
@@ -12,15 +15,35 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from celery import signals
+from celery import current_task, signals
+
+from mongo_celery.bridge.worker.limits import hard_limit
 
 _SERVING, _TOLD = b"\0", b"\1"
 _byte = mmap.mmap(-1, 1)
+_SIGNALLED = range(-255, -191)
+"""Statuses by which billiard ends a child: the number of a signal, less 256."""
+
+_NEAR = 0.9
+"""Share of a hard time limit from which on a signal is taken for the limit's own."""
 
 
 def is_leaving() -> bool:
     """Whether the worker that this process belongs to was told to shut down."""
     return _byte[:1] == _TOLD
+
+
+def is_sent_away(error: BaseException, seconds: float) -> bool:
+    """
+    Return True if a process ends under a handler by no doing of this handler.
+
+    Args:
+        error: by which it ends.
+        seconds: for which the handler's message has run. A hard time limit sends the same signal as a shutdown.
+    """
+    limit = hard_limit(current_task)
+    is_signalled = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in _SIGNALLED
+    return is_leaving() or (is_signalled and (limit is None or seconds < limit * _NEAR))
 
 
 @signals.worker_init.connect(weak=False)

@@ -49,6 +49,7 @@ from mongo_celery.bridge.worker.attribution import (
     names,
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
+from mongo_celery.bridge.worker.departure import is_sent_away
 from mongo_celery.bridge.worker.envelope import Reference, Run
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, Outcomes, Waiting, persisted
 from mongo_celery.bridge.worker.retry_times import retry_time
@@ -61,7 +62,7 @@ from mongo_celery.errors import (
     RefusedChangeError,
     StaleFencingTokenError,
 )
-from mongo_celery.mongo.opening import renew_connections
+from mongo_celery.mongo.opening import renew_connections, start_session
 from mongo_celery.mongo.verdicts import brief, explained, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
@@ -136,6 +137,7 @@ class Execution:
         self._patience = patience
         options = wiring.options
         self._is_limited = is_limited
+        self._since = time.monotonic()
         self._until = time.monotonic() + (options.run_seconds if run_seconds is None else run_seconds)
         self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store
@@ -163,7 +165,7 @@ class Execution:
             Exception: the first change failed for good, and the failure policy has been applied.
         """
         if self.handler.transactional:
-            self.session = self._wiring.client.start_session()
+            self.session = start_session(self._wiring.client)
         try:
             self._execute(call)
         finally:
@@ -415,8 +417,13 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
             self._failed(offset, error)
         except BaseException as error:
-            self._written.crashed(error, offset - self._recorded)
+            self._record_crash(error, offset - self._recorded)
             raise
+
+    def _record_crash(self, error: BaseException, done: int) -> None:
+        """Write that the process ends by this error; so many changes are done, and not recorded yet."""
+        is_counted = not is_sent_away(error, time.monotonic() - self._since)
+        self._written.crashed(error, done, is_counted=is_counted)
 
     def _failed(self, offset: int, error: Exception) -> NoReturn:
         """Write the outcome of a change that has failed, behind those that are done; always raises."""

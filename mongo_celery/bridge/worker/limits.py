@@ -57,6 +57,15 @@ def time_limit(task: Any) -> float | None:
     return min((float(each) for each in limits if each), default=None)
 
 
+def hard_limit(task: Any) -> float | None:
+    """Return the seconds after which Celery ends the running message of a task with its process; None for never."""
+    if not task:
+        return None
+    given, worker = (task.request.timelimit or (None, None))[0], worker_limits.get(task.app, (None, None))[0]
+    limit = given or task.time_limit or worker or task.app.conf.task_time_limit
+    return float(limit) if limit else None
+
+
 def run_limits(task: Any, run_seconds: float, *, is_one_call: bool, may_be_several: bool) -> RunLimits:
     """
     The limits of a message for a handler.

@@ -111,7 +111,7 @@ class ListExecution(Execution):
         except BaseException as error:
             if self.handler.batch_size is None:
                 parts.finish(given[: self.told or 0])
-            self._written.crashed(error, parts.reach(0) - self._recorded)
+            self._record_crash(error, parts.reach(0) - self._recorded)
             raise
         if count < len(given):
             parts.finish(given[:count])

@@ -35,7 +35,6 @@ from mongo_celery.bridge.state.dead_letters import (
 )
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.worker.deferred import DeferredWrites
-from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
 from mongo_celery.mongo.repeating import Pauses, until_answered
@@ -244,14 +243,14 @@ class Outcomes:
         if not self.owed:
             self._beats.end(self._beat)
 
-    def crashed(self, error: BaseException) -> None:
+    def crashed(self, error: BaseException, *, is_counted: bool) -> None:
         """The process is about to end under the first change (a hard time limit, a shutdown): best effort, once."""
         claim = self._claim
         try:
-            if is_leaving():  # a shutdown that was announced is nobody's crash
-                self._claims.relinquish(claim.partition_id, claim.owner)
-            else:
+            if is_counted:
                 self._claims.crash(claim, error_text(error))
+            else:
+                self._claims.relinquish(claim.partition_id, claim.owner)
         except PyMongoError:
             logger.warning(
                 "could not record the crash of %s; its claim will lapse",

@@ -23,7 +23,6 @@ from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Place
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
-from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.execution import Execution, SupersededError
 from mongo_celery.bridge.worker.outcomes import WAITS, Outcomes, Waiting, attempts_in
 from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
@@ -151,14 +150,14 @@ class ReplayOutcomes(RunOutcomes):
         else:
             self._say_failed(KEPT)
 
-    def crashed(self, error: BaseException, done: int = 0) -> None:
-        """The process is about to end; a start without an outcome counts by itself, unless a shutdown was announced."""
+    def crashed(self, error: BaseException, done: int = 0, *, is_counted: bool) -> None:
+        """The process is about to end; a start without an outcome counts by itself, unless it is not counted."""
         del error, done
         try:
-            if is_leaving():
-                self._wiring.store.replays.release(self._claim, self.replay.letter)
-            else:
+            if is_counted:
                 self._wiring.store.claims.relinquish(self._claim.partition_id, self._claim.owner)
+            else:
+                self._wiring.store.replays.release(self._claim, self.replay.letter)
         except PyMongoError:
             logger.warning(
                 "could not record the crash of %s; its claim will lapse",

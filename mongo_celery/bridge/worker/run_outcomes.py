@@ -156,7 +156,7 @@ class RunOutcomes(Outcomes):
             self._refused("renewal")
         self._beat.renewed = started
 
-    def crashed(self, error: BaseException, done: int = 0) -> None:
+    def crashed(self, error: BaseException, done: int = 0, *, is_counted: bool) -> None:
         """As the original, for the first change that is not done; so many of those that are were not recorded yet."""
         if done:
             self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
@@ -172,7 +172,7 @@ class RunOutcomes(Outcomes):
                 )
                 return
             self.follow(done, time.monotonic())
-        super().crashed(error)
+        super().crashed(error, is_counted=is_counted)
 
     def _relinquish(self) -> bool:
         return self._claims.relinquish(self._claim.partition_id, self._claim.owner)

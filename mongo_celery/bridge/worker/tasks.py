@@ -25,7 +25,6 @@ from celery.app.annotations import resolve_all
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry
 from kombu.utils.imports import symbol_by_name
-from pymongo import WriteConcern
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
@@ -338,11 +337,7 @@ def _commit_handled(
 
     try:
         with entered(session, seconds, "bridge.client") as frame, pymongo.timeout(seconds):
-            session.with_transaction(
-                body,
-                read_concern=ReadConcern("snapshot"),
-                write_concern=WriteConcern("majority"),
-            )
+            session.with_transaction(body, ReadConcern("snapshot"))
     except PyMongoError as error:
         # A commit without an answer was not kept from it by the body.
         if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
@@ -389,7 +384,7 @@ def _end_later(wiring: Wiring, session: ClientSession) -> None:
     partitions = wiring.client[wiring.options.database]["partitions"]
 
     def end() -> bool:
-        with pymongo.timeout(_ENDING_SECONDS), session.start_transaction(ReadConcern("local")):
+        with pymongo.timeout(_ENDING_SECONDS), session.start_transaction():
             partitions.find_one({"_id": None}, session=session)
         session.end_session()
         return True
