@@ -27,12 +27,14 @@ class Refusal:
         reason: a sentence for people, bounded and storable.
         halts: whether the partition halts under every failure policy, since the cause is the bridge's configuration
             and not the change: to set aside or to skip would drop every change that the configuration spoils.
+        lasts: whether the event was read with less than was asked for: its bytes are never judged again.
     """
 
     reason: str
     halts: bool = False
+    lasts: bool = False
 
     @classmethod
-    def because(cls, reason: str, *, halts: bool = False) -> Refusal:
+    def because(cls, reason: str, *, halts: bool = False, lasts: bool = False) -> Refusal:
         """A refusal with as much of a reason as can be stored."""
-        return cls(storable(reason[:_CHARS]), halts)
+        return cls(storable(reason[:_CHARS]), halts, lasts)

@@ -93,7 +93,7 @@ class PendingChange:
     One change of one partition that is not yet committed; a refused one is not given to its handler.
 
     Attributes:
-        hash: of its partition key; the index follows from it, but for a refused change that was noted elsewhere.
+        hash: of its partition key; the index follows from it, unless the change is stored in another partition.
     """
 
     mark: Mark
@@ -133,19 +133,16 @@ class Window:
     Attributes:
         watermark: the last place before which everything is done; None until the first.
         count: changes that are not done.
-        refused: how many of these are refused.
         size: bytes that they take in memory.
     """
 
     watermark: Mark | None = None
     count: int = 0
-    refused: int = 0
     size: int = 0
     _seen: str = ""
     _order: deque[PendingChange | _Completed] = field(default_factory=deque)
     _buffers: dict[int, deque[PendingChange]] = field(default_factory=dict)
     _sizes: dict[int, int] = field(default_factory=dict)
-    _held: dict[int, deque[PendingChange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.watermark is not None:
@@ -188,7 +185,6 @@ class Window:
     def _count_in(self, change: PendingChange) -> None:
         weight = change.weight
         self.count += 1
-        self.refused += change.refusal is not None
         self.size += weight
         self._sizes[change.index] = self._sizes.get(change.index, 0) + weight
 
@@ -208,42 +204,14 @@ class Window:
 
     def complete(self, index: int, data: str) -> int:
         """
-        Everything of a partition up to this token is committed.
+        Everything of a partition up to this token is committed, or stored and marked.
 
         Returns:
             How many changes that took out of the buffer. The watermark has moved as far as the prefix allows.
         """
         taken = self._take(index, data)
-        held = self._held.get(index)
-        while held and held[0].mark.data <= data:
-            held.popleft().done = True
         self._finish(taken)
         return len(taken)
-
-    def store(self, index: int, data: str) -> int:
-        """
-        Everything of a partition up to this token is stored. As `complete`, but for what is refused.
-
-        A refused change comes back as it is stored. Only if it is read again, after its cause was cured, it comes back
-        without it; so it holds the watermark until it is committed, or `let_pass`.
-        """
-        taken = self._take(index, data)
-        refused = [change for change in taken if change.refusal is not None]
-        if refused:
-            self._held.setdefault(index, deque()).extend(refused)
-        self._finish([change for change in taken if change.refusal is None])
-        return len(taken)
-
-    def let_pass(self) -> None:
-        """What is refused and stored holds the watermark no longer; it will come back as it is stored."""
-        held = [change for changes in self._held.values() for change in changes]
-        self._held.clear()
-        self._finish(held)
-
-    def is_held(self, change: PendingChange) -> bool:
-        """Whether a change is stored, and holds the watermark since it is refused."""
-        held = self._held.get(change.index)
-        return bool(held and held[0] is change)
 
     def _take(self, index: int, data: str) -> list[PendingChange]:
         """The changes of a partition up to a token, out of its buffer and its sums."""
@@ -252,7 +220,6 @@ class Window:
         weight = 0
         while buffer and buffer[0].mark.data <= data:
             change = buffer.popleft()
-            self.refused -= change.refusal is not None
             weight += change.weight
             change.raw = b""
             taken.append(change)
@@ -266,8 +233,7 @@ class Window:
         for change in changes:
             change.done = True
         self._advance()
-        standing = self.count + sum(map(len, self._held.values()))
-        if len(self._order) > _FOLD_FACTOR * standing + _FOLD_SLACK:
+        if len(self._order) > _FOLD_FACTOR * self.count + _FOLD_SLACK:
             self._fold()
 
     def head(self, index: int, limit: int, max_bytes: int) -> list[PendingChange]:

@@ -17,7 +17,7 @@ from mongo_celery.bridge.handlers import Handler, make_handler
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.rules import find_rules
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import Takeover, take_over
+from mongo_celery.bridge.listener.takeover import Takeover, find_undeliverable, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.store import Store
@@ -87,14 +87,16 @@ class TermRig:
         ids = {
             image.index: self.store.partitions.partition_id(handler.name, generation, image.index) for image in images
         }
+        rule = self._rule(handler, takeover)
         plan = Plan(
             handler,
             handler.selector(None),
-            self._rule(handler, takeover),
+            rule,
             takeover.layouts[handler.name],
             takeover.version,
             Timestamp(1, 1),
             mark,
+            find_undeliverable(self.store, self.renewal, takeover, handler.name, rule, mark),
         )
         return Subscription(self.options, plan, make_trackers(images, ids, takeover.version, self.options))
 

@@ -381,14 +381,11 @@ def test_a_change_that_halts_is_stored_before(bench: Bench) -> None:
     assert document["term"] == VERSION
 
 
-def test_a_refused_change_that_halts_is_stored_with_its_token(bench: Bench) -> None:
-    """P13: its bytes may be no event at all."""
-    refusal = Refusal.because("unreadable", halts=True)
+def test_an_undeliverable_change_is_not_stored_again_when_it_halts(bench: Bench) -> None:
+    """P13: the listener has stored it before it sent it, and says more of its reason."""
     with pytest.raises(RefusedChangeError):
-        bench.run(dispatch(b"\xff" * 9, refusal=refusal).run, _never)
-    data = token(1)["_data"]
-    stored = bench.rig.store.spill.fetch(bench.rig.where, [data])[data]
-    assert (stored.raw, stored.refusal, stored.token) == (b"\xff" * 9, refusal, token(1))
+        bench.run(dispatch(b"\xff" * 9, refusal=Refusal.because("unreadable", halts=True)).run, _never)
+    assert (bench.rig.document["state"], bench.documents.count_documents({})) == ("halted", 0)
 
 
 def test_what_travels_by_reference_is_not_stored_again_when_it_halts(bench: Bench, failpoint: Failpoint) -> None:

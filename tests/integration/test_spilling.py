@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +20,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import removal, spilling
 from mongo_celery.bridge.listener.tracker import Rejection
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.spill import Spill, StoredChange
 from mongo_celery.bridge.stream.items import Flaw
 from mongo_celery.bridge.worker.envelope import Run
@@ -28,7 +29,7 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
-from tests.integration.spilling_rig import Term, change, terms
+from tests.integration.spilling_rig import PARTITIONS, Term, change, number_of, terms
 
 Document = dict[str, Any]
 Begin = Callable[..., Term]
@@ -397,68 +398,94 @@ def test_memory_has_the_next_changes_only(begin: Begin) -> None:
 
 
 def refused(term: Term, number: int, *behind: int) -> None:
-    """A partition that halts at a change which no handler gets, with others behind it; all of them are stored."""
+    """A partition that halts at an undeliverable change, with others behind it; all of them are stored."""
     term.led.take_in(replace(change(number), flaw=Flaw("match fails on it")))
     term.read(*behind)
-    term.led.admission.noted(term.led.notes_of_refused())
-    (run,) = term.dispatch()
+    run = next_run(term)
     assert run.refusal is not None
     term.halt(run)
-    term.look()
-    term.turn()
-    term.turn(_BEGUN)
-    assert term.marked() == token_data(max(number, *behind))
+    term.turn_until(lambda: term.marked() == token_data(max(number, *behind)))
 
 
-def test_a_refused_change_is_not_stored_before_it_is_noted(begin: Begin) -> None:
-    """P2: after a crash, a corrected rule would run it in its own partition, and again from where it is stored."""
-    term = begin()
-    term.led.take_in(replace(change(1), flaw=Flaw("match fails on it")))
-    term.turn()
-    term.turn(_BEGUN)
-    term.share = 1.0
-    term.turn(_BEGUN)
-    assert (term.stored(), term.marked()) == ([], None)
-    term.led.admission.noted(term.led.notes_of_refused())
-    term.turn_until(term.marked)
-    assert term.stored() == [1]
+def keyless(event: Mapping[str, Any]) -> Any:
+    """A partition rule that fails."""
+    return event["documentKey"]["nothing"]
 
 
-def test_a_refused_change_that_is_stored_comes_back_without_its_cause_when_that_is_cured(begin: Begin) -> None:
-    """P13: to read it again is what cures it, so it holds the watermark, and nothing else: its bytes are stored."""
-    old = begin()
-    refused(old, 1, 2, 3)
-    old.read(4, index=1)
-    old.work(until=4)
-    assert (old.led.window.count, old.flush()) == (0, None)
-    new = begin()  # with a handler that can tell
-    new.retry()
-    new.read(1, 2, 3)
-    new.read(4, index=1)
-    run = next_run(new)
-    assert (run.first, run.refusal) == (1, None)
-    new.run(run)
-    assert new.work(until=3) == [1, 2, 3]
-    assert new.flush() == token_data(4)
+def corrected(event: Mapping[str, Any]) -> Any:
+    """The same rule, which sends all changes to one partition by now."""
+    return key_of_one if event else None
 
 
-def test_a_refused_change_holds_no_watermark_when_the_oplog_moves_on(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+keyless.__qualname__ = corrected.__qualname__ = "rule"
+key_of_one = next(key for key in range(100) if partition_hash(key) % PARTITIONS == 1)
+
+
+@pytest.mark.parametrize("command", ["insert", "update"])
+def test_nothing_that_was_read_after_an_undeliverable_change_runs_before_that_is_stored(
+    begin: Begin, failpoint: Failpoint, command: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P13: its bytes are stored, and that is what is left of it; it still stands, and is told."""
+    """P1, P5, P13: with a corrected rule, a later term would find it passed; and the watermark holds nothing back."""
+    term = begin()
+    term.read(1, index=1)
+    term.led.take_in(replace(change(2), flaw=Flaw("match fails on it")))
+    term.read(3, index=1)
+    with failpoint(failCommands=[command], errorCode=50, appName=APP):
+        for _ in range(5):
+            term.turn()
+        (run,) = term.dispatch()
+        assert (number_of(run.changes[0]), len(run.changes)) == (1, 1), "the one that was read before"
+        assert (term.marked(), term.watermark, term.led.next_due()) == (None, None, math.inf)
+        assert "spill_failed" in events(caplog)
+    term.run(run)
+    term.turn_until(term.marked)
+    assert (term.stored(), term.stored(1)) == ([2], [])
+    runs: dict[int, Run] = {}
+
+    def found() -> bool:
+        runs.update((each.index, each) for each in term.dispatch())
+        return len(runs) == PARTITIONS
+
+    term.turn_until(found)
+    assert {number_of(each.changes[0]): each.refusal is not None for each in runs.values()} == {2: True, 3: False}
+    term.led.window.complete(1, token_data(3))
+    assert term.flush() == token_data(3), "what is stored holds no watermark"
+    assert set(term.rig.database["subscriptions"].find_one({}) or ()) & {"refused", "undeliverable"} == set()
+
+
+@pytest.mark.parametrize("is_read_again", [True, False], ids=["read again", "behind the watermark"])
+def test_a_change_whose_rule_was_corrected_runs_once_where_it_is_stored(begin: Begin, *, is_read_again: bool) -> None:
+    """P1, P6: also where the corrected rule would send it to a partition that has not passed it."""
+    old = begin(partition_by=keyless)
+    old.read(1, 2)
+    old.turn_until(old.marked)
+    if not is_read_again:
+        assert old.flush() == token_data(2)
+    new = begin(partition_by=corrected)
+    if is_read_again:
+        new.read(1, 2)
+    new.pass_over(3)
+    new.work(until=2)
+    assert new.ran == [1, 2]
+    assert (new.image(0).committed, new.image(1).committed) == (2, 0)
+    assert new.flush() == token_data(3)
+
+
+@pytest.mark.parametrize("is_read_again", [True, False], ids=["read again", "behind the watermark"])
+def test_a_change_that_was_read_with_less_stays_undeliverable_unless_it_is_read_again(
+    begin: Begin, *, is_read_again: bool
+) -> None:
+    """P16: its bytes are not what the handler asks for; those of a new reading replace them."""
     old = begin()
     refused(old, 1, 2, 3)
-    assert old.flush() is None
-    old.share = 0.3
-    old.turn(_SECOND)
-    assert old.flush() == token_data(3)
-    assert events(caplog).count("refused_passed") == 1
+    if not is_read_again:
+        assert old.flush() == token_data(3)
     new = begin()
     new.retry()
+    new.read(*((1, 2, 3) if is_read_again else ()))
     new.pass_over(4)
     run = next_run(new)
-    assert run.refusal is not None
-    assert run.refusal.reason == "match fails on it"
+    assert (run.first, run.refusal is None) == (1, is_read_again)
 
 
 def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_more(begin: Begin) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import bson
 import pytest
 
-from mongo_celery.bridge.listener.noting import Noting
-from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.mongo import MakeClient
 from tests.integration.spilling_rig import Term, terms
 
@@ -20,8 +19,6 @@ Begin = Callable[..., Term]
 _SECONDS = 3600
 _EARLY = 600
 _REFUSED_EVERY = 2
-_NOTES_MAX = 1_100
-"""A thousand are kept before those are looked for that are no longer needed."""
 _PADDING = 300
 _NOT_OURS = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
@@ -46,7 +43,6 @@ class Hour:
     def __init__(self, term: Term) -> None:
         self.term = term
         self.second = 0
-        self._noting = Noting(term.rig.store.subscriptions, Concern("the state database", "readWrite"))
 
     def run_to(self, second: int) -> None:
         """Let time go by, with a watermark that is stored every ten seconds."""
@@ -54,7 +50,7 @@ class Hour:
             self.second += 1
             self.term.read(2 * self.second, padding=_PADDING)
             self.term.read(2 * self.second + 1, index=1, padding=_PADDING)
-            self._noting.note([self.term.led], float(self.second))
+            self.term.turn()
             for run in self.term.dispatch():
                 self.term.halt(run) if run.index == 0 else self.term.run(run)
             self.term.turn(1.0)
@@ -68,14 +64,14 @@ class Hour:
         self.term.turn_until(lambda: self.term.spilling.report()["spilledCount"] == stored, later=1.0)
 
     def grown(self) -> dict[str, int]:
-        """What it has in memory: objects, their bytes, what is reported, and what is noted beyond a bound."""
+        """Return what it has: objects in memory, their bytes, what is reported, and the document of its watermark."""
         objects, size = _reachable(self.term.led, self.term.spilling)
-        noted = self.term.rig.database["subscriptions"].find_one({}) or {}
+        document = self.term.rig.database["subscriptions"].find_one({}) or {}
         return {
             "objects": objects,
             "bytes": size,
             "report": len(str(self.term.spilling.report())),
-            "notes": max(len((noted.get("refused") or {"changes": ()})["changes"]) - _NOTES_MAX, 0),
+            "document": len(bson.encode(document)),
         }
 
 
@@ -95,7 +91,7 @@ def _reachable(*roots: object) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_an_hour_of_standing_costs_no_memory(begin: Begin) -> None:
-    """P12, P13: everything of the halted partition is stored, the watermark follows, and memory and notes stay flat."""
+    """P12, P13: all of the halted partition is stored, the watermark follows, and memory and its document stay flat."""
     hour = Hour(begin(partition_by=key_of_some))
     hour.run_to(_EARLY)
     hour.settle()
@@ -109,5 +105,5 @@ def test_an_hour_of_standing_costs_no_memory(begin: Begin) -> None:
     assert len(term.stored()) == _SECONDS, "all of the halted partition"
     assert len(term.ran) == _SECONDS, "all of the other"
     assert term.flush() == term.led.window.seen, "the watermark is behind all that was read"
-    slack = {"objects": 500, "bytes": 100_000, "report": 100, "notes": 0}
+    slack = {"objects": 500, "bytes": 100_000, "report": 100, "document": 10}
     assert {name: late[name] - early[name] for name in late if late[name] - early[name] > slack[name]} == {}

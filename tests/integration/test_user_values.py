@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.errors import HandlerUsageError
 from mongo_celery.mongo.expressions import LONGEST_SECONDS
-from tests.integration.partition_rig import SUBSCRIPTION, VERSION, Rig, layouts, rig_of, token
+from tests.integration.partition_rig import SUBSCRIPTION, VERSION, Rig, rig_of, token
 
 Document = dict[str, Any]
 
@@ -97,16 +97,3 @@ def test_text_that_is_no_utf8_in_the_state_ends_nobody(rig: Rig) -> None:
     raw = bson.encode({"$set": {"retry": {"error": "bad ????"}, "head": {"resumeToken": token(1), "key": "????"}}})
     rig.documents.update_one({"_id": rig.where}, RawBSONDocument(raw.replace(b"????", b"\xff\xfe\x80\xff")))
     assert rig.image.error == "bad ����"
-
-
-def test_where_refused_changes_stand_is_noted_by_the_term_in_force_alone(rig: Rig) -> None:
-    """P3: a listener whose term has ended changes nothing."""
-    subscriptions = rig.store.subscriptions
-    subscriptions.take_over(layouts(SUBSCRIPTION), VERSION)
-    one, two, three = ({"token": f"82{number}", "index": number} for number in (1, 2, 3))
-    assert subscriptions.note_refused(SUBSCRIPTION, VERSION, 4, [one], replace=True)
-    assert subscriptions.note_refused(SUBSCRIPTION, VERSION, 4, [two, three], replace=False)
-    for replace in (True, False):
-        assert not subscriptions.note_refused(SUBSCRIPTION, VERSION - 1, 4, [], replace=replace)
-    taken = subscriptions.take_over(layouts(SUBSCRIPTION), VERSION + 1)
-    assert taken[SUBSCRIPTION]["refused"] == {"generation": 4, "changes": [one, two, three]}

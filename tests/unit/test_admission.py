@@ -11,10 +11,11 @@ import pytest
 
 from mongo_celery.bridge.change import FLAGS, event_of
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.listener import admission as admissions
+from mongo_celery.bridge.existing import place_of
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_hash, partition_hash, partitioner
 from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.bridge.state.stored import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
@@ -54,10 +55,10 @@ def half_text(_change: Mapping[str, Any]) -> Any:
     return "\ud800"
 
 
-def admission(rule: Any = None, noted: Mapping[str, Any] | None = None, **filters: Any) -> Admission:
+def admission(rule: Any = None, undeliverable: Mapping[str, int] | None = None, **filters: Any) -> Admission:
     selector = Selector("summarise", (Source("shop", "orders"),), Filter(**filters))
     made = rule if isinstance(rule, Partitioner) else partitioner(rule, None, None)
-    return Admission(selector, made, LAYOUT, noted)
+    return Admission(selector, made, LAYOUT, undeliverable or {})
 
 
 def read(number: int = 1, flaw: Flaw | None = None, /, without: str = "", **fields: Any) -> ChangeEvent:
@@ -131,7 +132,7 @@ def test_an_event_that_is_ruled_out_concerns_nobody_whatever_it_lacks(event: Cha
 def test_a_flawed_event_is_refused_for_those_whom_it_may_concern() -> None:
     """The reader has read it with less; in the worst case nothing of it is known but its place."""
     flaw = Flaw("it is larger than 16 MB")
-    assert refusal(admission(match=MATCH), read(1, flaw)) == Refusal("it is larger than 16 MB")
+    assert refusal(admission(match=MATCH), read(1, flaw)) == Refusal("it is larger than 16 MB", lasts=True)
     assert refusal(admission(), ChangeEvent(mark(1), {}, b"", flaw)).reason == "it is larger than 16 MB"
     assert admission().admit(read(1, flaw, ns={"db": "shop", "coll": "other"})) is None
     assert admission().admit(read(1, flaw, operation="drop")) is None
@@ -147,7 +148,10 @@ def test_a_match_that_fails_concerns_its_handler_alone() -> None:
     flaw = Flaw("match fails on it", only_match=True)
     change = admission(region, match=MATCH).admit(read(1, flaw, documentKey={"_id": 1, "region": "eu"}))
     assert change is not None
-    assert (change.refusal, change.index) == (Refusal("match fails on it"), partition_hash("eu") % PARTITIONS)
+    assert (change.refusal, change.index) == (
+        Refusal("match fails on it", lasts=True),
+        partition_hash("eu") % PARTITIONS,
+    )
     for innocent in (admission(), admission(match=MATCH)):
         change = innocent.admit(read(1, flaw, _mongoCelery={"summarise": True}))
         assert change is not None
@@ -157,78 +161,36 @@ def test_a_match_that_fails_concerns_its_handler_alone() -> None:
     assert admission(match=MATCH).admit(read(1, flaw, ns={"db": "shop", "coll": "other"})) is None
 
 
-def test_a_refused_change_keeps_its_partition_when_the_cause_is_cured() -> None:
-    """P13: by the corrected key it would count as done, where later changes have been committed."""
-    before = admission(region)
-    events = [read(number, documentKey={"_id": number}) for number in range(1, 6)]
-    changes = [before.admit(each) for each in events]
-    for change in changes:
-        assert change is not None
-        before.note(change)
-    is_noted = [before.is_noted]
-    found = before.notes({})
-    before.noted(found)
-    notes = {"generation": found.generation, "changes": found.changes}
-    assert [*is_noted, before.is_noted] == [False, True]
-
-    cured = [admission(Partitioner("r", lambda _event: "one"), notes).admit(each) for each in events]
-    assert [change and change.index for change in cured] == [change and change.index for change in changes]
-    assert all(change is not None and change.refusal is None for change in cured)
-    elsewhere = admission(Partitioner("r", lambda _event: "one"), {**notes, "generation": 4}).admit(events[0])
-    assert elsewhere is not None
-    assert elsewhere.index == partition_hash("one") % PARTITIONS  # another layout has drained the old one
+def test_an_undeliverable_change_that_is_read_again_goes_where_it_is_stored() -> None:
+    """P1: by the corrected key it would count as done, where later changes have been committed."""
+    change = admission(region).admit(read(1))
+    assert change is not None
+    corrected = Partitioner("r", lambda _event: "one")
+    again = admission(corrected, {place_of(change.data): change.index}).admit(read(1))
+    assert again is not None
+    assert (again.index, again.refusal) == (change.index, None)
+    other = admission(corrected, {place_of(change.data): change.index}).admit(read(2))
+    assert other is not None
+    assert other.index == partition_hash("one") % PARTITIONS
 
 
-def noting(one: Admission, numbers: range) -> None:
-    for number in numbers:
-        change = one.admit(read(number))
-        assert change is not None
-        one.note(change)
-
-
-def test_notes_forget_what_is_done_and_have_a_bound_of_their_own() -> None:
-    """I5: a token carries the document's `_id`, which may be long."""
-    one = admission(region)
-    noting(one, range(1, 10))
-    positions = dict.fromkeys(range(PARTITIONS), mark(7).data)
-    first = one.notes(positions)
-    assert (first.is_all, len(first.changes)) == (True, 9)
-    one.noted(first)
-    again = admission(region, {"generation": 3, "changes": first.changes})
-    noting(again, range(10, 11))
-    left = again.notes(positions)
-    assert (left.is_all, len(left.changes)) == (True, 4)
-    assert all(len(each["token"]) == 50 for each in left.changes)
-
-
-def test_only_new_notes_are_written_until_most_of_the_old_ones_are_done() -> None:
-    """A partition that stands still beside a stream of poison must not write megabytes for each change."""
-    one = admission(region)
-    sizes = []
-    for number in range(1, 2500):
-        noting(one, range(number, number + 1))
-        notes = one.notes(dict.fromkeys(range(PARTITIONS), mark(number - 1).data))
-        sizes.append(len(notes.changes))
-        one.noted(notes)
-    assert max(sizes) <= 3
-
-
-def test_what_is_stored_of_notes_fits_into_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P12: all that this term and those before it may have under way, with what is done and not forgotten yet."""
-    entry = len(bson.encode({"149999": {"token": "8" * 50, "index": 4095}}))
-    assert admissions._MOST_STORED * entry < 15_000_000
-    assert 2 * admissions.MOST_REFUSED < admissions._MOST_STORED
-
-    monkeypatch.setattr(admissions, "_MOST_STORED", 150)
-    one = admission(region)
-    noting(one, range(1, 101))
-    stored = 0
-    for number in range(101, 1000):
-        notes = one.notes(dict.fromkeys(range(PARTITIONS), mark(number - 100).data))
-        stored = len(notes.changes) if notes.is_all else stored + len(notes.changes)
-        assert stored <= 150
-        one.noted(notes)
-        noting(one, range(number, number + 1))
+@pytest.mark.parametrize(
+    ("rule", "before", "after"),
+    [
+        (None, Refusal("no key"), None),
+        (region, Refusal("another rule failed"), "partition_by of handler summarise failed: KeyError"),
+        (None, Refusal("read with less", lasts=True), "read with less"),
+        (None, Refusal("damaged", halts=True), "damaged"),
+    ],
+    ids=["fixed", "not fixed", "read with less", "without its bytes"],
+)
+def test_a_stored_change_is_judged_again_by_its_bytes(rule: Any, before: Refusal, after: str | None) -> None:
+    """P16: by what this code says; what was read with less stays undeliverable, since its bytes are not all."""
+    raw = b"" if before.halts else read(1).raw
+    stored = StoredChange(mark(1).data, raw, 7, before, {"_data": mark(1).data})
+    found = admission(rule).judge_again(stored)
+    assert (found.data, found.hash, found.raw) == (stored.data, 7, raw)
+    assert found.refusal.reason.startswith(after) if found.refusal and after else found.refusal is after is None
 
 
 def test_refusals_are_loud_without_a_flood(caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +200,7 @@ def test_refusals_are_loud_without_a_flood(caplog: pytest.LogCaptureFixture) -> 
         change = one.admit(read(number))
         assert change is not None
         with caplog.at_level(logging.ERROR):
-            one.note(change)
+            one.report(change)
     (record,) = caplog.records
     assert record.getMessage().startswith("shop.orders insert 1 is refused before handler summarise, in partition")
 

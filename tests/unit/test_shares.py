@@ -46,7 +46,7 @@ def tracker(rejected: bool = False, **changes: Any) -> Tracker:
         ({"holds": True, "at_risk": True}, "oplog"),
         ({"holds": True, "at_risk": True, "spilled": True}, "oplog"),
         ({"at_risk": True}, None),
-        ({"holds": True, "refused": True}, "refused"),
+        ({"undeliverable": True}, "undeliverable"),
         ({"spilled": True, "blocks": True}, "read again"),
         ({"count": 0, "stands": "halted", "holds": True, "at_risk": True}, None),
     ],
@@ -66,7 +66,7 @@ def test_while_reading_on_helps_the_tail_of_what_is_stored_is_stored() -> None:
 def test_what_stands_leaves_a_full_buffer_wherever_the_watermark_is() -> None:
     """P12: else heads of any size, behind one that waits for a worker, keep the stream from being read."""
     assert reason_of(share(stands="rejected"), eager=False, pressed=True) == "rejected"
-    assert reason_of(share(at_risk=True, refused=True), eager=False, pressed=True) is None
+    assert reason_of(share(at_risk=True), eager=False, pressed=True) is None
 
 
 def test_the_victim_is_the_largest_above_half_of_an_equal_share() -> None:

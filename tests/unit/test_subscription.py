@@ -16,7 +16,7 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import ROUNDS
-from mongo_celery.bridge.listener.spilled import Limit
+from mongo_celery.bridge.listener.spilled import Limit, stored_change
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
@@ -63,7 +63,6 @@ def subscription(
     transactional: bool = False,
     commit: str | None = None,
     batch_size: int | None = None,
-    refused: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Subscription:
     made = BridgeOptions(name="shop", partitions=PARTITIONS, **options)
@@ -86,7 +85,6 @@ def subscription(
         VERSION,
         Timestamp(1000, start),
         watermark,
-        refused,
     )
     found = {index: (images or {}).get(index, image(index=index)) for index in range(PARTITIONS)}
     trackers = {
@@ -224,45 +222,6 @@ def test_a_layout_that_is_over_ends_exactly_at_its_end() -> None:
     assert (taken(one), one.window.count, one.outstanding) == (token_data(4), 0, [])
 
 
-def test_refused_changes_fill_it_by_themselves_and_what_was_noted_before_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """P12: whatever earlier terms have noted, reading goes on, and with it what makes room."""
-    monkeypatch.setattr("mongo_celery.bridge.listener.subscription.MOST_REFUSED", 2)
-    noted = [{"token": f"{token_data(number)[:18]}{number:032x}", "index": 0} for number in range(1, 9)]
-    one = subscription(refused={"generation": 3, "changes": noted})
-    full = [one.is_full]
-    for number in (1, 2, 3):
-        one.take_in(change(number, index=9))  # no such partition: the rule fails
-        full.append(one.is_full)
-    assert full == [False, False, True, True]
-    one.admission.noted(one.notes_of_refused())
-    for number in (1, 2):
-        (run,) = due(one)
-        one.observe(committed(run.run.index, number, number), NOW)
-    assert not one.is_full
-
-
-def test_refused_changes_that_are_stored_count_until_the_stored_watermark_has_passed_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """P12: their notes have a bound too; a later term reads them again while the watermark is in front of them."""
-    monkeypatch.setattr("mongo_celery.bridge.listener.subscription.MOST_REFUSED", 2)
-    one = subscription()
-    for number in (1, 2):
-        one.take_in(change(number, index=9))  # no such partition: the rule fails
-    (index,) = one.window.waiting()
-    one.spill(index, [stored(number, Refusal("no key")) for number in (1, 2)], 0)
-    assert (one.window.refused, one.is_full) == (0, True)
-    assert len(one.notes_of_refused().changes) == 2
-    one.stored = mark(1)
-    assert not one.is_full
-    one.stored = mark(3)
-    one.admission.noted(one.notes_of_refused())
-    one.take_in(change(4, index=9))
-    assert [each["token"][:18] for each in one.notes_of_refused().changes] == [token_data(4)[:18]]
-
-
 # Stored changes
 
 
@@ -316,7 +275,7 @@ def test_stored_changes_run_like_all_others() -> None:
         stored(3),
         stored(4),
         stored(5),
-        stored(6, Refusal("no key")),
+        stored(6, Refusal("no key", lasts=True)),
         stored(7),
         stored(8),
         stored(9),
@@ -387,9 +346,10 @@ def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
     one.take_in(change(2, index=index))
     one.take_in(change(3, index=(index + 1) % PARTITIONS))
 
-    assert due(one) == []  # nothing before it is noted where the change stands
+    assert due(one) == []  # nothing that was read after it runs before it is stored
     assert one.next_due() == math.inf
-    one.admission.noted(one.notes_of_refused())
+    (first,) = one.window.head(index, 1, 1 << 20)
+    one.spill(index, [stored_change(first)], 1 << 20)
 
     refused, other = sorted(due(one), key=lambda run: numbers(run)[0])
     assert (numbers(refused), refused.run.index, refused.run.token) == ([1], index, bad.mark.token)
@@ -405,7 +365,7 @@ def test_a_refused_change_is_a_run_of_its_own() -> None:
     index = document_hash(change(1, index=9).document) % PARTITIONS
     for number in range(1, 6):
         one.take_in(change(number, index=9 if number == 3 else index))
-    one.admission.noted(one.notes_of_refused())
+    one.spill(index, [stored_change(each) for each in one.window.head(index, 3, 1 << 20)], 1 << 20)
     tokens = []
     for expected in ([1, 2], [3], [4, 5]):
         (run,) = due(one)

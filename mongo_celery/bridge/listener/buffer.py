@@ -69,7 +69,6 @@ class Buffer:
         return {
             (subscription.name, index): self.share(subscription, index, now)
             for subscription in self.subscriptions.values()
-            if subscription.admission.is_noted  # else a crash could leave a refused change here, and run it elsewhere
             for index, tracker in subscription.trackers.items()
             if subscription.has_next(index) and tracker.won
         }
@@ -98,5 +97,5 @@ class Buffer:
             spilled=is_spilled,
             blocks=subscription.is_blocked(index),
             at_risk=holds and self.is_at_risk(subscription),
-            refused=holds and subscription.is_full,
+            undeliverable=subscription.must_store(index),
         )

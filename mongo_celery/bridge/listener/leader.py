@@ -30,7 +30,6 @@ from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.leftovers import Leftovers
 from mongo_celery.bridge.listener.looks import BUSY_LOOK, Looks
-from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.owed import OwedSnapshots
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.relayout import Relayouts
@@ -41,7 +40,7 @@ from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, take_over
+from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, find_undeliverable, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
@@ -129,7 +128,6 @@ class Leader:
         self._horizon = Horizon(wiring)
         self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share)
         self._looks = Looks(self._store.partitions, self._spilling.session)
-        self._noting = Noting(self._store.subscriptions, wiring.state_concern)
         self._relayouts = Relayouts(
             self._store,
             self._options,
@@ -282,16 +280,16 @@ class Leader:
         starts = {handler.name: found[handler.name] for handler, _ in led}
         subscriptions: dict[str, Subscription] = {}
         for handler, selector in led:
-            start = starts[handler.name]
+            start, rule = starts[handler.name], rules.in_force[handler.name]
             plan = Plan(
                 handler,
                 selector,
-                rules.in_force[handler.name],
+                rule,
                 takeover.layouts[handler.name],
                 takeover.version,
                 start.time,
                 start.watermark,
-                takeover.documents[handler.name].get("refused"),
+                find_undeliverable(self._store, self._renewal, takeover, handler.name, rule, start.watermark),
                 is_rate_limited=token_seconds(self._wiring.app, handler.task_name) > 0,
             )
             images = takeover.images[handler.name]
@@ -387,7 +385,6 @@ class Leader:
         self._note_progress()
         self._take_in(now)
         self._note_progress()
-        self._noting.note(self._subscriptions.values(), now)
         self._win_locked(now)
         try:
             self._look(now)
@@ -455,13 +452,12 @@ class Leader:
     def _wait_for_room(self, now: float) -> None:
         """A full buffer is normal under backlog; it is loud where nothing more may be stored of what stands."""
         largest = max(self._subscriptions.values(), key=lambda subscription: subscription.window.size)
-        full = next((each for each in self._subscriptions.values() if each.is_full), largest)
         is_held = bool(self._spilling.waits)
         self._at_end = False
         self._full_at = min(self._full_at, now)
-        self._full = f"the buffer is full, most of it with changes of handler {full.name} ({full.window.count})" + (
-            f"; {self._spilling.waits}" if is_held else ""
-        )
+        waits = f"; {self._spilling.waits}" if is_held else ""
+        most = f"{largest.name} ({largest.window.count})"
+        self._full = f"the buffer is full, most of it with changes of handler {most}{waits}"
         if now - self._complained_at < _COMPLAINT_SECONDS:
             return
         self._complained_at = now
@@ -612,7 +608,6 @@ class Leader:
         until = min(
             self._looks.due(self._subscriptions, now),
             max(next_run, self._publishing.ready_at),
-            self._noting.due(self._subscriptions.values()),
             self._relayouts.due(),
             self._spilling.next_at(),
             self._snapshots.next_at(),

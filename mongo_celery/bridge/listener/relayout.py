@@ -271,7 +271,6 @@ class Relayouts:
             subscription = move.subscription
             subscription.until = _place(subscription)
             self._keep_all(subscription)
-            subscription.window.let_pass()
         if read:
             self._watermarks.store(list(self._led.values()), time.monotonic())
             until = time.monotonic() + _TURN_SECONDS
@@ -305,8 +304,6 @@ class Relayouts:
         return False
 
     def _keep_all(self, subscription: Subscription) -> None:
-        if not subscription.admission.is_noted:
-            return
         for index in list(subscription.window.waiting()):
             self._spilling.store(subscription, index, _REASON, bounded=False)
 
@@ -389,7 +386,7 @@ class Relayouts:
             layout=layout,
             partitioner=old.plan.handler.partitioner(self._options),
             watermark=old.window.watermark,
-            refused=None,
+            undeliverable={},
         )
         ids = {
             image.index: self._store.partitions.partition_id(old.name, layout.generation, image.index)

@@ -11,7 +11,7 @@ it would cost the state database twice what the changes cost anyway. A partition
 | it stood | what comes behind stored changes collects for a second |
 | others starve | the buffer is full, and one that was fed before had nothing to do for two seconds, or most of more |
 | the oplog | a quarter of the oplog's window lies behind the watermark that it holds |
-| refused changes | there are as many of them as can be noted, and it holds the watermark |
+| undeliverable | one of them cannot be given to its handler: at once, before anything that was read after it runs |
 | read again | what it has in the buffer must be stored before it can go on |
 
 Whether it helps to read on is judged by its effect: as long as somebody has work who was idle before, what comes
@@ -36,6 +36,9 @@ Key = tuple[str, int]
 
 AT_RISK = 0.25
 """Share of the oplog's window that may lie behind a watermark before what holds it is stored."""
+
+UNDELIVERABLE = "undeliverable"
+"""Why an undeliverable change is stored, with what is before it in its partition."""
 
 TAIL_CHANGES = 1000
 TAIL_BYTES = 1 << 20
@@ -63,7 +66,7 @@ class Share:
         spilled: whether it runs from stored changes.
         blocks: whether nothing that is stored can be run before what is buffered was stored again.
         at_risk: whether its subscription's watermark is too far back in the oplog.
-        refused: whether its subscription has as many refused changes as can be noted.
+        undeliverable: whether one of them cannot be given to its handler.
     """
 
     key: Key
@@ -76,7 +79,7 @@ class Share:
     spilled: bool = False
     blocks: bool = False
     at_risk: bool = False
-    refused: bool = False
+    undeliverable: bool = False
 
 
 def reason_of(part: Share, *, eager: bool, pressed: bool = False) -> str | None:
@@ -87,8 +90,8 @@ def reason_of(part: Share, *, eager: bool, pressed: bool = False) -> str | None:
         eager: whether it has shown to help others that the stream is read on.
         pressed: whether the buffer is full: then what stands leaves it, wherever the watermark is.
     """
-    if part.count and part.blocks:
-        return "read again"
+    if part.count and (part.blocks or part.undeliverable):
+        return "read again" if part.blocks else UNDELIVERABLE
     if part.count and part.spilled and part.stands and (part.is_tail or part.age >= _TAIL_SECONDS):
         return part.stands
     if part.spilled and eager and part.is_tail:
@@ -97,7 +100,7 @@ def reason_of(part: Share, *, eager: bool, pressed: bool = False) -> str | None:
         return part.stands
     if not part.count or not part.holds:
         return None
-    return "oplog" if part.at_risk else "refused" if part.refused else None
+    return "oplog" if part.at_risk else None
 
 
 def victim(parts: Collection[Share], buffer_bytes: int) -> Share | None:

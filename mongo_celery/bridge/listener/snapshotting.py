@@ -332,7 +332,7 @@ class Snapshotting:
         subscription = self._led.get(record.subscription)
         if subscription is None or record.id in self._appended or now < self._pace(record.id).ready_at:
             return False
-        if subscription.is_moving or subscription.lost or not subscription.admission.is_noted:
+        if subscription.is_moving or subscription.lost or subscription.unstored is not None:
             return False
         if subscription.until is not None:  # it has left what is in front of T, and reads that again
             return False

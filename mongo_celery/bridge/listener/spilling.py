@@ -33,7 +33,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.bridge.listener.buffer import Buffer
 from mongo_celery.bridge.listener.inventory import Inventory
 from mongo_celery.bridge.listener.read_back import ReadBack
-from mongo_celery.bridge.listener.shares import TAIL_CHANGES, Key, Share, Starvation, reason_of, victim
+from mongo_celery.bridge.listener.shares import TAIL_CHANGES, UNDELIVERABLE, Key, Share, Starvation, reason_of, victim
 from mongo_celery.bridge.listener.spill_report import SpillReport
 from mongo_celery.bridge.listener.spilled import stored_change
 from mongo_celery.bridge.listener.subscription import Subscription
@@ -132,7 +132,7 @@ class Spilling:
     @property
     def is_full(self) -> bool:
         """Whether no more may be read."""
-        return any(each.is_full for each in self._led.values()) or not self._buffer.has_room
+        return not self._buffer.has_room
 
     def report(self) -> dict[str, Any]:
         """What `status` shows of stored changes."""
@@ -166,7 +166,7 @@ class Spilling:
         except PyMongoError as error:
             self._failed("reading or clearing stored changes", error)
             return
-        if now - self._judged_at >= _JUDGED_SECONDS:
+        if now - self._judged_at >= _JUDGED_SECONDS or any(each.unstored is not None for each in self._led.values()):
             self._judged_at = now
             self._store_due(now, at_end=at_end)
 
@@ -220,7 +220,8 @@ class Spilling:
         subscription.spill(index, stored, self._share if added.count == len(stored) else 0)
         if reason == _STARVING:
             self._starvation.stored(size)
-        self._said.begun(subscription, index, reason)
+        if reason != UNDELIVERABLE:  # the change itself was logged
+            self._said.begun(subscription, index, reason)
         return True
 
     def _bulk(self, subscription: Subscription, index: int) -> list[PendingChange]:
@@ -281,7 +282,7 @@ class Spilling:
         eager = starvation.is_eager and 4 * self.size >= self._options.buffer_bytes
         found = ((part, reason_of(part, eager=eager, pressed=starvation.is_pressed)) for part in parts)
         due = [(part, reason) for part, reason in found if reason is not None]
-        for part, reason in sorted(due, key=lambda each: (self._rests.get(each[0].key, _NEVER)[0], -each[0].size)):
+        for part, reason in sorted(due, key=self._urgency):
             if self._has_room(part.key):
                 self._wait_for_room(waiting)
                 return part.key, reason
@@ -293,6 +294,11 @@ class Spilling:
             waiting = waiting or (without.key if without is not None else None)
         self._wait_for_room(waiting)
         return (chosen, _STARVING) if chosen is not None else None
+
+    def _urgency(self, due: tuple[Share, str]) -> tuple[bool, float, int]:
+        """Sort first what keeps its handler from running, then what has failed least, then the largest."""
+        part, _ = due
+        return not part.undeliverable, self._rests.get(part.key, _NEVER)[0], -part.size
 
     def _wait_for_room(self, key: Key | None) -> None:
         """Tell of a partition whose next change has no room; of none, where all have."""
@@ -319,30 +325,9 @@ class Spilling:
         """Once a second: take in what was removed, ask for what is to be, and clear the marks that are passed."""
         trackers = (tracker for each in self._led.values() for tracker in each.trackers.values())
         self._inventory.sweep({tracker.partition_id: tracker.image for tracker in trackers})
-        for subscription in self._led.values():
-            self._let_pass(subscription)
         self._clear()
         self._stock.observe(now)
         self._said.level()
-
-    def _let_pass(self, subscription: Subscription) -> None:
-        """
-        What is refused is to be read again once its cause is cured, while the oplog is sure to have it.
-
-        Not where so much is refused that nothing more could be read, for anybody.
-        """
-        oldest = subscription.window.oldest
-        if oldest is None or not subscription.window.is_held(oldest):
-            return
-        if not self._buffer.is_at_risk(subscription) and not subscription.is_full:
-            return
-        subscription.window.let_pass()
-        logger.warning(
-            "the watermark of handler %s passes changes that are refused, since the oplog will not keep them, or there "
-            "are too many. They are stored with their reason, and no longer brought back without it by a restart",
-            subscription.name,
-            extra={"event": "refused_passed", "subscription": subscription.name},
-        )
 
     def _clear(self) -> None:
         """Clear the marks that are passed, and say where they are cleared."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bson import Timestamp
@@ -13,7 +14,7 @@ from bson import Timestamp
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.listener.admission import MOST_REFUSED, Admission, Notes
+from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import Feedback
 from mongo_celery.bridge.listener.spilled import Limit, Spilled
@@ -36,7 +37,7 @@ class Plan:
     What a term fixes for a subscription.
 
     Attributes:
-        refused: what an earlier term has noted of refused changes, as it is stored.
+        undeliverable: partitions of undeliverable changes that are stored and read again, by their places.
         is_rate_limited: whether workers pace its messages.
     """
 
@@ -47,7 +48,7 @@ class Plan:
     version: int
     start: Timestamp
     watermark: Mark | None
-    refused: Mapping[str, Any] | None = None
+    undeliverable: Mapping[str, int] = field(default_factory=dict)
     is_rate_limited: bool = False
 
 
@@ -89,7 +90,7 @@ class Subscription:
         self.lost = False
         self.has_gap = False
         self.stored: Mark | None = plan.watermark
-        self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.refused)
+        self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.undeliverable)
         self.run_size = plan.handler.run_size(options, is_rate_limited=plan.is_rate_limited)
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
@@ -100,6 +101,7 @@ class Subscription:
         self.replays: dict[int, ReplayRequest] = {}
         self.replaying: set[int] = set()
         self.counted = [0, 0]
+        self._undeliverable: dict[int, deque[str]] = {}
         self.feedback = Feedback()
         self._replayed: set[int] = set()
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
@@ -144,12 +146,6 @@ class Subscription:
         """Bytes that its changes take in memory."""
         return self.window.size + sum(spilled.size for spilled in list(self.spilled.values()))
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more may be read for this subscription: of refused changes there are as many as can be noted."""
-        stored = self.stored.data if self.stored is not None else ""
-        return not self.lost and self.window.refused + self.admission.spilled_since(stored) >= MOST_REFUSED
-
     def take_in(self, item: ChangeEvent | Mark) -> PendingChange | None:
         """Put what the reader handed over into the window; the change that it is here, where that is yet to run."""
         mark = item if isinstance(item, Mark) else item.mark
@@ -167,7 +163,8 @@ class Subscription:
         self._candidates.add(change.index)
         if change.refusal is not None:
             self.counted[1] += 1
-            self.admission.note(change)
+            self.admission.report(change)
+            self._undeliverable.setdefault(change.index, deque()).append(change.data)
 
     def _leaves(self, mark: Mark) -> bool:
         """Whether a place is left for the new layout, and read again; all behind it is too."""
@@ -201,11 +198,6 @@ class Subscription:
                 return None
             self._has_begun = time_ is not None
         return self.admission.admit(event)
-
-    def notes_of_refused(self) -> Notes:
-        """What is to be stored with the subscription of its refused changes."""
-        positions = {index: tracker.image.data for index, tracker in self.trackers.items()}
-        return self.admission.notes(positions, self.stored.data if self.stored is not None else "")
 
     def held(self) -> list[dict[str, Any]]:
         """Partitions that stand still with changes that are buffered or stored, and need not be read again."""
@@ -260,11 +252,8 @@ class Subscription:
             data = self.trackers[index].image.data
             spilled = self.spilled[index] = Spilled(data, data)
         spilled.stored(changes, count=2 * self.run_size, max_bytes=keep_bytes)
-        for change in changes:
-            if change.refusal is not None:
-                self.admission.spilled(change.data)
         self.counted[0] += len(changes)
-        self.window.store(index, changes[-1].data)
+        self.window.complete(index, changes[-1].data)
         self.kept[index] = changes[-1].data
         if self.trackers[index].outstanding is None:
             self._candidates.add(index)
@@ -276,8 +265,8 @@ class Subscription:
         return self.spilled[index].limit(unread.data if unread is not None else None, self.window.seen)
 
     def found(self, index: int, changes: Sequence[StoredChange], limit: Limit) -> None:
-        """Take in what was read of a partition's stored changes."""
-        self.spilled[index].found(changes, limit)
+        """Take in stored changes of a partition; undeliverable ones are judged again."""
+        self.spilled[index].found([self.admission.judge_again(each) for each in changes], limit)
         if self.trackers[index].outstanding is None:
             self._candidates.add(index)
 
@@ -298,12 +287,33 @@ class Subscription:
         """Whether all of a partition up to a token is committed, or stored and marked by this term."""
         return data <= max(self.trackers[index].image.data, self.kept.get(index, ""))
 
+    def must_store(self, index: int) -> bool:
+        """Return True if a partition has an undeliverable change that is not stored yet."""
+        waiting = self._undeliverable.get(index, deque())
+        while waiting and self.is_secured(index, waiting[0]):
+            waiting.popleft()
+        if not waiting:
+            self._undeliverable.pop(index, None)
+        return bool(waiting)
+
+    @property
+    def unstored(self) -> str | None:
+        """
+        Comparable part of the token of the first undeliverable change that is not stored yet; None without one.
+
+        Nothing from there on is dispatched: if the cause is fixed and the change is read again, its new partition must
+        not have passed it.
+        """
+        waiting = [index for index in list(self._undeliverable) if self.must_store(index)]
+        return min((self._undeliverable[index][0] for index in waiting), default=None)
+
     # -- running -----------------------------------------------------------------------------------
 
     def due(self, now: float) -> Iterable[tuple[Tracker, Dispatch]]:
-        """Runs that may be dispatched now: numbered against what is committed now. None before refusals are noted."""
-        if self.is_moving or not self.admission.is_noted:
+        """Runs that may be dispatched now: numbered against what is committed now."""
+        if self.is_moving:
             return
+        unstored = self.unstored
         for index in self._candidates | self.replays.keys():
             tracker = self.trackers[index]
             if tracker.outstanding is not None:
@@ -312,7 +322,7 @@ class Subscription:
             replay = self.replays.get(index) if tracker.is_free(now) else None
             if replay is None or index in self._replayed:  # a partition's changes and its dead letters take turns
                 self._replayed.discard(index)
-                changes = self._due_changes(tracker, now)
+                changes = self._due_changes(tracker, now, unstored)
                 if changes:
                     yield tracker, self._dispatch(tracker, changes)
                     continue
@@ -321,7 +331,7 @@ class Subscription:
                 self.replaying.add(index)
                 yield tracker, self._dispatch_replay(tracker, self.replays.pop(index))
 
-    def _due_changes(self, tracker: Tracker, now: float) -> Sequence[PendingChange | StoredChange]:
+    def _due_changes(self, tracker: Tracker, now: float, before: str | None) -> Sequence[PendingChange | StoredChange]:
         index = tracker.image.index
         if index not in self._candidates or tracker.ready_at > now:
             return []
@@ -329,7 +339,7 @@ class Subscription:
         changes = self._next(tracker)
         if not changes:
             self._candidates.discard(index)
-        return changes
+        return changes if before is None else [each for each in changes if each.data < before]
 
     def _next(self, tracker: Tracker) -> Sequence[PendingChange | StoredChange]:
         """The next run of a partition: while anything is stored that is not committed, from there alone."""
@@ -346,7 +356,7 @@ class Subscription:
 
     def next_due(self) -> float:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
-        if self.is_moving or not self.admission.is_noted:
+        if self.is_moving or self.unstored is not None:
             return math.inf
         return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
 

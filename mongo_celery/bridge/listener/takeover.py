@@ -11,6 +11,7 @@ In this order, each step safe to repeat after a crash:
 2. the layout of each subscription is compared with the options; where they ask for another one, this term begins
    under the old one, and changes it (`relayout`). Partitions that an earlier term had closed for that are open again.
 3. the start is pinned where there is none (`starts`).
+4. the undeliverable changes that are stored and will be read again are looked up, so that each keeps its partition.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import HASH_NAME
+from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
 from mongo_celery.bridge.state.leases import is_handed_over, layouts_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout, layout_in
@@ -33,6 +34,7 @@ from mongo_celery.errors import LeaseLostError
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
+    from mongo_celery.bridge.window import Mark
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -179,3 +181,27 @@ class LockedPartitions:
 
 def _wanted_layout(handler: Handler, options: BridgeOptions, version: int) -> Layout:
     return Layout(version, options.partitions, f"{HASH_NAME}:{handler.partitioner(options).name}")
+
+
+def find_undeliverable(
+    store: Store, renewal: Renewal, takeover: Takeover, name: str, rule: Partitioner, watermark: Mark | None
+) -> dict[str, int]:
+    """
+    Return the partitions of the undeliverable changes that are stored and will be read again, by their places.
+
+    Args:
+        name: of the subscription.
+        rule: in force. By document key each change goes where it is stored, and nothing is looked up.
+        watermark: from where the stream is read again; None for its start.
+    """
+    found: dict[str, int] = {}
+    generation = takeover.layouts[name].generation
+    for image in () if rule.is_by_document else takeover.images[name]:
+        marked = image.spilled["to"] if image.spilled is not None else ""
+        after = max(watermark.data if watermark is not None else "", image.data)
+        if marked > after:
+            where = store.partitions.partition_id(name, generation, image.index)
+            for places in store.spill.undeliverable(where, after, marked):
+                found |= dict.fromkeys(places, image.index)
+                renewal.alive()
+    return found

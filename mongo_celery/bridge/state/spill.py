@@ -20,7 +20,7 @@ of the stream. Nothing here is guarded by an epoch, and needs none:
 | `parts`, `digest` | of an event that fits into no document: its bytes lie in so many documents behind it |
 | `part` | the number of such a document, from 1 |
 | `token` | the resume token, where `_id` and bytes do not tell it: they cannot be read, or it is long |
-| `refusal` | why it is not given to its handler |
+| `refusal` | why it is not given to its handler; whether that halts, and lasts |
 | `standing` | the carried state of a head that was copied from an older layout: `state`, `head`, `retry` |
 | `size` | bytes of the document |
 
@@ -30,7 +30,7 @@ What is read here decides what runs, so it is read in a causally consistent sess
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bson.int64 import Int64
@@ -267,17 +267,27 @@ class Spill:
 
     def amount(self, partition_id: str) -> Amount:
         """How much is stored of a partition, committed or not. Reads all of it, in as many calls as it takes."""
-        ids, total = ids_under(partition_id), Amount()
+        total = Amount()
         group = {"_id": None, "count": {"$sum": {"$cond": ["$part", 0, 1]}}, "size": {"$sum": "$size"}}
+        for some in self._slices(ids_under(partition_id)):
+            for row in self._table.aggregate([{"$match": {"_id": some}}, {"$group": group}]):
+                total += Amount(row["count"], row["size"])
+        return total
+
+    def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
+        """Yield the places of undeliverable changes behind a place, up to another one, a call's worth at a time."""
+        for some in self._slices(ids_between(partition_id, after, until)):
+            query = {"_id": some, "part": None, "refusal": {"$ne": None}}
+            yield [place_in(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]
+
+    def _slices(self, ids: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+        """Yield a range of `_id`s in parts that one call can read."""
         last: str | None = ids["$gt"]
         while last is not None:
             behind = {**ids, "$gt": last}
             with self._table.limit():
                 last = self._at(behind, _SUMMED)
-                some = behind if last is None else {"$gt": behind["$gt"], "$lte": last}
-                for row in self._table.collection.aggregate([{"$match": {"_id": some}}, {"$group": group}]):
-                    total += Amount(row["count"], row["size"])
-        return total
+            yield behind if last is None else {"$gt": behind["$gt"], "$lte": last}
 
     def next_partition(self, after: str | None = None) -> str | None:
         """The `_id` of the first partition behind another one that has stored changes, or of what is none; or None."""

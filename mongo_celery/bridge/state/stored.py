@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import bson
@@ -209,7 +209,7 @@ def _change_in(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> S
         data=token_data(token),
         raw=raw,
         hash=head["hash"] % _HASHES,
-        refusal=Refusal.because(refusal["reason"], halts=refusal["halts"]) if refusal else None,
+        refusal=Refusal.because(**refusal) if refusal else None,
         token=token if damage or "token" in head else None,
         standing=dict(head["standing"]) if head.get("standing") else None,
         size=amount_of([head, *parts]).size,
@@ -244,7 +244,7 @@ def _rare(change: StoredChange) -> Document:
     elif not _is_told(change):
         fields["token"] = {"_data": change.data}
     if change.refusal is not None:
-        fields["refusal"] = {"reason": change.refusal.reason, "halts": change.refusal.halts}
+        fields["refusal"] = asdict(change.refusal)
     if change.standing is not None:
         fields["standing"] = dict(change.standing)
     return fields

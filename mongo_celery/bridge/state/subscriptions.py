@@ -262,31 +262,6 @@ class Subscriptions:
         change = {"resumeToken": dict(to.token), "clusterTime": to.cluster_time, "fingerprint": fingerprint}
         return guard, {"$set": change}
 
-    def note_refused(
-        self,
-        name: str,
-        version: int,
-        generation: int,
-        changes: Sequence[Mapping[str, Any]],
-        *,
-        replace: bool,
-    ) -> bool:
-        """
-        Store which refused changes stand in which partitions (see `listener/admission.py`). Repeating it is harmless.
-
-        Args:
-            changes: all of them, where `replace` is given; else more of the generation that is stored.
-
-        Returns:
-            False when the epoch has moved on.
-        """
-        guard: dict[str, Any] = {"_id": self._id(name), "epoch": version}
-        if replace:
-            noted = {"generation": generation, "changes": list(changes)}
-            return self._table.update(guard, {"$set": {"refused": noted}})
-        more = {"$push": {"refused.changes": {"$each": list(changes)}}}
-        return self._table.update({**guard, "refused.generation": generation}, more)
-
     def read_all(self) -> list[dict[str, Any]]:
         """All subscriptions of the bridge, also those that no handler serves any more."""
         return self._table.find({"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}})

@@ -273,7 +273,8 @@ def _of_match(error: PyMongoError, failed: Sequence[str]) -> str:
     handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
     return (
         f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
-        f"$type or $convert. The server said ({named(error)}): {said(error)}"
+        "$type or $convert. Then rewind the handler to before this change, or skip it. "
+        f"The server said ({named(error)}): {said(error)}"
     )
 
 

@@ -334,7 +334,8 @@ class Selector:
         if missing:
             raise ConfigurationError(
                 f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
-                "chosen; keep these fields, or leave out the projection.",
+                "chosen; keep these fields, or leave out the projection. Then rewind the handler to before this "
+                "change.",
             )
 
     def _missing_of_namespace(self, ns: object, operation: str) -> list[str]:

@@ -272,9 +272,9 @@ class Outcomes:
     def _store(self, raw: bytes) -> None:
         """Best effort: where it fails, the listener may store the change later, for it has read it too."""
         run = self._run
-        if self._is_stored:
+        if self._is_stored or run.refusal is not None:  # the listener has stored what it refuses
             return
-        change = StoredChange(token_data(run.token_of(raw)), raw, run.hash, run.refusal, run.token)
+        change = StoredChange(token_data(run.token_of(raw)), raw, run.hash)
         try:
             with pymongo.timeout(min(self._patience, _STORING_SECONDS)):
                 self._wiring.store.spill.insert(run.partition_id, [change], run.version)
