@@ -18,7 +18,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, brief, explained, is_refused_session, is_unanswered
+from mongo_celery.mongo.verdicts import Concern, brief, explained, is_logged_out, is_refused_session, is_unanswered
 
 DEFAULT_DATABASE = "mongo_celery"
 """Where state is kept unless an option says otherwise."""
@@ -101,16 +101,17 @@ def renewing_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> It
 
 def renew_connections(client: MongoClient[Any] | AsyncMongoClient[Any], error: BaseException) -> None:
     """
-    Replace the connections of a client, if the error says that one of them refuses sessions; else do nothing.
+    Replace the connections of a client, if the error says that one of them is of no use any more; else do nothing.
 
-    With `directConnection=true`, PyMongo asks a member once for each connection if it takes sessions. A connection that
-    was opened while the member recovered refuses them permanently.
+    The user of a connection may have been dropped and made again (`is_logged_out`). With `directConnection=true`
+    PyMongo asks a member once for each connection if it takes sessions: one of a member that recovered refuses
+    them permanently.
 
     Args:
         client: ours or a user's, of either kind.
         error: by which a call failed, or one that was raised from it.
     """
-    if is_refused_session(error) or is_refused_session(error.__cause__):
+    if any(is_refused_session(each) or is_logged_out(each) for each in (error, error.__cause__)):
         replace_connections(client)
 
 

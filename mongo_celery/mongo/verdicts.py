@@ -192,6 +192,9 @@ def _is_about_the_login(error: OperationFailure) -> bool:
     return "bad auth" in text or "authentication failed" in text
 
 
+_LOGGED_OUT = "requires authentication"
+
+
 def is_unanswered(error: BaseException | None) -> bool:
     """Whether no server has answered, or none in time, or one that is not ready for anybody."""
     if isinstance(error, ConnectionFailure) or is_refused_session(error):
@@ -206,6 +209,21 @@ def is_refused_session(error: BaseException | None) -> bool:
     Every server that it supports has sessions; a member of a set has none while it is neither primary nor secondary.
     """
     return isinstance(error, ConfigurationError) and "Sessions are not supported" in str(error)
+
+
+def is_logged_out(error: BaseException | None) -> bool:
+    """
+    Return True if the server no longer knows who a connection has logged in as.
+
+    That is so where its user was dropped. Made again, the user is another one: such a connection is refused everything
+    for as long as it lives.
+    """
+    return isinstance(error, OperationFailure) and error.code == Code.Unauthorized and _LOGGED_OUT in str(error)
+
+
+def is_refused_user(error: BaseException) -> bool:
+    """Return True if a right is missing, or the login was refused: an operator's doing, most often, that ends again."""
+    return verdict_on(error) in (Verdict.ACCESS, Verdict.LOGIN)
 
 
 def is_transient(error: BaseException) -> bool:

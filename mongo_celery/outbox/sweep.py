@@ -24,6 +24,7 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import ConnectionFailure, PyMongoError
 
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.backing import Backing
 from mongo_celery.outbox.commands import tell_undeliverable
@@ -153,6 +154,7 @@ def take_turns(
                 goes_on = sweep.turn(deadline)
             except PyMongoError as error:
                 goes_on = False
+                renew_connections(sweep.backlog.backing.collection.database.client, error)
                 failed(sweep, error)
             if sweep.total.broker_down:
                 return

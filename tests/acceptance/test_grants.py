@@ -19,7 +19,7 @@ from mongo_celery.bridge.operations import (
     letter_commands,
     snapshot_commands,
 )
-from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of
+from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_name
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
@@ -290,8 +290,14 @@ def test_workers_that_may_not_claim_are_named_and_no_change_is_charged(
         worker.wait_for_output("claim of .* failed")
         clean.only("worker")
         wait_for(lambda: clean.committed("record") == 1)
-        assert clean.admin[STATE]["dead_letters"].count_documents({}) == 0
         wait_for(lambda: "unclaimed" not in codes())
+        # The connections of a user that is made again are refused everything, permanently.
+        clean.admin.admin.command("dropUser", "worker")
+        clean.write("orders")
+        worker.wait_for_output("requires authentication|Authentication failed")
+        clean.admin.admin.command("createUser", "worker", pwd="worker", roles=[role_name(NAME, "worker")])
+        wait_for(lambda: clean.committed("record") == 2, message=lambda: f"{codes()}, {worker.text[-2000:]}")
+        assert clean.admin[STATE]["dead_letters"].count_documents({}) == 0
     assert said().count("claim nothing") == 1
 
 

@@ -130,6 +130,8 @@ CONFLICTS = [
     _server_error(112),
     _server_error(251, "TransientTransactionError"),
     _server_error(12345, "TransientTransactionError"),
+    _server_error(13),  # a right that was revoked by mistake comes back
+    _server_error(18),
     _from(DocumentLockedError("locked"), _server_error(112, "TransientTransactionError")),
     _from(TransactionTimeoutError("late", outcome="aborted"), _server_error(112, "TransientTransactionError")),
     _from(driver.NetworkTimeout("the driver's own words"), _server_error(112, "TransientTransactionError")),
@@ -179,7 +181,6 @@ def test_the_limit_of_a_transactional_handler_is_known_by_its_error() -> None:
         driver.InvalidOperation("closed"),
         driver.ExecutionTimeout("a limit of its own", 50, {}),
         _server_error(2),
-        _server_error(13),
         _server_error(43),
         _bulk_error(11000),
         _bulk_error(11602, 11000),

@@ -14,6 +14,7 @@ whatever else a handler raises is its own, and counts. In doubt it waits too, bu
 | an exception that was raised while one of these was handled, without `from` | the handler |
 | a delete that is refused since entries of an outbox are pending (`OutboxRefusedError`, `retryable`) | in doubt |
 | a conflict in a transaction (`mongo.verdicts.is_conflict`), or its limit, reached while MongoDB answers | in doubt |
+| a right that the MongoDB user lacks, a login that is refused | in doubt |
 | another error of PyMongo: a duplicate key, a query that is wrong, a time limit of the handler's own | the handler |
 | `ConnectionError`, `TimeoutError` ... of whatever else it calls | the handler |
 """
@@ -29,7 +30,7 @@ from pymongo.errors import EncryptionError, NetworkTimeout, PyMongoError, Server
 
 from mongo_celery.errors import OutboxRefusedError, TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import brief, is_conflict, is_outage
+from mongo_celery.mongo.verdicts import brief, is_conflict, is_outage, is_refused_user
 
 _CAUSE_CHARS = 300
 _CHAIN_MAX = 16  # a chain of causes may be made to be a circle
@@ -49,9 +50,9 @@ def infrastructure_cause(error: BaseException) -> str | None:
 
 
 def conflict_cause(error: BaseException) -> str | None:
-    """What has ended a transaction though no server failed, in words that can be shown; None when nothing has."""
+    """Return what is in doubt, in words that can be shown; None when nothing is."""
     for each in _causes(error):
-        if is_conflict(each) or (isinstance(each, OutboxRefusedError) and each.retryable):
+        if is_conflict(each) or is_refused_user(each) or (isinstance(each, OutboxRefusedError) and each.retryable):
             return cause_text(each)
         if _is_answer(each):
             return None

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 _TIME_OUTS_MAX = 3
-_CONFLICTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
+_DOUBTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
 _TOO_LONG = "the transaction took longer than its limit; a write without session= waits for what it has locked itself"
 _TOKEN_CHARS = 64
 _PROGRESS_SECONDS = 0.2
@@ -271,6 +271,7 @@ class Execution:
             self._relinquish(owner)
             raise Ignore from error
         except PyMongoError as error:
+            renew_connections(self._wiring.client, error)
             said = explained(error, self._wiring.state_concern) or brief(error)
             logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
             if error.timeout:
@@ -487,7 +488,7 @@ class Execution:
                 return Waiting(said, _TIME_OUTS_MAX if self._is_answered() else None)
         if outage is not None:
             return Waiting(outage)
-        return None if conflict is None else Waiting(conflict, _CONFLICTS_MAX)
+        return None if conflict is None else Waiting(conflict, _DOUBTS_MAX)
 
     def _is_answered(self) -> bool:
         """Whether MongoDB answers, for a majority, at this moment."""
