@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient
+from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.listener import starts
+from mongo_celery.bridge.listener import history, starts
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.starts import find_starts, read_starts
@@ -29,10 +30,13 @@ from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
 from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
 
 Document = dict[str, Any]
 
+APP = "history"
 ROLLED = mark_at(Timestamp(5, 1))
 ROLLED_LATER = mark_at(Timestamp(6, 1))
 PINNED = Timestamp(1, 1)
@@ -206,6 +210,37 @@ def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
     assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
     with pytest.raises(AccessError):
         bridge.go_on("oldest")
+
+
+@pytest.mark.parametrize("skip", range(8))
+def test_what_an_error_interrupts_is_taken_up_where_it_was(
+    make_client: MakeClient,
+    state_database: str,
+    tip: Mark,
+    monkeypatch: pytest.MonkeyPatch,
+    failpoint: Failpoint,
+    skip: int,
+) -> None:
+    """P1, P17: nobody is judged twice, so that nobody else is taken for the one that stands first."""
+    bridge = Make(make_client(appName=APP), state_database)(record=ROLLED, audit=ROLLED_LATER, third=tip)
+    monkeypatch.setattr(starts, "read_oplog", lambda _client: None)
+    monkeypatch.setattr(history, "oplog_or_none", lambda _client: None)
+    interrupted = bridge.history("now")
+
+    def go_on() -> Position | None:
+        return interrupted.go_on(HistoryLostError(), bridge.led, bridge.watermarks)
+
+    commands = ["update", "find", "findAndModify"]
+    with (
+        failpoint(failCommands=commands, errorCode=50, mode={"skip": skip}, appName=APP),
+        pytest.raises(PyMongoError),
+    ):
+        go_on()
+    assert go_on() == Position(ROLLED_LATER.token, ROLLED_LATER.cluster_time)
+    assert [bridge.document(name)["resumeToken"] for name in bridge.led] == [None, ROLLED_LATER.token, tip.token]
+    assert [each["subscriptions"] for each in bridge.lease["gaps"]] == [["record"]]
+    assert {*bridge.watermarks.floors} == {"record"}
+    assert bridge.led["record"].plan.watermark is None
 
 
 def test_a_token_that_is_refused_within_the_oplog_is_replaced_by_its_time_once(make: Make, tip: Mark) -> None:

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
@@ -65,6 +65,24 @@ class _Choice:
     policy: str
     time: Timestamp | None = None
     is_first: bool = False
+
+
+@dataclass(slots=True)
+class _Gap:
+    """
+    A history that was lost, as far as it is settled; what an error has interrupted is taken up again.
+
+    Attributes:
+        left: who is not judged yet.
+        before: where each one stood when it was found.
+        moved: who was moved, by policy and new start, until that is noted.
+    """
+
+    left: list[str]
+    before: Mapping[str, Start]
+    oplog: Oplog | None
+    error: HistoryLostError
+    moved: dict[tuple[str, Timestamp], list[str]] = field(default_factory=dict)
 
 
 class _Places:
@@ -113,6 +131,7 @@ class LostHistory:
         self._again: Counter[str] = Counter()
         self._looked_at = 0.0
         self._error = HistoryLostError()
+        self._gap: _Gap | None = None
 
     # -- when it is judged -------------------------------------------------------------------------
 
@@ -141,11 +160,13 @@ class LostHistory:
                     lost.append(name)
         if not lost:
             return open_position(starts, self._fingerprint)
-        return self._settle(lost, starts, oplog, HistoryLostError(), subscriptions, watermarks)
+        return self._settle(_Gap(lost, starts, oplog, HistoryLostError()), subscriptions, watermarks)
 
     def go_on(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> Position | None:
         """
         The server refuses the place at which the stream is read: judge who has lost something by that.
+
+        To be called again after a `PyMongoError`: it resumes where that came up, and judges nobody twice.
 
         Returns:
             Where to read on: at the smallest place of those that can be read; None when there is none.
@@ -154,6 +175,13 @@ class LostHistory:
             LeaseLostError: the term has ended.
             AccessError: the oldest entry is asked for and may not be read.
         """
+        if self._gap is None:
+            self._gap = self._find_gap(error, subscriptions, watermarks)
+        position = self._settle(self._gap, subscriptions, watermarks)
+        self._gap = None
+        return position
+
+    def _find_gap(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> _Gap:
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
         before = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         reached = self._reached(subscriptions, before)
@@ -162,7 +190,7 @@ class LostHistory:
         # Where none stands before the oldest entry, the server has refused the token at which the stream was opened.
         rolled = [name for name, start in reached.items() if oplog is not None and start.place[0] < oplog.first]
         lost = rolled or [name for name, start in reached.items() if start.place == smallest]
-        return self._settle(lost, before, oplog, error, subscriptions, watermarks)
+        return _Gap(lost, before, oplog, error)
 
     def look(self, subscriptions: Subscriptions, watermarks: Watermarks, now: float) -> Position | None:
         """
@@ -193,7 +221,8 @@ class LostHistory:
             if is_over:
                 raise self._error
             return None
-        return self._settle(decided, starts, oplog_or_none(self._client), self._error, subscriptions, watermarks)
+        gap = _Gap(decided, starts, oplog_or_none(self._client), self._error)
+        return self._settle(gap, subscriptions, watermarks)
 
     def place(self, subscriptions: Subscriptions) -> Position | None:
         """
@@ -209,32 +238,28 @@ class LostHistory:
 
     # -- what becomes of it ------------------------------------------------------------------------
 
-    def _settle(
-        self,
-        lost: Sequence[str],
-        before: Mapping[str, Start],
-        oplog: Oplog | None,
-        error: HistoryLostError,
-        subscriptions: Subscriptions,
-        watermarks: Watermarks,
-    ) -> Position | None:
+    def _settle(self, gap: _Gap, subscriptions: Subscriptions, watermarks: Watermarks) -> Position | None:
         """Move those for whom somebody has decided, let the others stand still, and say so."""
-        moved: dict[tuple[str, Timestamp], list[str]] = {}
-        places = _Places(self._client, oplog)
-        for name in lost:
-            choice = self._choice(subscriptions[name], before[name])
-            start = self._start(choice, places) if choice is not None else None
-            if choice is None or start is None or not self._moves(name, choice, start, before[name]):
-                self._stand(subscriptions[name], before[name], oplog, error)
+        places = _Places(self._client, gap.oplog)
+        for name in list(gap.left):
+            start = gap.before[name]
+            choice = self._choice(subscriptions[name], start)
+            place = self._start(choice, places) if choice is not None else None
+            if choice is None or place is None or not self._moves(name, choice, place, start):
+                self._stand(subscriptions[name], start, gap.oplog, gap.error)
             else:
-                self._forget_attempts(subscriptions[name])
-                moved.setdefault((choice.policy, start), []).append(name)
+                gap.moved.setdefault((choice.policy, place), []).append(name)
+            gap.left.remove(name)
+        moved = [name for names in gap.moved.values() for name in names]
+        for name in moved:
+            self._forget_attempts(subscriptions[name])
         after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
-        for name in (name for names in moved.values() for name in names):
+        for name in moved:
             _move(subscriptions[name], after[name].time, watermarks)
         reached = self._reached(subscriptions, after)
-        for (policy, start), names in moved.items():
-            self._note(error, sorted(names), start, policy, reached, oplog)
+        for policy, place in list(gap.moved):
+            self._note(gap, place, policy, reached)
+            del gap.moved[policy, place]
         return open_position(reached, self._fingerprint) if reached else None
 
     def _choice(self, subscription: Subscription, start: Start) -> _Choice | None:
@@ -303,32 +328,25 @@ class LostHistory:
             extra={"event": "subscription_lost", "subscription": name},
         )
 
-    def _note(
-        self,
-        error: HistoryLostError,
-        names: Sequence[str],
-        start: Timestamp,
-        policy: str,
-        reached: Mapping[str, Start],
-        oplog: Oplog | None,
-    ) -> None:
-        unseen = "" if oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
+    def _note(self, gap: _Gap, start: Timestamp, policy: str, reached: Mapping[str, Start]) -> None:
+        error, names = gap.error, sorted(gap.moved[policy, start])
+        unseen = "" if gap.oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
         said = _said(error)
         logger.error(
             "history was lost; going on from %s (%s), as was decided, with handlers %s%s; others go on where they "
             "stand%s",
             start.as_datetime().isoformat(),
             policy,
-            list(names),
+            names,
             unseen,
             f": {said}" if said else "",
-            extra={"event": "history_lost", "subscriptions": list(names)},
+            extra={"event": "history_lost", "subscriptions": names},
         )
         smallest = min(reached.values(), key=lambda each: each.place)
         # Of a stream that is under way only a stored token is known as a whole.
         token = smallest.watermark.token if smallest.watermark is not None and smallest.fingerprint else None
-        gap = {"until": start, "policy": policy, "subscriptions": list(names), "error": str(error)}
-        if not self._store.leases.record_gap(self._renewal.term, gap, token, smallest.place[0]):
+        noted = {"until": start, "policy": policy, "subscriptions": names, "error": str(error)}
+        if not self._store.leases.record_gap(self._renewal.term, noted, token, smallest.place[0]):
             raise LeaseLostError
 
     # -- where they stand --------------------------------------------------------------------------

@@ -64,6 +64,7 @@ _READ_AHEAD = 2000
 _COMPLAINT_SECONDS = 30.0
 _NAMED = 10
 _SILENCE_SECONDS = 5
+_PAUSE_SECONDS = 1.0
 
 
 class Leader:
@@ -112,6 +113,8 @@ class Leader:
         self._reader: StreamReader | None = None
         self._stream_status: StreamStatus | None = None
         self._is_blind = False
+        self._lost: HistoryLostError | None = None
+        self._resumes_at = 0.0
         self._subscriptions: dict[str, Subscription] = {}
         self._stopped: Mapping[str, str] = {}
         self._leftovers: Leftovers | None = None
@@ -405,9 +408,9 @@ class Leader:
         self._watermarks.flush(self._subscriptions.values(), now, self._looks.moved_at)
 
     def _note_progress(self) -> None:
-        """Have the lease renewed, unless partitions cannot be read or the reader has died without a word."""
+        """Have the lease renewed, unless partitions or the stream cannot be read."""
         is_reading = self._reader is None or self._reader.is_running or self._inbox.look() is not None
-        if is_reading and not self._is_blind:
+        if is_reading and self._lost is None and not self._is_blind:
             self._renewal.alive()
 
     def _take_in(self, now: float) -> None:
@@ -542,7 +545,7 @@ class Leader:
             self._subscriptions[subscription.name] = subscription
             self._spilling.follow(subscription)
             self._leftovers.look_again()
-        if self._relayouts.wants_reading(now):
+        if self._lost is None and self._relayouts.wants_reading(now):
             try:
                 position = self._history.place(self._subscriptions)
             except PyMongoError as error:
@@ -591,10 +594,33 @@ class Leader:
     def _failed(self, error: MongoCeleryError) -> None:
         if not isinstance(error, HistoryLostError):
             raise error
-        self._read_on(self._history.go_on(error, self._subscriptions, self._watermarks))
+        self._read_on(None)
+        self._lost = error
+
+    def _resume_behind_gap(self, error: HistoryLostError, now: float) -> None:
+        """Settle a history that was lost, and read on; a server that does not answer is asked again after a pause."""
+        if now < self._resumes_at:
+            return
+        try:
+            position = self._history.go_on(error, self._subscriptions, self._watermarks)
+        except PyMongoError as trouble:
+            renew_connections(self._wiring.client, trouble)
+            raise_if_final(trouble, self._wiring.state_concern)
+            self._resumes_at = time.monotonic() + _PAUSE_SECONDS
+            logger.warning(
+                "resuming after an oplog gap failed, trying again: %s",
+                brief(trouble),
+                extra={"event": "history_unsettled"},
+            )
+            return
+        self._lost = None
+        self._read_on(position)
 
     def _look_at_history(self, now: float) -> None:
         """Warn of histories that are about to be lost, and go on where somebody has decided about a lost one."""
+        if self._lost is not None:
+            self._resume_behind_gap(self._lost, now)
+            return
         self._horizon.judge(self._subscriptions.values())
         position = self._history.look(self._subscriptions, self._watermarks, now)
         if position is not None:
