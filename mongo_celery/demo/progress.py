@@ -10,9 +10,9 @@ from typing import Any
 from pymongo import MongoClient
 
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.demo.record import Record
 from mongo_celery.demo.setting import NAME_INTO_ORDER, DemoSetting
 
@@ -88,7 +88,7 @@ class StateReader:
         committed: Counter[str] = Counter()
         if lease is None:
             return BridgeState(None, committed)
-        layouts = layouts_in_force(lease, self._store.subscriptions.read_all())
+        layouts = layouts_in_force(self._store.subscriptions.read_all())
         images = self._store.partitions.of({name: layout.generation for name, layout in layouts.items()})
         for image in images:
             committed[image.subscription] += image.committed

@@ -148,7 +148,7 @@ def lists_on(
     """A partition with nothing done, and a worker whose handler gets lists; with `single` one change at a time."""
     rig = rig_of(client, database)
     layout = {"generation": 0, "partitions": 1, "key": "blake2b-64:_id"}
-    client[database]["leases"].insert_one({"_id": BRIDGE, "version": VERSION})
+    client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "version": VERSION})
     client[database]["subscriptions"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "layout": layout})
     app = Celery("lists", broker="memory://", set_as_current=False)
     bridge = Bridge(

@@ -121,7 +121,7 @@ class Parking:
         number = self.rig.image.committed + 1
         run = Run(
             BRIDGE, SUBSCRIPTION, 0, 0, VERSION, number, number, letter=replay.letter, starts=replay.starts,
-            hashes=(replay.hash,) if replay.hash is not None else (),
+            hashes=(replay.hash,),
         )  # fmt: skip
         self._execute(ReplayExecution, run)
 
@@ -174,7 +174,7 @@ def parking_on(client: MongoClient[Document], url: str, database: str, **options
     """A partition with nothing done, a lease and a subscription that commands find, and a worker."""
     rig = rig_of(client, database)
     layout = {"generation": 0, "partitions": 1, "key": "blake2b-64:_id"}
-    client[database]["leases"].insert_one({"_id": BRIDGE, "version": VERSION})
+    client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "version": VERSION})
     client[database]["subscriptions"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "layout": layout})
     app = Celery("parking", broker="memory://", set_as_current=False)
     bridge = Bridge(app, url, name=BRIDGE, database=database, partitions=1, autodiscover=False)

@@ -50,7 +50,7 @@ def a_dead_letter(number: int = 1, error: str = "ValueError: no") -> Document:
         error=error,
         traceback="Traceback",
         attempts=1,
-        place=Place(0, 0, number, 1, None),
+        place=Place(0, 0, number, 1, 0),
         cause=FAILED,
         kept="event",
     )
@@ -397,14 +397,6 @@ def test_the_lapse_of_a_claim_whose_worker_was_told_to_end_is_no_crash(rig: Rig)
     assert rig.document["single"] == 7
     rig.lapse()
     assert rig.claim(owner="third").crashes == 1, "the second was not told to end"
-
-
-def test_a_mark_that_an_older_version_left_in_the_claim_that_it_took_means_nothing(rig: Rig) -> None:
-    """`$set` of a document in a pipeline merges, and older versions do not know the mark."""
-    rig.claim()
-    rig.spoil(**{"claim.leaving": "somebody before"})
-    rig.lapse()
-    assert rig.claim(owner="second").crashes == 1
 
 
 # -- outcomes: who may write them --------------------------------------------------------------------

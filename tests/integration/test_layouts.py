@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.errors import AutoReconnect
@@ -643,29 +642,7 @@ def test_a_history_that_is_lost_on_the_way_opens_the_partitions_again(shop: Shop
     assert shop.remaining(term) == standing.left
 
 
-# -- generations, and earlier versions ---------------------------------------------------------------
-
-
-def test_a_layout_that_an_earlier_version_kept_in_the_lease_is_gone_on_with(
-    shop: Shop, mongo_client: MongoClient[Document]
-) -> None:
-    """P1: also of a handler that is not there now; then it moves like any other."""
-    rig = begin_term(mongo_client, shop.database, OLD, (NAME,))
-    state = rig.database
-    keys = {NAME: "blake2b-64:_id", "audit": "blake2b-64:_id"}
-    state["leases"].update_one({"_id": BRIDGE}, {"$set": {"generation": 2, "partitions": OLD, "keys": keys}})
-    first = {"epoch": Int64(1), "startAtOperationTime": Timestamp(1, 1), "clusterTime": None, "fingerprint": None}
-    state["subscriptions"].insert_many(
-        [{"_id": f"{BRIDGE}/{name}", "resumeToken": None, **first} for name in keys],
-    )
-    term = shop.begin(OLD)
-    assert term.takeover.moving == []
-    assert shop.in_force(term)[0].generation == shop.in_force(term, "audit")[0].generation == 2
-    done = shop.run(term, 0, 3)
-    term = shop.begin(NEW)
-    term.finish()
-    assert shop.in_force(term)[0].generation == term.rig.version
-    assert shop.remaining(term) == sorted(set(WRITTEN) - done)
+# -- generations -------------------------------------------------------------------------------------
 
 
 def test_generations_only_grow_also_where_the_state_was_dropped(

@@ -19,9 +19,9 @@ from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.leases import Leases, Term, is_handed_over, layouts_of
+from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY
@@ -213,7 +213,7 @@ def test_a_report_may_hold_strings_that_look_like_expressions(leases: Leases, do
 
 
 def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: Collection[Document]) -> None:
-    """Rule 2, P3: renewal, release, pin, layout, position, version and gap of a term that has ended."""
+    """Rule 2, P3: renewal, release, pin, position, version and gap of a term that has ended."""
     old = acquired(leases)
     assert leases.release(old)
     acquired(leases)
@@ -223,7 +223,6 @@ def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: 
     assert leases.raise_version(old, 1 << 60) is None
     assert leases.pin_start(old, Timestamp(1, 1)) is None
     assert leases.pin_start(old, Timestamp(1, 1), replace=True) is None
-    assert not leases.hand_over_layouts(old, 7)
     assert not leases.record_position(old, {"_data": "82"}, Timestamp(1, 1))
     assert not leases.record_gap(old, {"until": Timestamp(1, 1)})
     assert stored(documents) == before
@@ -337,28 +336,6 @@ def test_a_start_is_pinned_once(leases: Leases) -> None:
     assert leases.pin_start(term, Timestamp(9, 9), replace=True) == Timestamp(9, 9)
 
 
-def test_an_earlier_versions_layout_is_read_until_it_is_handed_over(
-    leases: Leases, documents: Collection[Document]
-) -> None:
-    """P1: it kept one layout in the lease; read there by nobody any more, its own code ends before its first write."""
-    term = acquired(leases)
-    assert layouts_of(term.document) == {}
-    old = {"generation": 1, "partitions": 7, "keys": {"record": "blake2b-64:_id", "audit": "blake2b-64:customer"}}
-    documents.update_one({}, {"$set": old})
-    assert layouts_of(stored(documents)) == {
-        "record": Layout(1, 7, "blake2b-64:_id"),
-        "audit": Layout(1, 7, "blake2b-64:customer"),
-    }
-    assert leases.hand_over_layouts(term, 9)
-    after = stored(documents)
-    assert layouts_of(after) == {}
-    assert is_handed_over(after, 9)
-    assert not is_handed_over(after, 10)
-    assert after["partitions"] is not None, "else it would begin anew"
-    with pytest.raises(ValueError, match="dictionary"):
-        dict(after["keys"])
-
-
 @pytest.fixture
 def gap_terms(leases: Leases) -> Iterator[Term]:
     """Give a term, and release it."""
@@ -373,3 +350,17 @@ def test_gaps_are_remembered_and_bounded(leases: Leases, gap_terms: Term) -> Non
         assert leases.record_gap(gap_terms, {"until": Timestamp(number + 1, 1)})
     gaps = (leases.read() or {})["gaps"]
     assert [gap["until"].time for gap in gaps] == list(range(3, 23))
+
+
+@pytest.mark.parametrize(("version", "said"), [(2, "newer version"), (None, "before the first release")])
+def test_a_state_of_another_schema_is_neither_read_nor_taken(
+    leases: Leases, documents: Collection[Document], version: int | None, said: str
+) -> None:
+    """P9: a newer version would be misread, and nobody has stored an older one; what is there stays."""
+    assert stored(documents)["schemaVersion"] == 1
+    documents.update_one({}, {"$set": {"schemaVersion": version}})
+    before = stored(documents)
+    with pytest.raises(DeploymentError, match=said):
+        leases.read()
+    assert leases.acquire(IDENTITY) is None
+    assert stored(documents) == before

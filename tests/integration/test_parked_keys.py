@@ -243,7 +243,7 @@ def test_a_later_letter_is_never_replayed_before_an_earlier_one(parking: Parking
     waiting(parking)
     letter = parking.find(5).letters[0]
     replays = parking.rig.store.replays
-    assert replays.request(letter, generation=0, partition=0, hash_=letter.parked, over_newer=False) == "done"
+    assert replays.request(letter, generation=0, partition=0, hash_=letter.parked or 0, over_newer=False) == "done"
     with pytest.raises(Ignore):
         parking.replay()
     assert [each[1] for each in parking.started if each[0] == "bad"] == [1]
@@ -386,7 +386,7 @@ def test_a_start_behind_a_letter_that_is_discarded_at_this_moment_is_not_forgott
     waiting(parking, "bad", "bad")
     first, last = parking.find().letters
     replays, layout = parking.rig.store.replays, Layout(0, 1, "")
-    assert replays.request(last, generation=0, partition=0, hash_=last.parked, over_newer=False) == "done"
+    assert replays.request(last, generation=0, partition=0, hash_=last.parked or 0, over_newer=False) == "done"
 
     def discard() -> None:
         assert replays.discard(first.document_id, layout) == "done"
@@ -405,7 +405,7 @@ def test_a_listener_that_withdraws_late_leaves_what_was_asked_for_since(parking:
     first, last = parking.find().letters
     replays = parking.rig.store.replays
     for letter in (first, last):
-        assert replays.request(letter, generation=0, partition=0, hash_=letter.parked, over_newer=False) == "done"
+        assert replays.request(letter, generation=0, partition=0, hash_=letter.parked or 0, over_newer=False) == "done"
     parking.bad = {"bad"}
     with pytest.raises(WantedError):
         parking.replay()
@@ -425,7 +425,7 @@ def test_a_letter_that_gave_way_uses_no_token_a_second_time(parking: Parking) ->
     last = parking.find(2).letters[0]
     assert last.place is not None
     replays = parking.rig.store.replays
-    assert replays.request(last, generation=0, partition=0, hash_=last.parked, over_newer=False) == "done"
+    assert replays.request(last, generation=0, partition=0, hash_=last.parked or 0, over_newer=False) == "done"
     with pytest.raises(Ignore):
         parking.replay()
     parking.drain()
@@ -440,7 +440,7 @@ def test_what_follows_a_replay_over_newer_data_goes_over_it_too_also_where_it_wa
     waiting(parking, "bad", "bad")
     replays = parking.rig.store.replays
     for letter, over_newer in zip(parking.find().letters, (True, False), strict=True):
-        asked = replays.request(letter, generation=0, partition=0, hash_=letter.parked, over_newer=over_newer)
+        asked = replays.request(letter, generation=0, partition=0, hash_=letter.parked or 0, over_newer=over_newer)
         assert asked == "done"
     parking.drain()
     fences = [fence for _, _, fence in parking.started]

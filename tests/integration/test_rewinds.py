@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bson import Timestamp
+from bson import ObjectId, Timestamp
 from pymongo import MongoClient
 from pymongo.database import Database
 
@@ -29,6 +29,13 @@ from tests.integration.positions_rig import HANDLER, NAME, Stage, data_of, stage
 from tests.integration.test_replays import letter_of
 
 Document = dict[str, Any]
+
+REQUEST: Document = {
+    **dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts", "hash"), 0),
+    **dict.fromkeys(("overNewer", "failed", "parked"), False),
+    "asking": ObjectId(),
+}
+"""What a stored request for a replay has beside its place."""
 
 
 @pytest.fixture
@@ -240,9 +247,8 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
     event = stage.of(0)[-1]
     letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "subscription": HANDLER}
     stage.state["dead_letters"].insert_one(letter)
-    request = {"subscription": HANDLER, "generation": stage.generation, "partition": 0, "key": "k", "overNewer": False}
-    counts = dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts"), 0)
-    stage.state["replays"].insert_one({"_id": letter["_id"], **request, **counts, "failed": False, "fence": None})
+    request = {"subscription": HANDLER, "generation": stage.generation, "partition": 0, "key": "k", "fence": None}
+    stage.state["replays"].insert_one({"_id": letter["_id"], **request, **REQUEST, "data": event["_id"]["_data"]})
     assert isinstance(stage.store.replays.find(letter["_id"]), ReplayRequest)
     claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", version=stage.version)
     assert claim is not None
@@ -257,14 +263,11 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
 def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Stage) -> None:
     """Their letters stand before all others by name; a replay would run in front of what runs again."""
     early, late = (token_at(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
-    counts = dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts"), 0)
     for name, data in (("00AA", early), ("00BB", late)):
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
         stage.state["dead_letters"].insert_one({**letter, "subscription": HANDLER, "partition": 0})
         request = {"subscription": HANDLER, "generation": stage.generation, "partition": 0, "key": "k", "fence": None}
-        stage.state["replays"].insert_one(
-            {"_id": letter["_id"], **request, **counts, "overNewer": False, "failed": False}
-        )
+        stage.state["replays"].insert_one({"_id": letter["_id"], **request, **REQUEST, "data": data})
     stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "epoch": 1})
     stage.state["snapshots"].update_one({}, {"$currentDate": {"movedAt": True}})
     stage.release()

@@ -177,7 +177,7 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
         error="",
         traceback="",
         attempts=0,
-        place=Place(2, 7, 41, 5, None),
+        place=Place(2, 7, 41, 5, 0),
         cause=FAILED,
         kept=found.kind,
     )

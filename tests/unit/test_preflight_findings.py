@@ -308,10 +308,10 @@ def partition(index: int, state: str) -> dict[str, Any]:
 
 def test_a_listener_with_another_layout_than_this_app_is_told() -> None:
     """The queues of one are not those of the other, and each says that all of its own are consumed."""
-    (finding,) = judge_layout({"live": True, "partitions": 16}, 4)
+    (finding,) = judge_layout({"live": True, "report": {"partitions": 16}}, 4)
     assert (finding.name, finding.level) == ("layout", "warning")
-    assert list(judge_layout({"live": True, "partitions": 4}, 4)) == []
-    assert list(judge_layout({"live": False, "partitions": 16}, 4)) == []
+    assert list(judge_layout({"live": True, "report": {"partitions": 4}}, 4)) == []
+    assert list(judge_layout({"live": False, "report": {"partitions": 16}}, 4)) == []
 
 
 def spilled(index: int, *, size: int = 4000, state: str = "halted") -> dict[str, Any]:

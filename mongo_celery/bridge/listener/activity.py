@@ -116,7 +116,7 @@ def times_of(image: Image) -> tuple[float, float] | None:
     """Of the last run of a partition, the seconds of its handler, and those from its claim to its commit, if known."""
     ran: Mapping[str, Any] = image.ran or {}
     took, claimed, ended = ran.get("took"), ran.get("claimed"), ran.get("at")
-    if ran.get("last") != image.committed:  # it was passed over, or committed by an earlier version
+    if ran.get("last") != image.committed:  # it was passed over
         return None
     if not (isinstance(took, int) and isinstance(claimed, datetime) and isinstance(ended, datetime)):
         return None

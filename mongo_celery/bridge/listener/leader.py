@@ -231,6 +231,7 @@ class Leader:
         waits = rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
         stuck = self._stopped or self._refused or standing or waits
         return {
+            "partitions": self._options.partitions,
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.size for subscription in subscriptions),

@@ -118,4 +118,4 @@ def _is_behind(replay: ReplayRequest, first: ReplayRequest) -> bool:
     """Whether one may be of the same key as another that is before it in the stream."""
     if replay.partition != first.partition or replay.order <= first.order:
         return False
-    return replay.hash == first.hash or replay.hash is None or first.hash is None
+    return replay.hash == first.hash

@@ -27,7 +27,6 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
-from mongo_celery.bridge.state.leases import is_handed_over, layouts_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout, layout_in
 from mongo_celery.errors import LeaseLostError
@@ -75,12 +74,11 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     Raises:
         LeaseLostError: the term ended meanwhile.
     """
-    _hand_over_layouts(store, renewal, options)
     for _ in range(_ROUNDS):
         version = renewal.term.version
         wanted = {handler.name: _wanted_layout(handler, options, version) for handler in handlers}
         documents = store.subscriptions.take_over(wanted, version)
-        layouts = {name: layout_in(documents[name]) or wanted[name] for name in wanted}
+        layouts = {name: layout_in(documents[name]) for name in wanted}
         newest = store.snapshots.take_over(version)  # before any partition: see `state/snapshots.py`
         store.partitions.prepare({name: documents[name]["resumeToken"] for name in wanted}, layouts, version)
         images = _won(store, layouts, version)
@@ -104,15 +102,6 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
 def generations_of(layouts: Mapping[str, Layout]) -> dict[str, int]:
     """The generations of some layouts, by subscription."""
     return {name: layout.generation for name, layout in layouts.items()}
-
-
-def _hand_over_layouts(store: Store, renewal: Renewal, options: BridgeOptions) -> None:
-    """An earlier version kept one layout of all subscriptions in the lease, also of those without a handler now."""
-    lease = renewal.term.document
-    store.subscriptions.give_layouts(layouts_of(lease))
-    is_done = is_handed_over(lease, options.partitions)
-    if not is_done and not store.leases.hand_over_layouts(renewal.term, options.partitions):
-        raise LeaseLostError
 
 
 def _won(store: Store, layouts: Mapping[str, Layout], version: int) -> dict[str, Sequence[Image]]:

@@ -19,10 +19,9 @@ from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import letter_name
 from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, forms_of
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, Partitions, state_of
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import is_out_of_reach, name_in
+from mongo_celery.bridge.state.subscriptions import is_out_of_reach, layouts_in_force, name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.verdicts import is_transient
@@ -294,7 +293,7 @@ def choose(
     partition: int | None,
 ) -> tuple[Mapping[str, int], Sequence[Image]]:
     """Images of the partitions that a command names, and the generations of their subscriptions."""
-    layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+    layouts = layouts_in_force(store.subscriptions.read_all())
     if not layouts:
         raise CommandRefusedError(f"Bridge {bridge} has never been led: start a listener first.")
     names = list(layouts)

@@ -17,9 +17,8 @@ from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.grants import roles_of
 from mongo_celery.bridge.operations.spill_check import judge_storing
 from mongo_celery.bridge.operations.status import place_in
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in
 from mongo_celery.bridge.stream.cursor import Position, open_cursor
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
@@ -291,7 +290,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     try:
         documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
         names = sorted(registered & documents.keys())
-        layouts = layouts_in_force(lease, [documents[name] for name in names])
+        layouts = layouts_in_force([documents[name] for name in names])
         images = wiring.store.partitions.of({name: layout.generation for name, layout in layouts.items()})
     except OperationFailure:
         return []  # no right to read the state; a finding of its own says so

@@ -17,9 +17,8 @@ from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import operation_time, read_oplog
@@ -80,7 +79,7 @@ def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
 
 
 def _stored(store: Store, subscription: str) -> tuple[int, ...]:
-    layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+    layouts = layouts_in_force(store.subscriptions.read_all())
     images = store.partitions.of({subscription: layouts[subscription].generation}) if subscription in layouts else []
     return tuple(sorted(image.index for image in images if image.spilled))
 

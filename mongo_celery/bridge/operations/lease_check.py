@@ -30,7 +30,7 @@ def check_lease(wiring: Wiring) -> Iterator[Finding]:
 
 def judge_layout(lease: Mapping[str, Any], partitions: int) -> Iterator[Finding]:
     """A finding where the listener that leads spreads changes otherwise than this process, with so many partitions."""
-    led = lease.get("partitions")
+    led = (lease.get("report") or {}).get("partitions")
     if lease.get("live") and led not in (None, partitions):
         yield warning(
             "layout",

@@ -26,9 +26,8 @@ from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
 from mongo_celery.bridge.partitioning import document_hash
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, ParkedKey, Selection
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.replays import REQUESTS_MAX, ReplayRequest
-from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force
 from mongo_celery.errors import CommandRefusedError, ConfigurationError
 from mongo_celery.mongo.opening import translated
 
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
 
-_UNKNOWN = (
-    "was set aside by an earlier version, which did not keep where its change stood: replay it with --over-newer if no "
-    "newer change of its document has been handled, or if its effect is wanted all the same"
-)
 _NOT_KEPT = "holds only the name of its change, which was too large to be kept: repair by hand, then discard it"
 _DAMAGED = "is damaged, so it can only be discarded: somebody else has written to the collection dead_letters"
 _WORN = f"has been started {REPLAYS_MAX} times: it can only be discarded"
@@ -219,7 +214,7 @@ class _Asking:
         for each in asked:
             self._room[each.subscription] = self._room.get(each.subscription, REQUESTS_MAX) - 1
         self._waiting = {each.letter for each in asked if not each.failed}
-        self._layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+        self._layouts = layouts_in_force(store.subscriptions.read_all())
         self._handlers = {handler.name: handler for handler in wiring.handlers}
         self._parked: dict[str, frozenset[int]] = {}
 
@@ -228,7 +223,7 @@ class _Asking:
         name, over_newer = letter.subscription, self._over_newer
         found: _Request | str | None = None
         if letter.document_id not in self._waiting:
-            found = _request(self._wiring, letter, self._handlers.get(name), self._layouts.get(name), over_newer)
+            found = _request(self._wiring, letter, self._handlers.get(name), self._layouts.get(name))
         if isinstance(found, _Request) and self._is_overtaking(letter, found):
             found = _OVERTAKES
         room = self._room.get(name, REQUESTS_MAX)
@@ -261,7 +256,7 @@ def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list
     with _reached(wiring):
         store = wiring.store
         keys = store.dead_letters.parked(letters)
-        layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+        layouts = layouts_in_force(store.subscriptions.read_all())
         results: dict[str, LetterResult] = {}
         gone: dict[tuple[str, int], int] = {}
         for letter in sorted(letters, key=lambda each: each.order, reverse=True):
@@ -341,7 +336,7 @@ def _state(asked: ReplayRequest | None) -> str | None:
 class _Request:
     generation: int
     partition: int
-    hash: int | None
+    hash: int
 
 
 def _ask(
@@ -365,17 +360,14 @@ def _ask(
     return _result(letter, "unchanged", "is gone already" if outcome == "gone" else _ASKED)
 
 
-def _request(
-    wiring: Wiring, letter: Letter, handler: Handler | None, layout: Layout | None, over_newer: bool
-) -> _Request | str:
+def _request(wiring: Wiring, letter: Letter, handler: Handler | None, layout: Layout | None) -> _Request | str:
     """Where a letter is to be replayed, or why it cannot be."""
     place = letter.place
     reasons = [
         (handler is None or layout is None, UNSERVED.replace("; then retry", "; then repeat the command")),
         (letter.kept == "name", _NOT_KEPT),
-        (letter.token is None or letter.bytes is None, _DAMAGED),
+        (letter.token is None or letter.bytes is None or place is None, _DAMAGED),
         (letter.replays >= REPLAYS_MAX, _WORN),
-        (place is None and not over_newer, _UNKNOWN),
     ]
     reason = next((reason for is_so, reason in reasons if is_so), None)
     if reason is not None or handler is None or layout is None:
@@ -417,7 +409,7 @@ def _result(
 
 def _names(wiring: Wiring) -> list[str]:
     """Subscriptions that may have dead letters: those that are stored, and those that have some."""
-    stored = layouts_in_force(wiring.store.leases.read(), wiring.store.subscriptions.read_all())
+    stored = layouts_in_force(wiring.store.subscriptions.read_all())
     return sorted({*stored, *wiring.store.dead_letters.subscriptions()})
 
 

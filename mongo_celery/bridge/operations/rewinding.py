@@ -24,11 +24,10 @@ from pymongo.errors import PyMongoError
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked, make_intervention
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import time_of_token
@@ -139,7 +138,7 @@ def plan_rewind(
     with reached(wiring) as store:
         documents = {name_in(document): document for document in store.subscriptions.read_all()}
         lease = store.leases.read() or {}
-        layout = _layout(wiring, lease, documents, subscription)
+        layout = _layout(wiring, documents, subscription)
         _refuse_lost(subscription, documents[subscription])
         chosen = None if key is None else partition_of_key(wiring, subscription, layout, key_of(key), source)
         to = place_of(wiring, asked, Reach.of(wiring.client), "--to")
@@ -291,16 +290,10 @@ def place_in(document: Mapping[str, Any]) -> Timestamp | None:
 # -- inside ----------------------------------------------------------------------------------------
 
 
-def _layout(
-    wiring: Wiring, lease: Mapping[str, Any], documents: Mapping[str, Mapping[str, Any]], subscription: str
-) -> Layout:
-    layouts = layouts_in_force(lease, documents.values())
+def _layout(wiring: Wiring, documents: Mapping[str, Mapping[str, Any]], subscription: str) -> Layout:
+    layouts = layouts_in_force(documents.values())
     if subscription not in layouts:
         raise refuse_unknown(wiring, subscription, sorted(layouts))
-    if documents[subscription].get("layout") is None:
-        raise CommandRefusedError(
-            f"Subscription {subscription} was last led by an earlier version: start a listener of this one once.",
-        )
     return layouts[subscription]
 
 

@@ -22,8 +22,8 @@ from mongo_celery.bridge.listener.chunks import CollectionFacts, estimate, facts
 from mongo_celery.bridge.listener.owed import collections_of
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
+from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.stream.condition import find_objection
 from mongo_celery.bridge.stream.source import source_of
 from mongo_celery.errors import CommandRefusedError
@@ -139,7 +139,7 @@ def listed(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
 def _around(wiring: Wiring) -> Surroundings:
     store = wiring.store
     lease, subscriptions = store.leases.read(), store.subscriptions.read_all()
-    layouts = layouts_in_force(lease, subscriptions)
+    layouts = layouts_in_force(subscriptions)
     images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
     return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.findings import NEAR, SERIOUS, Finding, error, ok, warning
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.quantities import duration, number, size
@@ -23,7 +23,7 @@ _ROLLED_SECONDS_MIN = 3600
 def check_marks(wiring: Wiring) -> Iterator[Finding]:
     """Look for partitions that say that changes of theirs are stored, which are not; for some seconds at most."""
     store = wiring.store
-    layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+    layouts = layouts_in_force(store.subscriptions.read_all())
     generations = {name: layout.generation for name, layout in layouts.items()}
     until = time.monotonic() + _LOOKING_SECONDS
     for image in store.partitions.of(generations):

@@ -29,11 +29,10 @@ from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import process_of
-from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import translated
@@ -198,7 +197,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
     store = wiring.store
     lease = store.leases.read()
     subscriptions = store.subscriptions.read_all()
-    layouts = layouts_in_force(lease, subscriptions)
+    layouts = layouts_in_force(subscriptions)
     images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
     oplog = oplog_or_none(client)
     return Facts(

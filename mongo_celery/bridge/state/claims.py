@@ -79,8 +79,7 @@ PARKED_MAX = 1000
 
 _LAPSED_MAX = 16
 _REPLACED: dict[str, Any] = {"$gt": ["$claim", None]}
-# The mark is the owner itself: an older version keeps unknown keys of the claim that it replaces.
-_CHARGED: dict[str, Any] = {"$and": [_REPLACED, {"$ne": ["$claim.leaving", "$claim.owner"]}]}
+_CHARGED: dict[str, Any] = {"$and": [_REPLACED, {"$ne": ["$claim.leaving", True]}]}
 
 
 def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
@@ -218,7 +217,7 @@ class Claims:
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
             "at": "$$NOW",
-            "leaving": None,
+            "leaving": False,
             "session": session,
         }
         own_token = token if is_existing(token) else None
@@ -285,7 +284,7 @@ class Claims:
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
             "at": "$$NOW",
-            "leaving": literal(owner),
+            "leaving": True,
             "session": session,
             "replay": literal(letter),
         }
@@ -371,7 +370,7 @@ class Claims:
         """
         change: dict[str, Any] = {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}
         if leaving:
-            change["claim.leaving"] = "$claim.owner"
+            change["claim.leaving"] = True
         matched = self._table.update_each_unretried([own(claim) for claim in claims], [{"$set": change}])
         if matched == len(claims):
             return []

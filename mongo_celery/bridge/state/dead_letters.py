@@ -78,14 +78,14 @@ class Place:
         generation: of the partition layout.
         seq: number of the change in its partition.
         fence: the last one under which it was tried.
-        hash: of its partition key, from 0 to 2^64 - 1; None where a listener of an earlier version has sent it.
+        hash: of its partition key, from 0 to 2^64 - 1.
     """
 
     generation: int
     partition: int
     seq: int
     fence: int
-    hash: int | None
+    hash: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Letter:
         document_id: its `_id`.
         id: comparable part of its token; its beginning is what commands take.
         token: of its change; None where the stored one is damaged.
-        place: None in what an earlier version has set aside, and where the stored one is damaged.
+        place: None where the stored one is damaged.
         bytes: of what is kept of the change; None where there is nothing.
         kept: `event`, `bytes` or `name`.
         replays: how often it was started again.
@@ -363,12 +363,11 @@ def _number(value: object) -> int:
 
 
 def _place(document: Mapping[str, Any]) -> Place | None:
-    names = ("generation", "partition", "seq", "fence")
+    names = ("generation", "partition", "seq", "fence", "hash")
     numbers = {name: int(document[name]) for name in names if isinstance(document.get(name), int)}
     if len(numbers) < len(names):
         return None
-    hash_ = document.get("hash")
-    return Place(**numbers, hash=hash_ % _HASHES if isinstance(hash_, int) else None)
+    return Place(**{**numbers, "hash": unsigned(numbers["hash"])})
 
 
 def _event_in(change: object, document: Mapping[str, Any]) -> bytes | None:
@@ -405,7 +404,7 @@ def dead_letter(
         name: of `letter_name`; the place of the token by default.
         passed_over: as the claim has it: changes for which it stands.
     """
-    hash_ = None if place.hash is None else Int64(signed(place.hash))
+    hash_ = Int64(signed(place.hash))
     waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
     return {
         "_id": f"{bridge}/{subscription}/{name or place_of(token_data(token))}",

@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -44,15 +44,16 @@ from pymongo.errors import DuplicateKeyError
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.positions import noted
 from mongo_celery.bridge.state.signing import installation_kept
-from mongo_celery.bridge.state.subscriptions import Layout, layout_in, name_in
+from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
 
+SCHEMA = 1
+"""The version of everything that is stored of a bridge; the lease keeps it as `schemaVersion`."""
+
 _TRUST = 0.9
 """Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
-
-_HANDED_OVER = "in the documents of the subscriptions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Leases:
         and so at least one increment of that time: also within the second of a drop none is given twice.
         """
         document: dict[str, Any] = {
+            "schemaVersion": SCHEMA,
             "listenerId": None,
             "version": self._operation_number(),
             "expiresAt": None,
@@ -97,9 +99,6 @@ class Leases:
             "resumeToken": None,
             "clusterTime": None,
             "startAtOperationTime": None,
-            "generation": 0,
-            "partitions": None,
-            "keys": _HANDED_OVER,
             "renewedAt": None,
             "state": "idle",
         }
@@ -131,7 +130,12 @@ class Leases:
         """
         listener_id = str(ObjectId())
         free = {"$lte": ["$expiresAt", "$$NOW"]}
-        compared = {"_id": self._bridge, "identity": {"$in": [None, dict(identity), known]}, "$expr": free}
+        compared = {
+            "_id": self._bridge,
+            "schemaVersion": SCHEMA,
+            "identity": {"$in": [None, dict(identity), known]},
+            "$expr": free,
+        }
         stages = [*_acquisition(listener_id, self._ttl), {"$set": {"identity": literal(dict(identity))}}]
         if intervention is not None:
             stages.append({"$set": {"interventions": noted(intervention)}})
@@ -195,19 +199,6 @@ class Leases:
             document = self._table.find_one(guard, {"startAtOperationTime": 1})
         return None if document is None else document["startAtOperationTime"]
 
-    def hand_over_layouts(self, term: Term, partitions: int) -> bool:
-        """
-        Record that layouts are kept with the subscriptions; False when the term has ended.
-
-        A listener of a version that kept one here would create partitions beside those in force, and do again what is
-        done. It ends where it finds no keys, before it has written anything.
-
-        Args:
-            partitions: what this term's options ask for, for people.
-        """
-        change = {"partitions": partitions, "keys": _HANDED_OVER}
-        return self._table.update(self._mine(term), {"$set": change})
-
     def record_position(
         self,
         term: Term,
@@ -231,8 +222,8 @@ class Leases:
         """
         Keep a lasting note of history that was given up on purpose; the last 20 are kept.
 
-        With a time, it becomes the bridge's position at once, with the token or without: the lost one must not
-        stay. A listener of an earlier version lets a handler that is added begin there.
+        With a time, it becomes the bridge's position immediately, with the token or without: the lost one must not
+        stay.
         """
         change: dict[str, Any] = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
         if time_ is not None:
@@ -244,7 +235,7 @@ class Leases:
         """
         The lease document, or None before the first start.
 
-        Two verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
+        Verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
         since the listener's last report; and what workers have dropped, see `Drops`.
         """
         verdicts = {
@@ -252,10 +243,34 @@ class Leases:
             "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
         }
         found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
+        if found:
+            check_schema(found[0])
         return {**(self._drops.find_one({"_id": self._bridge}) or {}), **found[0]} if found else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
+
+
+def check_schema(lease: Mapping[str, Any]) -> None:
+    """
+    Refuse a bridge whose stored state has another schema. The step from an older schema to this one belongs here.
+
+    Raises:
+        DeploymentError: the schema is newer or older than `SCHEMA`.
+    """
+    found, bridge = lease.get("schemaVersion"), lease["_id"]
+    if found == SCHEMA:
+        return
+    if isinstance(found, int) and found > SCHEMA:
+        raise DeploymentError(
+            f"bridge {bridge}: a newer version of this package has stored its state, with schema {found}. This version "
+            f"reads schema {SCHEMA}, so it changes nothing. Deploy the newer version here, or give this process a "
+            "state database of its own: Bridge(..., database='...').",
+        )
+    raise DeploymentError(
+        f"bridge {bridge}: its state was stored before the first release, without schema {SCHEMA}, and cannot be read. "
+        "Nothing is changed. Drop the state database, or use another one: Bridge(..., database='...').",
+    )
 
 
 def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
@@ -278,23 +293,3 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
             },
         },
     ]
-
-
-def layouts_of(document: Mapping[str, Any]) -> dict[str, Layout]:
-    """By subscription, the layout that an earlier version kept in the lease; empty once it was handed over."""
-    keys = document.get("keys")
-    if document.get("partitions") is None or not isinstance(keys, Mapping):
-        return {}
-    return {name: Layout(document["generation"], document["partitions"], key) for name, key in keys.items()}
-
-
-def layouts_in_force(lease: Mapping[str, Any] | None, documents: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
-    """The layouts of stored subscriptions by name, also where a listener of an earlier version was the last to lead."""
-    inherited = layouts_of(lease or {})
-    found = {name_in(document): layout_in(document) or inherited.get(name_in(document)) for document in documents}
-    return {name: layout for name, layout in found.items() if layout is not None}
-
-
-def is_handed_over(document: Mapping[str, Any], partitions: int) -> bool:
-    """Whether the lease says that layouts are kept with the subscriptions, and names these options."""
-    return document.get("keys") == _HANDED_OVER and document.get("partitions") == partitions

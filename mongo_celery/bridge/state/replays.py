@@ -59,7 +59,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, name_session, own
-from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, DeadLetters, Letter, signed
+from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, DeadLetters, Letter, signed, unsigned
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number, remaining
 from mongo_celery.mongo.opening import open_session
@@ -73,7 +73,6 @@ T = TypeVar("T")
 REQUESTS_MAX = 1000
 """How many dead letters of one subscription may wait at a time: the listener reads all of them every second."""
 
-_HASHES = 1 << 64
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
@@ -87,11 +86,10 @@ _FIELDS: dict[str, Any] = {
 
 
 _KINDS: Mapping[str, Any] = {
-    "_id": str,
-    "subscription": str,
-    "key": str,
-    **dict.fromkeys(("generation", "partition", "starts", "crashes", "retries", "waits", "doubts"), int),
-    **dict.fromkeys(("overNewer", "failed"), bool),
+    **dict.fromkeys(("_id", "subscription", "key", "data"), str),
+    **dict.fromkeys(("generation", "partition", "hash", "starts", "crashes", "retries", "waits", "doubts"), int),
+    **dict.fromkeys(("overNewer", "failed", "parked"), bool),
+    "asking": ObjectId,
     "fence": int | None,
     "error": str | None,
 }
@@ -105,7 +103,7 @@ class ReplayRequest:
     Attributes:
         letter: its `_id`.
         generation: of the layout in which it is to run, `partition` its partition there.
-        hash: of its partition key; None where it is not known.
+        hash: of its partition key, from 0 to 2^64 - 1.
         key: names its change in logs.
         over_newer: whether it may write over what newer changes have written.
         starts: how often the letter was started, all its replays together.
@@ -116,15 +114,15 @@ class ReplayRequest:
         due_in: seconds until it may run again; 0 or less when it may.
         failed: whether it has failed for good, and the listener has yet to take notice.
         parked: whether its letter waits for a parked key: those behind it follow.
-        asking: changes whenever it is asked for; None in what an earlier version has written.
-        data: comparable part of its change's token; in what an earlier version has written, what names the letter.
+        asking: changes whenever it is asked for.
+        data: comparable part of its change's token.
     """
 
     letter: str
     subscription: str
     generation: int
     partition: int
-    hash: int | None
+    hash: int
     key: str
     over_newer: bool
     starts: int
@@ -137,9 +135,9 @@ class ReplayRequest:
     due_in: float
     failed: bool
     at: datetime | None
-    parked: bool = False
-    asking: object = None
-    data: str = ""
+    parked: bool
+    asking: ObjectId
+    data: str
 
     @property
     def order(self) -> tuple[str, str]:
@@ -177,7 +175,7 @@ class Replays:
     # -- what a person decides ---------------------------------------------------------------------
 
     def request(
-        self, letter: Letter, *, generation: int, partition: int, hash_: int | None, over_newer: bool
+        self, letter: Letter, *, generation: int, partition: int, hash_: int, over_newer: bool
     ) -> Literal["done", "requested", "gone"]:
         """
         Ask for the replay of a letter.
@@ -471,6 +469,7 @@ class Replays:
             noted = {"asking": ObjectId(), "overNewer": there.over_newer or over_newer}
             self._table.collection.update_one(key, {"$set": noted}, session=session)
             return
+        assert letter.parked is not None, "it waits for its key"
         document = _request_of(letter, generation, partition, letter.parked, over_newer=over_newer)
         self._table.collection.replace_one(key, document, upsert=True, session=session)
         self._table.collection.update_one(key, {"$currentDate": {"at": True}}, session=session)
@@ -479,7 +478,6 @@ class Replays:
 
     def place(self, replay: ReplayRequest, layout: Layout) -> None:
         """Send a request for a parked key to where that belongs in a later layout, whose key is as it was."""
-        assert replay.hash is not None, "a parked key has a hash"
         where = {"generation": Int64(layout.generation), "partition": replay.hash % layout.partitions}
         with self._table.limit():
             guard = {"_id": replay.letter, "generation": replay.generation}
@@ -519,15 +517,13 @@ class Replays:
             yield session
 
 
-def _request_of(
-    letter: Letter, generation: int, partition: int, hash_: int | None, *, over_newer: bool
-) -> dict[str, Any]:
+def _request_of(letter: Letter, generation: int, partition: int, hash_: int, *, over_newer: bool) -> dict[str, Any]:
     """The document that asks for the replay of a letter, without its `_id`."""
     return {
         "subscription": letter.subscription,
         "generation": Int64(generation),
         "partition": partition,
-        "hash": None if hash_ is None else Int64(signed(hash_)),
+        "hash": Int64(signed(hash_)),
         "key": letter.key,
         "overNewer": over_newer,
         "starts": Int64(letter.replays),
@@ -562,13 +558,12 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     """None also for what is damaged: nothing is replayed by it, and asking once more replaces it."""
     if document is None or any(not isinstance(document.get(name), kind) for name, kind in _KINDS.items()):
         return None
-    hash_, data = document.get("hash"), document.get("data")
     return ReplayRequest(
         letter=document["_id"],
         subscription=document["subscription"],
         generation=document["generation"],
         partition=document["partition"],
-        hash=hash_ % _HASHES if isinstance(hash_, int) else None,
+        hash=unsigned(document["hash"]),
         key=document["key"],
         over_newer=document["overNewer"],
         starts=document["starts"],
@@ -581,7 +576,7 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         due_in=(document.get("due") or 0) / 1000,
         failed=document["failed"],
         at=document.get("at"),
-        parked=document.get("parked") is True and isinstance(hash_, int),
-        asking=document.get("asking"),
-        data=data if isinstance(data, str) else document["_id"].split("/", 2)[-1],
+        parked=document["parked"],
+        asking=document["asking"],
+        data=document["data"],
     )

@@ -113,15 +113,6 @@ class Subscriptions:
         wanted = {self._id(name): name for name in names}
         return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
 
-    def give_layouts(self, layouts: Mapping[str, Layout]) -> None:
-        """Store the layouts of subscriptions that have none yet and are there; those of others stay."""
-        self._table.write_all(
-            [
-                UpdateOne({"_id": self._id(name), "layout": None}, {"$set": {"layout": layout.document()}})
-                for name, layout in layouts.items()
-            ]
-        )
-
     def put_in_force(self, layouts: Mapping[str, Layout], version: int, places: Mapping[str, str]) -> list[str]:
         """
         Put layouts in force, each in one write.
@@ -302,10 +293,15 @@ def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bo
     return bool(time_ < max(start, (lost_in(document) or {}).get("oldest") or start))
 
 
-def layout_in(document: Mapping[str, Any]) -> Layout | None:
-    """How the changes of a stored subscription are spread; None where no listener of this version has led with it."""
-    found = document.get("layout")
-    return Layout(int(found["generation"]), found["partitions"], found["key"]) if found else None
+def layout_in(document: Mapping[str, Any]) -> Layout:
+    """Return how the changes of a stored subscription are spread."""
+    found = document["layout"]
+    return Layout(int(found["generation"]), found["partitions"], found["key"])
+
+
+def layouts_in_force(documents: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
+    """Return the layouts of stored subscriptions by name."""
+    return {name_in(document): layout_in(document) for document in documents}
 
 
 def name_in(document: Mapping[str, Any]) -> str:

@@ -236,14 +236,14 @@ class ReplayExecution(Execution):
         elif letter.order[0] not in ("", replay.data):  # set aside once more, with another token
             outcomes.put_in_place(letter.order[0])
         place = self._place = letter.place
-        if raw is None or letter.token is None or (place is None and not replay.over_newer):
+        if raw is None or letter.token is None or place is None:
             outcomes.fail(CommandRefusedError("This dead letter is damaged: it can only be discarded."), b"")
         if _overtakes(letter, replay, claim):
             outcomes.fail(CommandRefusedError(OVERTAKES), raw)
         number = replay.starts
         if number > REPLAYS_MAX:
             outcomes.fail(CommandRefusedError(f"This dead letter has been started {REPLAYS_MAX} times."), raw)
-        self._token = claim.fence if replay.over_newer or place is None else place.fence + number
+        self._token = claim.fence if replay.over_newer else place.fence + number
         self._run = replace(self._run, changes=(raw,), token=letter.token)
 
     def _give_way(self, letter: Letter, hash_: int, outcomes: ReplayOutcomes) -> None:
