@@ -1,5 +1,5 @@
 """
-Whether this worker was told to end: known in the parent by a signal of Celery, in its children by shared memory.
+The end of a worker: its parent is told by a signal of Celery, its children by shared memory, or by another parent.
 
 Prefork children hear nothing of a warm shutdown: the parent waits for them, until a supervisor's patience ends and all
 of them are killed. The byte is made before the fork, so a parent's word reaches every child. Where a pool starts its
@@ -13,6 +13,7 @@ announce nothing in time either. They send a signal to the children, which billi
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Any
 
 from celery import current_task, signals
@@ -21,6 +22,7 @@ from mongo_celery.bridge.worker.limits import hard_limit
 
 _SERVING, _TOLD = b"\0", b"\1"
 _byte = mmap.mmap(-1, 1)
+_worker: int | None = None
 _SIGNALLED = range(-255, -191)
 """Statuses by which billiard ends a child: the number of a signal, less 256."""
 
@@ -49,10 +51,23 @@ def is_sent_away(error: BaseException, seconds: float) -> bool:
 @signals.worker_init.connect(weak=False)
 def begin_service(**_: Any) -> None:
     """A worker begins, which may be the second one of its process: what the first was told is not for it."""
+    global _worker  # noqa: PLW0603 - children inherit it by their fork
     _byte[:1] = _SERVING
+    _worker = os.getpid()
 
 
 @signals.worker_shutting_down.connect(weak=False)
 def announce_departure(**_: Any) -> None:
     """A warm or a cold shutdown begins, in the worker's main process."""
     _byte[:1] = _TOLD
+
+
+@signals.worker_process_init.connect(weak=False)
+def end_orphan(**_: Any) -> None:
+    """
+    End a pool's child whose worker was killed before the child had asked the kernel for a signal at that.
+
+    Celery asks for it just before this, and does not look. Such a child would wait for tasks forever.
+    """
+    if _worker is not None and _worker not in (os.getpid(), os.getppid()):
+        os._exit(1)
