@@ -41,7 +41,6 @@ _STATUS_KEYS = {
     "version",
     "lag_seconds",
     "oplog_window_seconds",
-    "watermark",
     "outstanding",
     "buffered",
     "dead_letters",

@@ -49,7 +49,7 @@ class Rolled:
         first = self.start("listener")
         self.write("before")
         self.wait_for("before")
-        wait_for(self._position, message="a stored position")
+        wait_for(self.position, message="a stored position")
         first.terminate()
         first.wait()
         self.write("lost")
@@ -90,8 +90,9 @@ class Rolled:
         """The lease document."""
         return self.state["leases"].find_one({"_id": "project"}) or {}
 
-    def _position(self) -> Timestamp | None:
-        return self.lease.get("clusterTime")
+    def position(self) -> Timestamp | None:
+        times = [each["clusterTime"] for each in self.state["subscriptions"].find()]
+        return None if None in times else min(times, default=None)
 
     def _roll(self) -> None:
         written = self.watched.admin.command("ping")["operationTime"]
@@ -151,7 +152,7 @@ def test_lost_history_stops_the_listener_until_somebody_decides(rolled: Rolled) 
     assert rolled.handled == {"before", "after"}
     assert [gap["policy"] for gap in rolled.lease["gaps"]] == ["now"]
 
-    wait_for(lambda: (rolled.lease["clusterTime"] or Timestamp(0, 0)) > rolled.lease["gaps"][0]["until"])
+    wait_for(lambda: (rolled.position or Timestamp(0, 0)) > rolled.lease["gaps"][0]["until"])
     going_on.terminate()
     assert going_on.wait() == 0
     again = rolled.start("listener")

@@ -12,7 +12,6 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.bridge.listener.starts import Start, find_starts
-from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.oplog import operation_time, read_oplog
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
@@ -40,7 +39,6 @@ def running(client: MongoClient[Document], database: str) -> None:
     rig = begin_term(client, database, 2, start_from=Timestamp(1500, 1))
     found(rig)
     assert advance(rig.store.subscriptions, "record", rig.version, SLOWEST.token, SLOWEST.cluster_time, "stream")
-    assert rig.store.leases.record_position(rig.renewal.term, SLOWEST.token, SLOWEST.cluster_time)
 
 
 OWN: dict[str, tuple[object, tuple[Timestamp, str] | str]] = {
@@ -120,30 +118,6 @@ def test_a_token_of_another_cluster_pins_nothing(mongo_client: MongoClient[Docum
     with pytest.raises(ConfigurationError, match=r"lies ahead of the cluster's time.*another cluster"):
         found(rig)
     assert rig.database["subscriptions"].count_documents({"startAtOperationTime": {"$ne": None}}) == 0
-
-
-def test_the_bridges_position_does_not_go_back_for_a_handler_that_begins_before_it(
-    mongo_client: MongoClient[Document], state_database: str
-) -> None:
-    """P4: what is added has a watermark of its own; the lease keeps how far the bridge has been."""
-    running(mongo_client, state_database)
-    rig = begin_term(mongo_client, state_database, 2, ("record", "late"), starts={"late": TOKEN.token})
-    takeover = rig.take_over()
-    find_starts(rig.store, mongo_client, rig.renewal, rig.options, rig.handlers, takeover)
-    behind = mark_at(Timestamp(1100, 1))
-    led = rig.led(takeover, {"record": SLOWEST, "late": behind})
-    for each in led:
-        each.stored = each.plan.watermark
-    Watermarks(rig.store, rig.renewal, "stream", dict).store(led, 0.0)
-    lease = rig.database["leases"].find_one()
-    assert lease is not None
-    assert lease["resumeToken"] == SLOWEST.token
-
-    led[1].stored = led[1].window.watermark = led[0].stored = led[0].window.watermark = mark_at(Timestamp(2100, 1))
-    Watermarks(rig.store, rig.renewal, "stream", dict).store(led, 0.0)
-    lease = rig.database["leases"].find_one()
-    assert lease is not None
-    assert lease["resumeToken"] == mark_at(Timestamp(2100, 1)).token
 
 
 def test_a_position_without_a_handler_beside_a_new_handler_is_logged(

@@ -213,7 +213,7 @@ def test_a_report_may_hold_strings_that_look_like_expressions(leases: Leases, do
 
 
 def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: Collection[Document]) -> None:
-    """Rule 2, P3: renewal, release, pin, position, version and gap of a term that has ended."""
+    """Rule 2, P3: renewal, release, pin, report, version and gap of a term that has ended."""
     old = acquired(leases)
     assert leases.release(old)
     acquired(leases)
@@ -223,7 +223,7 @@ def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: 
     assert leases.raise_version(old, 1 << 60) is None
     assert leases.pin_start(old, Timestamp(1, 1)) is None
     assert leases.pin_start(old, Timestamp(1, 1), replace=True) is None
-    assert not leases.record_position(old, {"_data": "82"}, Timestamp(1, 1))
+    assert not leases.record_report(old, {"outstanding": 1})
     assert not leases.record_gap(old, {"until": Timestamp(1, 1)})
     assert stored(documents) == before
 

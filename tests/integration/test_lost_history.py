@@ -136,23 +136,11 @@ def test_only_what_lies_before_the_oldest_entry_is_moved(make: Make, tip: Mark) 
     assert bridge.watermarks.floors == {"record": moved["startAtOperationTime"]}
 
 
-def test_the_lost_position_does_not_stay_in_the_lease(make: Make, tip: Mark) -> None:
-    """P1: a handler that is added later is pinned there, and would lose history once more."""
-    bridge = make(record=ROLLED, audit=tip)
-    assert bridge.lease["resumeToken"] == ROLLED.token
-    bridge.go_on("now")
-    lease = bridge.lease
-    assert (lease["resumeToken"], lease["clusterTime"]) == (tip.token, tip.cluster_time)
-    assert lease["gaps"][0]["subscriptions"] == ["record"]
-
-
 def test_a_handler_that_is_added_after_lost_history_begins_where_the_bridge_went_on(make: Make, tip: Mark) -> None:
     """P1: also before the first watermark behind it was stored."""
     bridge = make(record=ROLLED, audit=tip)
     oldest = bridge.oldest
     assert bridge.go_on("oldest") == Position(None, oldest)
-    lease = bridge.lease
-    assert (lease["resumeToken"], lease["clusterTime"], lease["startAtOperationTime"]) == (None, oldest, oldest)
     rig = begin_term(bridge.client, bridge.rig.options.database, 2, ("record", "audit", "late"))
     starts = find_starts(rig.store, bridge.client, rig.renewal, rig.options, rig.handlers, rig.take_over())
     assert starts["late"].place == (oldest, "")
@@ -183,7 +171,6 @@ def test_a_place_before_the_new_start_is_not_stored_over_it(make: Make, tip: Mar
     bridge.led["record"].window.pass_over(behind)
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["resumeToken"] == behind.token
-    assert bridge.lease["resumeToken"] == mark_at(start).token
 
 
 def test_what_was_done_since_the_last_flush_counts(make: Make, tip: Mark) -> None:
@@ -268,7 +255,6 @@ def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> N
     bridge.led["record"].take_in(tip)
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
-    assert bridge.lease["clusterTime"] == tip.cluster_time, "who is added later begins where the others stand"
 
 
 def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times(make: Make) -> None:

@@ -258,7 +258,7 @@ class LostHistory:
             _move(subscriptions[name], after[name].time, watermarks)
         reached = self._reached(subscriptions, after)
         for policy, place in list(gap.moved):
-            self._note(gap, place, policy, reached)
+            self._note(gap, place, policy)
             del gap.moved[policy, place]
         return open_position(reached, self._fingerprint) if reached else None
 
@@ -328,7 +328,7 @@ class LostHistory:
             extra={"event": "subscription_lost", "subscription": name},
         )
 
-    def _note(self, gap: _Gap, start: Timestamp, policy: str, reached: Mapping[str, Start]) -> None:
+    def _note(self, gap: _Gap, start: Timestamp, policy: str) -> None:
         error, names = gap.error, sorted(gap.moved[policy, start])
         unseen = "" if gap.oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
         said = _said(error)
@@ -342,11 +342,8 @@ class LostHistory:
             f": {said}" if said else "",
             extra={"event": "history_lost", "subscriptions": names},
         )
-        smallest = min(reached.values(), key=lambda each: each.place)
-        # Of a stream that is under way only a stored token is known as a whole.
-        token = smallest.watermark.token if smallest.watermark is not None and smallest.fingerprint else None
         noted = {"until": start, "policy": policy, "subscriptions": names, "error": str(error)}
-        if not self._store.leases.record_gap(self._renewal.term, noted, token, smallest.place[0]):
+        if not self._store.leases.record_gap(self._renewal.term, noted):
             raise LeaseLostError
 
     # -- where they stand --------------------------------------------------------------------------

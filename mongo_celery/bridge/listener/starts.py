@@ -161,9 +161,10 @@ class _Pinning:
         """Pin the bridge's start, where there is none, and that of these handlers."""
         lease = self._renewal.term.document
         pinned = lease["startAtOperationTime"] or self._pin_bridge()
-        has_position = lease["resumeToken"] is not None
+        stored = self._store.subscriptions.read_all()
+        has_position = any(each.get("fingerprint") or each.get("gaps") for each in stored)  # of a stream that was read
         is_added = has_position or len(fresh) < len(takeover.documents)
-        self._warn_of_unserved(sorted(handler.name for handler in fresh), takeover)
+        self._warn_of_unserved(sorted(handler.name for handler in fresh), stored, takeover)
         # All are found before one is pinned: what is refused leaves nothing behind.
         places = {handler.name: self._place(handler, pinned, has_position=has_position) for handler in fresh}
         for handler in fresh:
@@ -186,10 +187,11 @@ class _Pinning:
                     extra={"event": "subscription_added"},
                 )
 
-    def _warn_of_unserved(self, fresh: Sequence[str], takeover: Takeover) -> None:
+    @staticmethod
+    def _warn_of_unserved(fresh: Sequence[str], stored: Sequence[Mapping[str, Any]], takeover: Takeover) -> None:
         """Log new handlers beside positions without a handler: a function may have another name since the last term."""
-        stored = {name_in(each) for each in self._store.subscriptions.read_all() if each["startAtOperationTime"]}
-        unserved = sorted(stored - takeover.documents.keys())
+        begun = {name_in(each) for each in stored if each["startAtOperationTime"]}
+        unserved = sorted(begun - takeover.documents.keys())
         if unserved:
             logger.warning(
                 "no handler serves the positions of %s, and %s is new. If you renamed a function, write name=%r in its "

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from bson import Timestamp
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.subscriptions import Advance
@@ -27,7 +26,7 @@ _IDLE_PAUSE_SECONDS = 5.0
 
 class Watermarks:
     """
-    Stores the watermarks of one term, and the smallest of them in the lease.
+    Stores the watermarks of one term, and its report in the lease.
 
     Args:
         store: where they go; each write is guarded by the epoch, or by the term.
@@ -53,8 +52,6 @@ class Watermarks:
         self._fingerprint = fingerprint
         self._report = report
         self._reported: Mapping[str, Any] = {}
-        position = renewal.term.document["resumeToken"]
-        self._recorded = token_data(position) if position else ""
         self._flushed_at = 0.0
 
     def holds_back(self, subscription: Subscription) -> bool:
@@ -75,7 +72,9 @@ class Watermarks:
         self._flushed_at = now
         try:
             self._advance(subscriptions)
-            self._record_smallest(subscriptions)
+            report = self._report()
+            self._store.leases.record_report(self._renewal.term, report)
+            self._reported = report
         except PyMongoError as error:
             logger.warning(
                 "storing watermarks failed, trying again: %s", brief(error), extra={"event": "watermark_failed"}
@@ -101,23 +100,6 @@ class Watermarks:
         ):
             return None
         return mark
-
-    def _record_smallest(self, subscriptions: Collection[Subscription]) -> None:
-        # One that has lost its history is left out: it stands, and the bridge goes on.
-        marks = [subscription.stored for subscription in subscriptions if not subscription.lost]
-        known = [mark for mark in marks if mark is not None]
-        smallest = min(known, key=lambda mark: mark.data) if known and len(known) == len(marks) else None
-        if smallest is not None and smallest.data < self._recorded and not self.floors:
-            smallest = None  # of a handler that was added: it begins before what the bridge has on record, which stays
-        report = self._report()
-        self._store.leases.record_position(
-            self._renewal.term,
-            smallest.token if smallest else None,
-            smallest.cluster_time if smallest else None,
-            report,
-        )
-        self._reported = report
-        self._recorded = smallest.data if smallest else self._recorded
 
     def _below_floor(self, name: str, mark: Mark) -> bool:
         floor = self.floors.get(name)

@@ -290,8 +290,6 @@ def shape(facts: Facts) -> dict[str, Any]:
         "version": int(lease.get("version", 0)),
         "lag_seconds": max((lag for lag in lags if lag is not None), default=None),
         "oplog_window_seconds": facts.oplog.window_seconds if facts.oplog is not None else None,
-        "watermark": _data(lease.get("resumeToken")),
-        "watermark_at": _iso(lease.get("clusterTime")),
         "started_from": _iso(lease.get("startAtOperationTime")),
         "outstanding": report.get("outstanding", under_way),
         "buffered": report.get("buffered", None if live else 0),

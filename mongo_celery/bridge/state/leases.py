@@ -96,8 +96,6 @@ class Leases:
             "version": self._operation_number(),
             "expiresAt": None,
             "ttl": millis(self._ttl),
-            "resumeToken": None,
-            "clusterTime": None,
             "startAtOperationTime": None,
             "renewedAt": None,
             "state": "idle",
@@ -199,36 +197,14 @@ class Leases:
             document = self._table.find_one(guard, {"startAtOperationTime": 1})
         return None if document is None else document["startAtOperationTime"]
 
-    def record_position(
-        self,
-        term: Term,
-        token: Mapping[str, Any] | None,
-        cluster_time: Timestamp | None,
-        report: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Store the smallest watermark, where there is one, and the report; False when the term has ended."""
-        change: dict[str, Any] = {"report": dict(report) if report is not None else None}
-        if token is not None:
-            change |= {"resumeToken": dict(token), "clusterTime": cluster_time}
-        return self._table.update(self._mine(term), {"$set": change, "$currentDate": {"reportedAt": True}})
+    def record_report(self, term: Term, report: Mapping[str, Any]) -> bool:
+        """Store what `status` shows of the listener; False when the term has ended."""
+        change = {"$set": {"report": dict(report)}, "$currentDate": {"reportedAt": True}}
+        return self._table.update(self._mine(term), change)
 
-    def record_gap(
-        self,
-        term: Term,
-        gap: Mapping[str, Any],
-        token: Mapping[str, Any] | None = None,
-        time_: Timestamp | None = None,
-    ) -> bool:
-        """
-        Keep a lasting note of history that was given up on purpose; the last 20 are kept.
-
-        With a time, it becomes the bridge's position immediately, with the token or without: the lost one must not
-        stay.
-        """
-        change: dict[str, Any] = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
-        if time_ is not None:
-            position = {"resumeToken": dict(token) if token else None, "clusterTime": time_}
-            change["$set"] = {**position, "startAtOperationTime": time_}
+    def record_gap(self, term: Term, gap: Mapping[str, Any]) -> bool:
+        """Keep a lasting note of history that was given up on purpose; the last 20 are kept."""
+        change = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
         return self._table.update(self._mine(term), change)
 
     def read(self) -> dict[str, Any] | None:

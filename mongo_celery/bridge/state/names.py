@@ -95,9 +95,13 @@ class Names:
                 session.abort_transaction()
                 return None
             mine = {"_id": f"{self._bridge}/{name}"}
-            self._database["subscriptions"].delete_one(mine, session=session)
+            subscriptions = self._database["subscriptions"]
+            subscriptions.delete_one(mine, session=session)
             for each in _SMALL:
                 self._database[each].delete_many({"_id": self._ids(name)}, session=session)
+            if subscriptions.find_one({"_id": ids_under(self._bridge)}, {"_id": 1}, session=session) is None:
+                again = {"$set": {"startAtOperationTime": None}}  # a bridge without positions starts for the first time
+                self._database["leases"].update_one({"_id": self._bridge}, again, session=session)
             return int(lease["version"])
 
         return self._positions.together(remove)
