@@ -66,8 +66,16 @@ def _is_text(app: Celery) -> bool:
 
 
 def demand_answer(connection: Connection, seconds: int) -> None:
-    """Have the broker answer, with one attempt more where the first fails; raises what its transport raises."""
-    connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=seconds)
+    """Have one of the broker's servers answer, each within a bound; raises what its transport raises."""
+    retries = retries_of(connection)
+    connection.ensure_connection(
+        max_retries=retries, interval_start=0, interval_step=0, timeout=seconds * max(retries - 1, 1)
+    )
+
+
+def retries_of(connection: Connection) -> int:
+    """Return how often a connection is tried again: each server of `broker_url` has its turn, and a single one two."""
+    return max(1, len(connection.alt))
 
 
 def reach_broker(app: Celery, seconds: int) -> None:

@@ -63,6 +63,7 @@ class Code(IntEnum):
     ReadConcernMajorityNotAvailableYet = 134
     CappedPositionLost = 136
     StaleEpoch = 150
+    CommandNotSupportedOnView = 166
     InvalidPipelineOperator = 168
     QueryPlanKilled = 175
     PrimarySteppedDown = 189
@@ -147,6 +148,7 @@ CODES: dict[Verdict, frozenset[Code]] = {
         Code.BadValue, Code.FailedToParse, Code.TypeMismatch, Code.Overflow, Code.ProtocolError, Code.InvalidOptions,
         Code.InvalidNamespace, Code.InvalidPipelineOperator, Code.NoShardingEnabled, Code.Location40324,
         Code.Location40415, Code.Location40647, Code.Location50811, Code.Location51058,
+        Code.CommandNotSupportedOnView,
     }),
 }  # fmt: skip
 """Each code has one verdict at most; one without a verdict has a meaning only where it is asked for by name."""

@@ -17,11 +17,11 @@ from typing import Any
 
 from celery import Celery, signals
 from celery.exceptions import BackendError, SoftTimeLimitExceeded
-from kombu import Exchange
+from kombu import Connection, Exchange
 from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
 
-from mongo_celery.broker.connection import bounded_connection, reach_broker
+from mongo_celery.broker.connection import bounded_connection, reach_broker, retries_of
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
@@ -217,7 +217,9 @@ class Publisher:
                 else:
                     _carry(signature, trace_headers())
                     with captured(self.app, None):  # a transaction's body may be delivering
-                        signature.apply_async(producer=producer, retry=not is_collected, retry_policy=_ONCE_AGAIN)
+                        signature.apply_async(
+                            producer=producer, retry=not is_collected, retry_policy=_again(connection)
+                        )
             except Exception as error:
                 limit = _time_limit(error)
                 if limit is not None:
@@ -265,7 +267,7 @@ class Publisher:
             headers=trace_headers(),
             delivery_mode="persistent",
             retry=retry,
-            retry_policy=_ONCE_AGAIN,
+            retry_policy=_again(producer.connection),
         )
 
     def _span_attributes(self, entry: Entry) -> dict[str, Any]:
@@ -332,7 +334,7 @@ class Publisher:
             connection = bounded_connection(self.app, _BROKER_SECONDS, confirm=True)
         except (ConfigurationError, KeyError, ImportError, ValueError) as error:
             raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {short(error)}") from None
-        connection.transport_options = {**(connection.transport_options or {}), **_ONCE_AGAIN}  # bounds connecting, too
+        connection.transport_options = {**(connection.transport_options or {}), **_again(connection)}  # of connecting
         return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=self.app.amqp.Producer)
 
     def close(self) -> None:
@@ -373,6 +375,11 @@ def _is_about_the_entry(error: BaseException) -> bool:
     code, text = getattr(error, "reply_code", None), str(error)
     absent = code == _NOT_FOUND and ("no exchange" in text or "no queue" in text)  # else its node is down
     return absent or code in _ABOUT_THE_ENTRY or "WRONGTYPE " in text
+
+
+def _again(connection: Connection) -> dict[str, Any]:
+    """Return how a connection and publishing with it are tried again: once, or at each server of `broker_url`."""
+    return {**_ONCE_AGAIN, "max_retries": retries_of(connection)}
 
 
 def _forget(producer: Any, connection: Any) -> None:

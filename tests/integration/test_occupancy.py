@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from celery import Celery
 from kombu import Connection
 
+from mongo_celery.broker.connection import reach_broker
 from mongo_celery.broker.occupancy import Occupancy, occupancy_of
+from mongo_celery.embedded.ports import free_port
+from mongo_celery.outbox.entries import task_entry
+from mongo_celery.outbox.publisher import Publisher
 
 TASK = "shop.handle"
 
@@ -34,6 +39,20 @@ def take(connection: Connection, queue: str, count: int = 1) -> None:
     channel: Any = connection.default_channel
     for _ in range(count):
         assert channel.basic_get(queue) is not None
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_broker_behind_servers_that_are_away_is_reached(redis_url: str, count: int) -> None:
+    """Celery tries each URL of `broker_url` in turn; so do the listener, the outbox and the commands."""
+    away = [f"redis://127.0.0.1:{free_port()}/0" for _ in range(count)]
+    app = an_app("x")
+    app.conf.broker_url = [*away, redis_url]
+    reach_broker(app, 3)
+    publisher = Publisher(app, "events")
+    try:
+        publisher.publish(task_entry(app, app.tasks[TASK].s("x"), datetime.now(UTC)))
+    finally:
+        publisher.close()
 
 
 def test_redis_shows_what_waits_and_what_workers_have(redis_url: str) -> None:

@@ -157,7 +157,7 @@ def standing() -> dict[str, Any]:
     gap = {"until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
     moving = [{"subscription": "summarise", "partitions": 7, "since": NOON, "waits": ""}]
     fed_back = [{"subscription": "summarise", "key": "k", "count": 100, "since": NOON}]
-    untaken = {"queues": ["shop.1"], "answered": None}
+    untaken = {"queues": ["shop.1"], "answered": None, "unclaimed": False}
     report = {**IDLE_REPORT, "rejected": rejected, "notStored": rejected, "moving": moving}
     report |= {"fedBack": fed_back, "untaken": untaken}
     head = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}

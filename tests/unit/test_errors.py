@@ -34,7 +34,7 @@ REOPEN = [
 ]  # fmt: skip
 REACTIONS: dict[Reaction, list[int]] = {
     Reaction.REOPEN: REOPEN,
-    Reaction.REFUSED: [9, 15, 40324, 40415, 40647],
+    Reaction.REFUSED: [9, 15, 166, 40324, 40415, 40647],
     Reaction.TOPOLOGY: [40573],
     Reaction.ACCESS: [13, 18],
     Reaction.HISTORY_LOST: [136, 260, 286],
@@ -286,3 +286,9 @@ def test_a_refused_operation_is_a_missing_replica_set_only_where_the_server_says
 def test_what_may_pass_or_nobody_has_met_keeps_its_own_words(error: driver.PyMongoError) -> None:
     """P9: no cure is invented."""
     assert explained(error, CONCERN) is None
+
+
+def test_a_source_without_changes_is_named_with_the_one_that_has_them() -> None:
+    """P9: the stream of a view, or of a time series, cannot be opened."""
+    error = driver.OperationFailure("Namespace shop.view is a view, not a collection", 166)
+    assert "shop.view is a view" in str(final_error(Reaction.REFUSED, error, "shop.view")).partition("said")[0]

@@ -138,6 +138,11 @@ def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCe
             f"The MongoDB user may not open a change stream on {scope}: grant the actions changeStream and find there, "
             "or register narrower sources."
         )
+    elif code == Code.CommandNotSupportedOnView:
+        sentence = (
+            f"{scope} is a view or a time series: MongoDB has no changes of it. Listen to the collection that is "
+            "written to."
+        )
     elif reaction is Reaction.UNKNOWN:
         sentence = (
             f"The change stream on {scope} failed again and again in a way that is not known to pass. Look for the "
