@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.forking import PerProcess
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -30,11 +32,12 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(slots=True)
 class _Held:
-    """What is kept on one app: things with the names known so far by kind, tasks, and seconds by periodic call."""
+    """What is kept on one app: things and their known names by kind, tasks, seconds by periodic call, shared things."""
 
     things: dict[str, list[tuple[str | None, Any]]] = field(default_factory=dict)
     tasks: set[str] = field(default_factory=set)
     periods: dict[tuple[str, ...], float] = field(default_factory=dict)
+    shared: dict[Any, PerProcess[Any]] = field(default_factory=dict)
 
 
 def check_app(app: object) -> None:
@@ -63,6 +66,17 @@ def app_name(app: Celery) -> str | None:
     """What an app is called wherever it runs; None for one without a name, or made in a script of its own."""
     name = app.main
     return str(name) if name and name != "__main__" else None
+
+
+def shared(app: Celery, make: Callable[[Celery], Any]) -> PerProcess[Any]:
+    """
+    Return the one thing of a kind that everything of an app uses in a process.
+
+    Args:
+        app: the Celery app.
+        make: makes it; a module's function or a class, by which the thing is known.
+    """
+    return _held_by(app).shared.setdefault(make, PerProcess(partial(make, app)))
 
 
 @dataclass(frozen=True)  # without slots: Python 3.11 cannot make a Registry[...] that is frozen and has them

@@ -50,22 +50,28 @@ def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
 
     Ends with status 0 however long things have waited and however many dead letters there are, as long as
     MongoDB answers: what is pending is a state, and no failure of this command. Scripts look at --json.
+    With several outboxes, one that cannot be read is named with the reason, and the status is 1.
     """
     from mongo_celery.outbox.health import read_health
 
     chosen = _outboxes(ctx, name)
     with one_sentence_errors():
-        found = read_health(ctx.obj.app, chosen)
-    from mongo_celery.cli.outbox_view import advice_view, health_view, plain_health
+        found, unread = read_health(ctx.obj.app, chosen)
+    from mongo_celery.cli.outbox_view import advice_view, health_view, plain_health, unread_view
+    from mongo_celery.mongo.redaction import short
 
     if as_json:
         for health in found:
             click.echo(json.dumps(plain_health(health)))
-        return
-    console = console_of(ctx)
-    console.print(health_view(found))
-    for sentence in advice_view(found):
-        console.print(sentence)
+        for each, error in unread.items():
+            click.echo(json.dumps({"outbox": each, "error": short(error)}))
+    else:
+        console = console_of(ctx)
+        console.print(health_view(found))
+        for sentence in (*unread_view(unread), *advice_view(found)):
+            console.print(sentence)
+    if unread:
+        ctx.exit(1)
 
 
 # -- check -----------------------------------------------------------------------------------------
@@ -138,7 +144,7 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
     swept, sentences = _sweep_in_turns(_outboxes(ctx, name), older_than, limit)
     for each, delivery in swept:
         if as_json:
-            click.echo(json.dumps({"outbox": each.name, **asdict(delivery)}))
+            click.echo(json.dumps({"outbox": each.name, **delivery.plain()}))
         else:
             error = "" if delivery.error is None else f", {delivery.left} left: {without_credentials(delivery.error)}"
             dead = number(delivery.dead, "became a dead letter", "became dead letters")

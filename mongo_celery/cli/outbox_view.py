@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from mongo_celery.mongo.redaction import short
 from mongo_celery.quantities import duration, number
 from mongo_celery.visible import visible, visible_lines
 
@@ -53,6 +54,11 @@ def advice_view(found: Iterable[Health]) -> Sequence[Text]:
         for sentence in health.advice():
             about.setdefault(sentence, []).append(health.name)
     return [Text.assemble((", ".join(names), "bold"), ": ", visible(sentence)) for sentence, names in about.items()]
+
+
+def unread_view(unread: Mapping[str, Exception]) -> Sequence[Text]:
+    """Say which outboxes could not be read, and why."""
+    return [Text.assemble((name, "bold"), ": ", (short(error), "red")) for name, error in unread.items()]
 
 
 def plain_health(health: Health) -> dict[str, Any]:

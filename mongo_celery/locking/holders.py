@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -321,15 +322,15 @@ def in_words(found: Sequence[OpenTransaction]) -> str:
 # -- what the server is asked for ------------------------------------------------------------------
 
 
-_told: list[BaseException] = []
+_reported = threading.Event()
 
 
 def note_unanswered(error: BaseException) -> None:
     """Log that it could not be asked who holds a document; loudly once in a process."""
-    if _told:
+    if _reported.is_set():
         logger.debug("again, who holds a locked document could not be asked: %s", short(error))
         return
-    _told.append(error)
+    _reported.set()
     logger.warning(
         "who holds a locked document could not be asked, so errors name nobody, and nobody dead is ended: %s",
         short(error),

@@ -12,6 +12,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.app import shared
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.locking import after_commit
@@ -21,8 +22,8 @@ from mongo_celery.outbox import index, signing, swept
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.commands import COMMAND_SECONDS
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
-from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
-from mongo_celery.outbox.dispatcher import DispatcherState, OutboxDispatcher
+from mongo_celery.outbox.delivery import Counters, Delivery
+from mongo_celery.outbox.dispatcher import AppDispatcher, DispatcherState, OutboxDispatcher
 from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.failures import FailurePolicy
 from mongo_celery.outbox.index import OutboxIndexes
@@ -131,7 +132,6 @@ class Backing:
             self.collection,
             self.field,
             max_pending=self._options.max_pending,
-            claim_ttl=self._options.claim_ttl,
         )
 
     @per_process
@@ -169,12 +169,10 @@ class Backing:
         return self._dispatcher.get()
 
     def _new_dispatcher(self) -> OutboxDispatcher:
-        return self._dispatcher_of(OutboxDispatcher)
-
-    def _dispatcher_of(self, kind: type[OutboxDispatcher]) -> OutboxDispatcher:
-        return kind(
+        return OutboxDispatcher(
+            shared(self.app, AppDispatcher).get(),
             lambda: self.collection.full_name,
-            lambda: self.relay,
+            deliver=self._deliver_at_once,
             waiting=lambda limit, refused: self.due(0.0, limit, passing_over=refused, seconds=COMMAND_SECONDS),
             answers=lambda: self.publisher.answers(_PROBE_SECONDS),
             claim_ttl=self._options.claim_ttl,
@@ -182,11 +180,16 @@ class Backing:
             expects=bool(self.at_once),
         )
 
+    def _deliver_at_once(self, document_ids: Sequence[Any]) -> Delivery:
+        self.indexes.ensure(patiently=False)  # the other outboxes of the app wait meanwhile
+        return self._relay.deliver_all(document_ids, judge=False, turns=1)  # this process need not know the tasks
+
     @per_process
     def dead_letters(self) -> OutboxDeadLetters:
         """What could not be published."""
         store = self.plain.database.client[self._options.database][COLLECTION]
-        return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
+        retention = self._options.dead_letter_retention
+        return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name, retention)
 
     @per_process
     def signer(self) -> EntrySigner:
@@ -206,11 +209,6 @@ class Backing:
         name = f"{self.collection.full_name}/{self.field.name}"
         apps = [app or "" for app in self.publisher.apps]
         return SweepRecords(strict(notes, self.plain.codec_options), name, self.app.main or "", apps)
-
-    def may_claim(self, session: ClientSession | None) -> bool:
-        """Whether a write may claim its document for the dispatcher, which will soon publish what it writes."""
-        in_transaction = session is not None and session.in_transaction
-        return bool(self.at_once) and not in_transaction and self.dispatcher.accepts
 
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
         """
@@ -233,15 +231,11 @@ class Backing:
             return
         if any(written.document_id is NO_ID for written in writes):
             self.dispatcher.expect()
-        documents = [(_held(each), each.document_id) for each in writes if each.document_id is not NO_ID]
+        document_ids = [each.document_id for each in writes if each.document_id is not NO_ID]
         if self.at_once == "wait":
-            self.dispatcher.wait_all(documents, self._wait_seconds)
-            return
-        for held, document_id in documents:
-            if held is not None:
-                self.dispatcher.add(held)
-            else:
-                self.dispatcher.hint(document_id)
+            self.dispatcher.wait_all(document_ids, self._wait_seconds)
+        elif document_ids:
+            self.dispatcher.hint(*document_ids)
 
     def deliver_now(self, document_id: object) -> Delivery:
         """
@@ -251,7 +245,7 @@ class Backing:
             PyMongoError: MongoDB did not answer.
         """
         if self.at_once:
-            self.dispatcher.wait(None, document_id, self._wait_seconds)
+            self.dispatcher.wait_all([document_id], self._wait_seconds)
         if self.dispatcher.state.broker_down:
             return Delivery(broker_down=True, error="the broker does not answer")
         return self.relay.deliver(document_id, judge=False)  # this process need not know the tasks
@@ -263,7 +257,7 @@ class Backing:
 
     @property
     def _wait_seconds(self) -> float:
-        """After half its time a claim is not relied on any more, so there is nothing to wait for."""
+        """After half its time a claim is not relied on any more."""
         return min(self._options.claim_ttl / 2, _WAIT_SECONDS_MAX)
 
     def close(self) -> None:
@@ -322,12 +316,3 @@ class Backing:
             other_apps=found["other_apps"],
             dispatcher=self.dispatcher.state,
         )
-
-
-def _held(written: Written) -> HeldDocument | None:
-    """What the dispatcher need not read and claim, since the write has claimed it."""
-    if written.owner is None or written.events is None:
-        return None
-    return HeldDocument(
-        document_id=written.document_id, events=written.events, owner=written.owner, claimed_at=written.claimed_at
-    )

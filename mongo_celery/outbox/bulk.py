@@ -26,9 +26,6 @@ from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.plain_values import PlainValues
 from mongo_celery.outbox.writes import Added, Writer
 
-_CLAIMED_MAX = 500
-"""Inserted documents that one write claims: more could not be published before their claims are half over."""
-
 
 @dataclass(frozen=True, slots=True)
 class Write:
@@ -62,7 +59,6 @@ class _BulkStep:
     request: Any
     entries: Sequence[Entry]
     document_id: Any
-    written: Written | None = None
 
 
 class BulkWrites:
@@ -83,7 +79,7 @@ class BulkWrites:
         """What has something pending now, as far as it is known; filled also where the write fails."""
 
     def run(
-        self, writes: Sequence[Write], *, ordered: bool, session: ClientSession | None, claims: int, **options: Any
+        self, writes: Sequence[Write], *, ordered: bool, session: ClientSession | None, **options: Any
     ) -> BulkWriteResult:
         """
         Carry out a bulk write.
@@ -94,7 +90,6 @@ class BulkWrites:
             writes: what to do.
             ordered: as PyMongo's.
             session: of the user.
-            claims: how many inserted documents may be claimed for the dispatcher; what it has no room for is hinted at.
             options: further options of PyMongo's `bulk_write`.
 
         Raises:
@@ -104,9 +99,7 @@ class BulkWrites:
         """
         if not writes:
             raise InvalidOperation("No operations to execute")  # PyMongo's own words
-        # A delete delivers first, and what is claimed for the dispatcher nobody else could deliver before the end.
-        deletes = any(_is_delete(write.request) for write in writes)
-        requests = list(self._prepared(writes, 0 if deletes else min(claims, _CLAIMED_MAX)))
+        requests = list(self._prepared(writes))
         self._refuse_full(requests, session, options)
         self._deliver_first(requests, session, options)
         tally: dict[str, Any] = {
@@ -135,16 +128,9 @@ class BulkWrites:
             raise BulkWriteError({**tally, "errorLabels": labels} if labels else tally) from failed
         return BulkWriteResult(tally, acknowledged=True)
 
-    def _prepared(self, writes: Sequence[Write], claims: int) -> Iterator[_BulkStep]:
+    def _prepared(self, writes: Sequence[Write]) -> Iterator[_BulkStep]:
         for place, write in enumerate(writes):
             entries, document_id = self._values.entries_of_request(write.request, write.tasks, write.events)
-            if entries and claims > 0 and isinstance(write.request, InsertOne):
-                claims -= 1
-                document = BulkRequest.of(write.request).document
-                self._writer.field.refuse_in_document(document)
-                whole, written = self._writer.insertion({"_id": document_id, **document}, entries, claim=True)
-                yield _BulkStep(place, InsertOne(whole), entries, document_id, written)
-                continue
             if entries:
                 self._writer.refuse_more_than_ever(entries)
             request = self._values.with_entries(write.request, entries, document_id)
@@ -192,16 +178,12 @@ class BulkWrites:
         return dict(result.bulk_api_result)
 
     def _note(self, part: Sequence[_BulkStep], missing: set[int]) -> None:
-        """Remember what is to be dispatched; what was claimed and may not be written must not be."""
+        """Note the documents that are to be dispatched."""
         known: dict[Hashable, Any] = {}
         for place, each in enumerate(part):
             if each.entries and place not in missing:
-                if each.written is not None:
-                    self.written.append(each.written)
-                elif each.document_id is NO_ID:
-                    self.written.append(Written(NO_ID, matched=True))
-                else:
-                    known[id_key(each.document_id, self._writer.collection.codec_options)] = each.document_id
+                codec = self._writer.collection.codec_options
+                known[None if each.document_id is NO_ID else id_key(each.document_id, codec)] = each.document_id
         self.written += [Written(each, matched=True) for each in known.values()]
 
     def _delete(self, each: _BulkStep, session: ClientSession | None, shared: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """
 What relays ask of documents with something pending, and what they write to them: claim, remove, let go.
 
-A claim stands until `since + ttl`, and a document is held back until `since + wait`, both by the server's clock. Every
-claim has an owner of its own, so that nobody takes another's for his. A claim keeps relays from publishing the same
-entries side by side; order does not rest on it. What was published is removed by name, by who has published it.
+A document belongs to the owner of its claim, or to nobody after a failure, until `until`, by the server's clock alone:
+only relays write it. The index has `until` as its key, so a relay reads documents that it may claim, and no others.
+Every claim has an owner of its own. A claim keeps relays from publishing the same entries side by side; order does not
+rest on it. Whoever has published an entry removes it, by its id.
 
 Claims are taken by an update with a fresh owner and a majority, and a majority read of what has that owner then: so a
 relay publishes only what no fail-over takes back, and no command needs more than the `_id` of a document, whatever
@@ -19,15 +20,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bson import ObjectId
-from bson.int64 import Int64
 
-from mongo_celery.mongo.expressions import LONGEST_SECONDS, after, literal, millis
-from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED, PendingField, claimed_by
+from mongo_celery.mongo.expressions import after, literal, millis
+from mongo_celery.outbox.pending import NOBODY, UNCLAIMED, PendingField
 
 Document = dict[str, Any]
 
 _SKEW_SECONDS = 1.0
 """How far ahead of the server's clock a writer's may be before its times count as long ago."""
+
+_LONGEST_SECONDS = 7200.0
+"""No claim and no pause lasts so long: an `until` beyond it is not a relay's, and counts as past."""
 
 
 class PendingClaims:
@@ -42,7 +45,6 @@ class PendingClaims:
     def __init__(self, field: PendingField, apps: Collection[str | None]) -> None:
         self.field = field
         name = field.name
-        since = _readable(f"${field.claim}.since", "date", LONG_AGO)
         self.with_entries: Document = {field.count: {"$gt": 0}}
         """Something is pending; what the partial index holds, so that a query needs this condition to use it."""
         self.oldest: Document = _readable(
@@ -51,11 +53,9 @@ class PendingClaims:
             None,
         )
         """When the oldest entry was written; null where that cannot be read."""
-        ahead = {"$gt": [since, after(_SKEW_SECONDS)]}
-        self.free: Document = {"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.ttl")]}]}
-        """No claim, a lapsed one, or one whose time cannot be right."""
-        self.due: Document = {"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.wait")]}]}
-        """Not held back after a failure."""
+        self._frees = {"$lte": [f"${field.until}", "$$NOW"]}, {"$gt": [f"${field.until}", after(_LONGEST_SECONDS)]}
+        self.free: Document = {"$or": list(self._frees)}
+        """No relay holds the document, and it is not held back after a failure."""
         self._object: Document = {"$eq": [{"$type": f"${name}"}, "object"]}
         head_app = {"$let": {"vars": {"head": self._head}, "in": {"$ifNull": ["$$head.app", None]}}}
         self.ours: Document = {"$in": [head_app, literal(list(apps))]}
@@ -74,11 +74,6 @@ class PendingClaims:
     def attempts(self) -> Document:
         """How often what stands at the head has failed through its own fault."""
         return {"$let": {"vars": {"head": self._head}, "in": {"$ifNull": ["$$head.attempts", 0]}}}
-
-    @property
-    def has_failed(self) -> Document:
-        """It was held back after its last turn: what stands at the head could not be published."""
-        return {"$gt": [_readable(f"${self.field.claim}.wait", "long", Int64(0)), 0]}
 
     # -- conditions --------------------------------------------------------------------------------
 
@@ -99,13 +94,13 @@ class PendingClaims:
             older_than: seconds that the oldest entry must have waited.
             held: owners whose claims are this relay's own.
         """
-        free: Document = {"$and": [self.free, self.due]}
+        frees: list[Document] = [{"$expr": each} for each in self._frees]  # each is a range of the index
         if held:
-            free = {"$or": [free, {"$in": [f"${self.field.claim}.owner", literal(list(held))]}]}
-        conditions = [self._object, free, self.ours]
+            frees.append({f"{self.field.claim}.owner": {"$in": list(held)}})
+        conditions = [self._object, self.ours]
         if older_than is not None:
             conditions.append(self.older_than(older_than))
-        return {**self.with_entries, "$expr": {"$and": conditions}}
+        return {"$or": [{**self.with_entries, "$and": [each, {"$expr": {"$and": conditions}}]} for each in frees]}
 
     def others(self, older_than: float) -> Document:
         """A filter for documents whose next entry belongs to an app that this process does not deliver for."""
@@ -113,14 +108,14 @@ class PendingClaims:
         return {**self.with_entries, "$expr": {"$and": conditions}}
 
     def held(self) -> Document:
-        """A filter for documents with something pending that some relay holds."""
-        return {**self.with_entries, "$expr": {"$not": [self.free]}}
+        """Return a filter for documents with something pending that some relay holds."""
+        return {**self.with_entries, f"{self.field.claim}.owner": {"$ne": NOBODY}, "$expr": {"$not": [self.free]}}
 
     # -- updates -----------------------------------------------------------------------------------
 
     def claimed(self, owner: ObjectId, ttl: float) -> list[Document]:
         """Claim a document."""
-        return [{"$set": {self.field.claim: _whole(claimed_by(owner, ttl))}}]
+        return [{"$set": {self.field.claim: _whole({"owner": literal(owner), "until": after(ttl)})}}]
 
     def emptied(self, published: Sequence[tuple[object, Sequence[object]]]) -> tuple[Document, Document]:
         """
@@ -155,7 +150,7 @@ class PendingClaims:
         """
         field = self.field
         mine = {"$eq": [f"${field.claim}.owner", literal(owner)]}
-        renewed = {"$mergeObjects": [f"${field.claim}", {"since": "$$NOW", "ttl": millis(ttl), "wait": Int64(0)}]}
+        renewed = {"$mergeObjects": [f"${field.claim}", {"until": after(ttl)}]}
         rest = {
             "$filter": {
                 "input": f"${field.events}",
@@ -197,7 +192,7 @@ class PendingClaims:
         """
         field = self.field
         mine = {"_id": {"$in": list(document_ids)}, f"{field.claim}.owner": {"$in": list(owners)}}
-        free = {**UNCLAIMED, "since": "$$NOW", "wait": millis(pause)} if pause else UNCLAIMED
+        free = {**UNCLAIMED, "until": after(pause)} if pause else UNCLAIMED
         change: Document = {field.claim: _whole(free)}
         if failed is not None:
             counted = {"$mergeObjects": ["$$entry", {"attempts": _one_more("$$entry.attempts")}]}
@@ -211,12 +206,19 @@ class PendingClaims:
         return mine, [{"$set": change}]
 
 
-def age_of(field: Mapping[str, Any], at: Any) -> float | None:
-    """Seconds between a time that a writer has noted and a claim, which is the server's; None where one is missing."""
+def age_of(field: Mapping[str, Any], ttl: float, at: Any) -> float | None:
+    """
+    Return the seconds between a writer's time and a claim, which has the server's; None where one is missing.
+
+    Args:
+        field: as it was read with the claim.
+        ttl: seconds of the claim.
+        at: the writer's time.
+    """
     claim = field.get("claim")
-    since = claim.get("since") if isinstance(claim, Mapping) else None
+    until = claim.get("until") if isinstance(claim, Mapping) else None
     try:
-        return float((since - at).total_seconds())
+        return float((until - at).total_seconds()) - ttl
     except (TypeError, AttributeError):
         return None
 
@@ -229,12 +231,6 @@ def _whole(document: Document) -> Document:
 def _readable(value: object, kind: str, otherwise: object) -> Document:
     """A value, or another where somebody else has written something that is none: no query fails for it."""
     return {"$convert": {"input": value, "to": kind, "onError": otherwise, "onNull": otherwise}}
-
-
-def _ago(path: str) -> Document:
-    """The server's time, so many stored milliseconds ago; bounded, since a difference beyond 64 bits is refused."""
-    stored = _readable(path, "long", Int64(0))
-    return {"$subtract": ["$$NOW", {"$min": [{"$max": [stored, Int64(0)]}, millis(LONGEST_SECONDS)]}]}
 
 
 def _one_more(path: str) -> Document:

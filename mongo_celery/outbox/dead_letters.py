@@ -11,6 +11,7 @@ from typing import Any
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
+from mongo_celery.mongo.expressions import after, created, literal
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.entries import Entry
@@ -21,6 +22,7 @@ from mongo_celery.outbox.stored_id import derived_id
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
 _UNSIGNED = {"unsigned": True}
+_EXPIRES = {"expiresAt": {"$exists": True}}
 _OLDEST_FIRST = [("at", 1), ("_id", 1)]
 _WITHOUT_PAYLOADS = {"entry.payload": 0}
 
@@ -32,17 +34,22 @@ class OutboxDeadLetters:
     Args:
         collection: where they are kept, with majority writes.
         outbox: namespace of the documents that they come from.
+        retention: seconds for which one is kept; None for ever.
     """
 
-    def __init__(self, collection: Collection[dict[str, Any]], outbox: str) -> None:
+    def __init__(self, collection: Collection[dict[str, Any]], outbox: str, retention: float | None = None) -> None:
         self._collection = collection
         self._outbox = outbox
+        self._retention = retention
         self._indexes = OutboxIndexes(
             OutboxIndex(
                 collection, "oldest", [("outbox", 1), *_OLDEST_FIRST], "each look at dead letters reads all of them"
             ),
             OutboxIndex(
                 collection, "unsigned", [("outbox", 1), ("unsigned", 1)], "each status reads them all", _UNSIGNED
+            ),
+            OutboxIndex(
+                collection, "expired", [("expiresAt", 1)], "no dead letter expires", _EXPIRES, {"expireAfterSeconds": 0}
             ),
         )
 
@@ -88,8 +95,8 @@ class OutboxDeadLetters:
             self._add(dead_letter | {"error": type(error).__name__, "traceback": ""})
 
     def _add(self, dead_letter: dict[str, Any]) -> None:
-        stored = {name: value for name, value in dead_letter.items() if name != "_id"}
-        change = {"$setOnInsert": stored, "$currentDate": {"at": True}}
+        times = {"at": "$$NOW", **({} if self._retention is None else {"expiresAt": after(self._retention)})}
+        change = created({"$mergeObjects": [literal(dead_letter), times]})
         with suppress(DuplicateKeyError):  # two relays at once; the other's is the same
             self._collection.update_one({"_id": dead_letter["_id"]}, change, upsert=True)
 

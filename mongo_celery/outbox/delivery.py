@@ -9,7 +9,7 @@ from typing import Any
 from bson import ObjectId
 from pymongo.errors import PyMongoError
 
-from mongo_celery.outbox.failures import FailureVerdict
+from mongo_celery.outbox.failures import FailureKind, FailureVerdict
 
 
 @dataclass(slots=True)
@@ -41,6 +41,9 @@ class Delivery:
         left: how many are still pending, as far as this relay knows.
         broker_down: whether it ended because the broker did not answer.
         error: why it ended early, in words; None when it did not.
+        refused: `_id`s of documents that this process cannot deliver now.
+        has_more: whether documents have more entries that this process may deliver now.
+        is_late: whether MongoDB did not answer in time for a document, while it did for others.
     """
 
     dispatched: int = 0
@@ -48,6 +51,13 @@ class Delivery:
     left: int = 0
     broker_down: bool = False
     error: str | None = None
+    refused: Sequence[Any] = ()
+    has_more: bool = False
+    is_late: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """Return the sums, for people and scripts."""
+        return {name: getattr(self, name) for name in ("dispatched", "dead", "left", "broker_down", "error")}
 
     def and_(self, other: Delivery) -> Delivery:
         """The sum of both."""
@@ -57,6 +67,9 @@ class Delivery:
             self.left + other.left,
             self.broker_down or other.broker_down,
             other.error or self.error,
+            (*self.refused, *other.refused),
+            self.has_more or other.has_more,
+            self.is_late or other.is_late,
         )
 
 
@@ -129,10 +142,16 @@ class PublishedPart:
         return self.verdict is not None and self.verdict.is_outage
 
     @property
+    def is_refused(self) -> bool:
+        """Return True if the broker took nothing of it, or answers and refuses it, as it may refuse all others."""
+        return self.verdict is not None and self.verdict.kind is FailureKind.WAIT_FOR_BROKER
+
+    @property
     def delivery(self) -> Delivery:
         """As a sum of one."""
-        left = self.left if self.lets_go and not self.ran_out else 0
-        return Delivery(self.dispatched, self.dead, left, self.is_outage, self.error)
+        is_left = self.lets_go and not self.ran_out
+        refused = [self.held.document_id] if is_left and not self.is_outage else []
+        return Delivery(self.dispatched, self.dead, self.left if is_left else 0, self.is_outage, self.error, refused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,22 @@
 """
-The dispatcher: one thread in each process that writes to an outbox, which publishes what was written.
+The dispatcher: one thread for all outboxes of an app in a process. It publishes what the process has written.
 
-Callers never wait for the broker. They hand over a document that their write has claimed, with its entries, or the
-`_id` of one that may have something pending; the thread claims that, publishes, and removes in bulk.
+Callers never wait for the broker. They leave the `_id` of a document that may have something pending, or ask for a look
+at the index. The thread claims documents in batches, has the relay of their outbox publish and remove, and takes the
+outboxes in turns.
 
-::
-
-    write --add/hint--> queue --(a turn)--> publish --> what was published --(100 ms or 100 documents)--> remove
-                          ^                                                                                  |
-                          +--------- back to the end of the queue, if more was added meanwhile <-------------+
-
-- The queue holds a document once and is bounded. Where it is full, a write claims nothing, and the index is looked at
-  later: nothing is lost, since everything is in the documents.
-- A document has some entries published in its turn, and goes back to the end: nobody's documents wait for a hot one.
-- Turns begin some milliseconds apart, unless somebody waits: what gathers meanwhile goes to the broker together.
-- A claim whose time is half over is not relied on; the document is looked at as if somebody had asked for it.
-- A broker that does not answer ends all turns: claims are let go, the queue is emptied, and this thread alone asks
-  whether the broker is back. Then the index says what waits.
-- A document that MongoDB does not answer for in time, since somebody's open transaction has written to it, has its turn
-  later, and so has its removal; one that MongoDB refuses is left to the sweep. The others go on.
-- With nothing to do for some seconds the thread ends, since it keeps its outbox and so its app; a write starts another.
-- After a fork the child makes a dispatcher of its own; what the parent's queue holds is the parent's to deliver.
-- At the end of a process what is queued is published for a second, what was published is removed, and claims are let
-  go, also of documents of which a message is under way; after two seconds the process ends in any case.
+- The queue of an outbox holds a document once and is bounded. If it is full, the index is read later: everything is in
+  the documents.
+- Turns of an outbox begin some milliseconds apart, unless a caller waits: what gathers meanwhile is claimed, sent and
+  removed together.
+- A document has some entries published in its turn. The rest is found by a look, after all others.
+- If the broker takes nothing, all turns end, and this thread alone asks whether it is back. Then the index is read.
+- If MongoDB does not answer for an outbox, that outbox pauses. If it does not answer for a document, or this process
+  cannot publish what is in it, the sweep takes that document.
+- After some seconds with nothing to do the thread ends. The next write starts another.
+- A forked child has a dispatcher of its own. The parent delivers what its own queue holds.
+- At the end of a process the thread delivers for a second. After two seconds the process ends in any case, and claims
+  lapse.
 """
 
 from __future__ import annotations
@@ -31,14 +25,12 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pymongo
-from bson import ObjectId, Regex
+from bson import Regex
 from bson.codec_options import CodecOptions
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import ExecutionTimeout, PyMongoError
@@ -47,33 +39,35 @@ from mongo_celery.exits import close_at_exit
 from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
 from mongo_celery.mongo.redaction import short, traceback_of
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.outbox.commands import Failure, tell_undeliverable
-from mongo_celery.outbox.delivery import HeldDocument, PublishedPart
-from mongo_celery.outbox.document_queue import QUEUE_MAX, DocumentQueue, LateDocuments, QueuedDocument
-from mongo_celery.outbox.groups import groups_of
-from mongo_celery.outbox.looks import LOOKS_AFTER, PlannedLooks
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.outage_watch import OutageWatch
-from mongo_celery.outbox.relay import Relay
-from mongo_celery.outbox.removals import SETTLE_DOCUMENTS, SETTLE_SECONDS
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-_APART_SECONDS = 0.02
-"""Between the beginnings of two turns, unless somebody waits: what is written meanwhile goes out by one command."""
+QUEUE_MAX = 1000
+"""Documents that wait for their turn."""
 
-_STALLED_SECONDS = 0.5
-"""A message or a command that is under way for so long: who knows for how long yet; writes claim nothing for now."""
+TURN = 50
+"""Documents of one turn."""
+
+_APART_SECONDS = 0.1
+"""Between the beginnings of two turns of an outbox, unless a caller waits."""
 
 _LOOK = 100
 """Documents that one look at the index finds."""
 
+_LOOKS_AFTER = (0.1, 0.5, 2.0)
+"""When the index is read after `with_tasks`, since somebody else carries out the write."""
+
 _REFUSED_SECONDS = 30.0
-"""For so long what this process could not publish is not taken from the index again; the sweep takes it."""
+"""For so long a look passes over a document that this process could not deliver."""
 
 _IDLE_SECONDS = 5.0
-"""After which a thread with nothing to do ends."""
-
 _FAILURES = Pauses(first=1.0, longest=60.0)
+"""Before the next turn of an outbox for which MongoDB did not answer."""
+
+_RESTS = Pauses(first=2.0, longest=60.0)
+"""Before the next look, after one that MongoDB did not end in time: without the index it reads the whole collection."""
 
 CLOSE_SECONDS = 2.0
 """How long the end of a process may take, whatever broker and MongoDB do."""
@@ -82,34 +76,118 @@ CLOSE_SECONDS = 2.0
 @dataclass(frozen=True, slots=True)
 class DispatcherState:
     """
-    A dispatcher at one moment.
+    One outbox in the dispatcher of a process, at one moment.
 
     Attributes:
         queued: documents that wait for their turn.
-        unsettled: documents with entries that were published, and are not removed yet.
-        broker_down: whether it waits for the broker to come back.
+        broker_down: whether the dispatcher waits for the broker to come back.
         passed_over: how many documents were left to the sweep or to a look at the index, since the queue was full or
             the broker down; since the process started.
     """
 
     queued: int = 0
-    unsettled: int = 0
     broker_down: bool = False
     passed_over: int = 0
 
 
+class AppDispatcher:
+    """
+    The thread of one app in this process.
+
+    It starts with the first document, ends when it has nothing to do, and keeps neither its app nor an outbox.
+    """
+
+    def __init__(self, _app: Any = None) -> None:
+        self.changed = threading.Condition()
+        self.broker = OutageWatch()
+        self.closing_by: float | None = None
+        self._outboxes: weakref.WeakSet[OutboxDispatcher] = weakref.WeakSet()
+        self._sleeps_until: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def wake(self, outbox: OutboxDispatcher) -> None:
+        """Let the thread take an outbox's turn when it is due; the caller has the lock."""
+        if self.closing_by is not None:
+            return
+        self._outboxes.add(outbox)
+        if self._thread is None or not self._thread.is_alive():
+            close_at_exit(self)
+            self._thread = threading.Thread(target=self._run, name="mongo_celery-outbox", daemon=True)
+            self._thread.start()
+        due = outbox.next_at() if self._sleeps_until is not None else None
+        if due is not None and self._sleeps_until is not None and due < self._sleeps_until:
+            self.changed.notify_all()
+
+    def close_soon(self) -> None:
+        """Begin to close, so that many things can be closed within the time of one."""
+        with self.changed:
+            if self._thread is None or self.closing_by is not None:
+                return
+            self.closing_by = time.monotonic() + CLOSE_SECONDS / 2
+            for outbox in list(self._outboxes):
+                outbox.plan_last_look()
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Deliver what is queued for half of the time, and end the thread."""
+        self.close_soon()
+        with self.changed:
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(CLOSE_SECONDS)
+        if not thread.is_alive():
+            with self.changed:  # a process that goes on after all starts another
+                self._thread = self.closing_by = None
+
+    def _run(self) -> None:
+        while (outbox := self._next()) is not None:
+            outbox.take_turn()
+            del outbox  # nothing keeps an outbox, and so its app, while the thread sleeps
+
+    def _next(self) -> OutboxDispatcher | None:
+        """Wait for a turn; None if there is nothing to do for long, or the process ends."""
+        with self.changed:
+            while True:
+                now = time.monotonic()
+                due, outbox = self._first()
+                if outbox is not None and due <= now and self._may_go_on(now):
+                    return outbox
+                if self.closing_by is not None:
+                    return None
+                is_idle = outbox is None
+                del outbox
+                self._sleeps_until = due
+                is_woken = self.changed.wait(_IDLE_SECONDS if is_idle else due - now)
+                self._sleeps_until = None
+                if is_idle and not is_woken and self.closing_by is None and self._first()[1] is None:
+                    self._thread = None
+                    return None
+
+    def _may_go_on(self, now: float) -> bool:
+        return self.closing_by is None or (now < self.closing_by and not self.broker.is_down)
+
+    def _first(self) -> tuple[float, OutboxDispatcher | None]:
+        """Return the outbox whose turn is due first, and when; of several that are due, the one that waits longest."""
+        found: tuple[float, OutboxDispatcher | None] = (math.inf, None)
+        for outbox in list(self._outboxes):
+            due = outbox.next_at()
+            if due is not None and due < found[0]:
+                found = (due, outbox)
+        return found
+
+
 class OutboxDispatcher:
     """
-    Publishes what this process has written to one outbox.
+    What this process is to deliver of one outbox.
 
-    `accepts`, `add`, `hint` and `expect` are for any thread; they never block and never fail. Nothing starts before
-    the first of them.
+    `hint`, `expect` and `wait_all` are for any thread. `hint` and `expect` never block, and none of them fails.
 
     Args:
+        thread: of the app.
         name: gives what logs call the outbox.
-        relay: gives the relay of this process; asked by the thread only.
-        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most and none of those given;
-            the server may be given a bound for it, since it reads the whole collection where the index is missing.
+        deliver: delivers documents, by their `_id`s.
+        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most and none of those given.
         answers: whether the broker takes a new connection; may take some seconds.
         claim_ttl: seconds of a claim.
         codec: of the collection, by which `_id`s are compared.
@@ -118,536 +196,248 @@ class OutboxDispatcher:
 
     def __init__(
         self,
+        thread: AppDispatcher,
         name: Callable[[], str],
-        relay: Callable[[], Relay],
         *,
+        deliver: Callable[[Sequence[Any]], Delivery],
         waiting: Callable[[int, Sequence[Any]], Sequence[Any]],
         answers: Callable[[], bool],
         claim_ttl: float,
         codec: Callable[[], CodecOptions[Any]],
         expects: bool = True,
     ) -> None:
+        self._thread = thread
         self._name = name
-        self._relay = relay
+        self._deliver = deliver
         self._waiting = waiting
+        self._answers = answers
         self._claim_ttl = claim_ttl
         self._codec = codec
         self._expects = expects
-        self._changed = threading.Condition()
-        self._queue = DocumentQueue()
-        self._late = LateDocuments()
-        self._looks = PlannedLooks()
-        self._broker = OutageWatch(name, answers)
-        self._unsettled: list[PublishedPart] = []
-        self._settled_by = 0.0
-        self._unwanted: list[QueuedDocument] = []
-        self._in_turn: dict[Hashable, QueuedDocument] = {}
-        self._waiters: list[threading.Event] = []
-        self._paused_until = 0.0
-        self._failures = 0
-        self._step_since: float | None = None
-        self._passed_over = 0
-        self._refused: OrderedDict[Hashable, tuple[float, Any]] = OrderedDict()
-        self._published = 0
-        self._published_at_look = -1
+        self._queue: dict[Hashable, tuple[Any, list[threading.Event]]] = {}
+        self._in_turn: Sequence[threading.Event] | None = None
+        self._looks: list[float] = []
+        self._expected_looks: list[float] = []
+        self._expected = 0
+        self._refused: dict[Hashable, tuple[float, Any]] = {}
         self._turn_began = -math.inf
-        self._sleeps_until: float | None = None
-        self._closing_by: float | None = None
-        self._thread: threading.Thread | None = None
+        self._not_before = -math.inf
+        self._no_look_before = -math.inf
+        self._failures = self._rests = self._passed_over = 0
 
     # -- for callers -------------------------------------------------------------------------------
 
     @property
-    def accepts(self) -> bool:
-        """Whether a write may claim its document: it will be published soon."""
-        since = self._step_since
-        return (
-            not self._broker.is_down
-            and self._closing_by is None
-            and not self._queue.is_full
-            and time.monotonic() >= self._paused_until
-            and (since is None or time.monotonic() - since < _STALLED_SECONDS)
-        )
-
-    @property
     def state(self) -> DispatcherState:
         """For people and metrics."""
-        late = self._late.all
-        return DispatcherState(
-            len(self._queue) + sum(each.look is not None for each in late),
-            len(self._unsettled) + sum(bool(each.parts) for each in late),
-            self._broker.is_down,
-            self._passed_over,
-        )
+        return DispatcherState(len(self._queue), self._thread.broker.is_down, self._passed_over)
 
-    def add(self, held: HeldDocument) -> None:
-        """Have a document delivered that the write has claimed."""
-        self._put([QueuedDocument(held.document_id, held)])
+    def hint(self, *document_ids: object, expected: bool = False) -> None:
+        """
+        Deliver documents that may have something pending; without any, look at the index.
 
-    def hint(self, *document_ids: object) -> None:
-        """Have documents looked at that may have something pending; without any, look at the index."""
-        if not document_ids:
-            self._look_after(0.0)
-            return
+        Args:
+            document_ids: their `_id`s.
+            expected: whether these are writes that were expected: if all of them are known, nothing is looked for.
+        """
         stored = [each for each in document_ids if _may_be_stored(each)]
         if len(stored) < len(document_ids):
-            self._leave(
-                ValueError(f"no document has such an _id: {next(e for e in document_ids if e not in stored)!r}")
-            )
-        self._put([QueuedDocument(document_id) for document_id in stored])
+            wrong = next(each for each in document_ids if not _may_be_stored(each))
+            self._report(ValueError(f"no document has such an _id: {wrong!r}"))
+        self._put([(each, None) for each in stored], looks=() if document_ids else (0.0,))
+        if expected and document_ids:
+            with self._thread.changed:
+                self._expected = max(0, self._expected - len(document_ids))
+                if not self._expected:
+                    self._expected_looks = []
 
     def expect(self) -> None:
         """Have the index looked at soon, and again: somebody will carry out a write that carries tasks."""
-        if self._expects:
-            self._look_after(*LOOKS_AFTER)
+        if not self._expects:
+            return
+        with self._thread.changed:
+            now = time.monotonic()
+            first = min([now + _LOOKS_AFTER[0], *self._expected_looks[:1]])  # under any load it comes
+            self._expected_looks = [first, *(now + each for each in _LOOKS_AFTER[1:])]
+            self._expected += 1
+        self._put([])
 
-    def wait(self, held: HeldDocument | None, document_id: object, seconds: float) -> bool:
-        """Have a document delivered, and wait until it was its turn; False if it was not within so many seconds."""
-        return self.wait_all([(held, document_id)], seconds)
-
-    def wait_all(self, documents: Sequence[tuple[HeldDocument | None, Any]], seconds: float) -> bool:
-        """As `wait`, for documents that are delivered together, within one time for all of them."""
+    def wait_all(self, document_ids: Sequence[Any], seconds: float) -> bool:
+        """Deliver documents, and wait until all had their turn; False if they had not within so many seconds."""
         deadline = time.monotonic() + seconds
-        events = [threading.Event() for _ in documents]
-        self._put(
-            [
-                QueuedDocument(document_id, held, waiting=[event])
-                for (held, document_id), event in zip(documents, events, strict=True)
-            ]
-        )
+        events = [threading.Event() for _ in document_ids]
+        self._put(list(zip(document_ids, events, strict=True)))
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
 
-    def close_soon(self) -> None:
-        """Begin to close, so that many dispatchers can be closed within the time of one."""
-        with self._changed:
-            if self._thread is None or self._closing_by is not None:
-                return
-            self._closing_by = time.monotonic() + CLOSE_SECONDS / 2
-            self._looks.end_with_one()
-            self._changed.notify_all()
-
     def close(self) -> None:
-        """Publish what is queued for half of the time, remove what was published, let claims go, and end the thread."""
-        self.close_soon()
-        with self._changed:
-            thread, closing_by = self._thread, self._closing_by
-            if thread is None or closing_by is None or thread is threading.current_thread():
-                return
-        thread.join(max(0.0, closing_by + CLOSE_SECONDS / 4 - time.monotonic()))
-        if thread.is_alive():  # it is in the middle of a message that the broker does not take
-            with suppress(Exception), pymongo.timeout(max(0.1, closing_by + CLOSE_SECONDS / 2 - time.monotonic())):
-                self._let_go()
-            return
-        with self._changed:  # whoever writes after this, in a process that goes on after all, starts another
-            self._thread = self._closing_by = None
+        """Deliver what is queued, for half of `CLOSE_SECONDS` at most; nothing is delivered afterwards."""
+        with self._thread.changed:
+            self._looks, self._expected_looks = [], []
+            if self._queue:
+                next(iter(self._queue.values()))[1].append(threading.Event())  # it is urgent
+                self._thread.wake(self)
+            self._thread.changed.wait_for(self._is_done, CLOSE_SECONDS / 2)
+            self._pass_over()
 
-    def _put(self, documents: Sequence[QueuedDocument]) -> None:
+    def _is_done(self) -> bool:
+        return self._in_turn is None and (not self._queue or self._thread.broker.is_down)
+
+    def _put(self, documents: Sequence[tuple[Any, threading.Event | None]], looks: Sequence[float] = ()) -> None:
         """Queue documents, or leave them to the index."""
         try:
-            keys = [id_key(queued.document_id, self._codec()) for queued in documents]
-            with self._changed:
-                for key, queued in zip(keys, documents, strict=True):
-                    self._queue_one(key, queued)
-                self._wake()
+            keys = [id_key(document_id, self._codec()) for document_id, _ in documents]
+            with self._thread.changed:
+                self._plan(*looks)
+                for key, (document_id, event) in zip(keys, documents, strict=True):
+                    self._queue_one(key, document_id, event)
+                self._thread.wake(self)
         except SoftTimeLimitExceeded:  # of the task that writes
             raise
         except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
-            self._leave(error)
-            for queued in documents:
-                _tell(queued.waiting)
+            self._report(error)
+            _notify(event for _, event in documents)
 
-    def _queue_one(self, key: Hashable, queued: QueuedDocument) -> None:
-        if time.monotonic() < self._paused_until:  # nobody is to wait for MongoDB
-            _tell(queued.waiting)
-            queued.waiting = []
-        if self._queue.join(key, queued):
-            return
-        if self._broker.is_down or self._closing_by is not None or self._queue.is_full:
+    def _queue_one(self, key: Hashable, document_id: Any, event: threading.Event | None) -> None:
+        is_away = self._thread.broker.is_down or self._thread.closing_by is not None
+        if key not in self._queue and (is_away or len(self._queue) >= QUEUE_MAX):
             self._passed_over += 1
-            self._looks.plan(LOOKS_AFTER[-1])
-            if queued.all_owners:  # the write has claimed it before anybody knew
-                self._unwanted.append(queued)
-            _tell(queued.waiting)
-        else:
-            self._queue.append(key, queued)
-
-    def _look_after(self, *seconds: float) -> None:
-        try:
-            with self._changed:
-                self._looks.plan(*seconds)
-                self._wake()
-        except SoftTimeLimitExceeded:
-            raise
-        except Exception as error:  # noqa: BLE001 - see `_put`
-            self._leave(error)
-
-    def _wake(self) -> None:
-        if self._closing_by is not None:
+            self._plan(_LOOKS_AFTER[-1])
+            _notify([event])
             return
-        if self._thread is None or not self._thread.is_alive():
-            close_at_exit(self)
-            self._thread = threading.Thread(target=self._run, name="mongo_celery-outbox", daemon=True)
-            self._thread.start()
-        if self._sleeps_until is not None:  # else it looks by itself what there is to do
-            due = self._next_at(time.monotonic())
-            if due is not None and due < self._sleeps_until:
-                self._changed.notify_all()
+        if time.monotonic() < self._not_before:  # nobody waits for MongoDB
+            _notify([event])
+            event = None
+        self._queue.setdefault(key, (document_id, []))[1].extend([] if event is None else [event])
 
-    def _leave(self, error: BaseException) -> None:
+    def _plan(self, *seconds: float) -> None:
+        """Look at the index so many seconds from now; what is planned stays."""
+        now = time.monotonic()
+        self._looks = sorted({*self._looks[:1], *(now + each for each in seconds), *self._looks[-1:]})
+
+    def plan_last_look(self) -> None:
+        """The process ends: look at the index now, if that was planned and is answered."""
+        planned = (self._looks or self._expected_looks) and not self._rests
+        self._looks, self._expected_looks = [0.0] if planned else [], []
+
+    def _report(self, error: BaseException) -> None:
         logger.warning(
             "outbox %s: what was written is left to the sweep: %s",
-            self._name(),
+            self._name_here(),
             short(error),
             extra={"event": "left_to_sweep"},
         )
 
+    def _name_here(self) -> str:
+        try:
+            return self._name()
+        except Exception:  # noqa: BLE001 - the collection cannot be opened; the other outboxes need the thread
+            return "(not opened yet)"
+
     # -- the thread --------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while self._wait_for_work():
-            try:
-                self._work()
-                self._failures = 0
-            except PyMongoError as error:
-                self._leave(error)
-                self._forget_queue()
-            except Exception as error:  # noqa: BLE001 - a dispatcher that ends would deliver nothing from then on
-                logger.error(
-                    "outbox %s: the dispatcher met an error of its own, and the sweep delivers what it had: %s",
-                    self._name(),
-                    traceback_of(error),
-                    extra={"event": "dispatcher_failed"},
-                )
-                self._forget_queue()
-            finally:
-                self._step_since = None
-        if self._thread is not threading.current_thread():
-            return  # it had nothing to do, and may have a successor by now
-        with suppress(Exception), pymongo.timeout(CLOSE_SECONDS / 4):
-            self._let_go()
+    def next_at(self) -> float | None:
+        """Return when there is something to do; None if nothing is planned."""
+        down_until = self._thread.broker.down_until
+        looks = [max(each[0], self._no_look_before) for each in (self._looks, self._expected_looks) if each]
+        if down_until is not None:
+            return down_until if looks or self._queue else None
+        if self._queue:
+            is_urgent = len(self._queue) >= TURN or any(waiting for _, waiting in self._queue.values())
+            is_urgent = is_urgent or self._thread.closing_by is not None
+            looks.append(self._turn_began if is_urgent else self._turn_began + _APART_SECONDS)
+        return max(min(looks), self._not_before) if looks else None
 
-    def _wait_for_work(self) -> bool:
-        """Wait until there is something to do; False if there is nothing for long, or the process ends."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                if self._closing_by is not None:
-                    has_work = len(self._queue) > 0 or self._looks.is_last_due
-                    return has_work and not self._broker.is_down and now < self._closing_by
-                due = self._next_at(now)
-                if due is not None and due <= now:
-                    return True
-                self._sleeps_until = math.inf if due is None else due
-                is_woken = self._changed.wait(_IDLE_SECONDS if due is None else due - now)
-                self._sleeps_until = None
-                if due is None and not is_woken and self._is_idle():
-                    self._thread = None
-                    return False
-
-    def _is_idle(self) -> bool:
-        return self._closing_by is None and self._next_at(time.monotonic()) is None
-
-    def _next_at(self, now: float) -> float | None:
-        """When there is something to do; None if nothing is planned."""
-        times = [self._looks.next if self._broker.down_until is None else self._broker.down_until]
-        if self._unsettled:
-            times.append(self._settled_by)
-        if len(self._queue) and not self._broker.is_down:
-            times.append(now if self._queue.is_urgent else self._turn_began + _APART_SECONDS)
-        if self._unwanted:
-            times.append(now)
-        planned = [*(each for each in times if each is not None), *(each.at for each in self._late.all)]
-        return max(min(planned), self._paused_until) if planned else None
-
-    def _work(self) -> None:
-        """One turn: ask a broker that was away, look at the index, deliver some documents, remove, and what is late."""
-        if self._broker.probe():
-            with self._changed:
-                self._looks.plan(0.0, *LOOKS_AFTER[1:])
-        if not self._broker.is_down:
-            self._look()
-            self._deliver(self._taken())
-            self._in_turn = {}
-        if self._unsettled and (self._waiters or not self._may_settle_later()):
-            self._settle()
-        self._release_unwanted()
-        self._tell_waiting()
-        self._catch_up()
-
-    def _taken(self) -> list[QueuedDocument]:
-        with self._changed:
-            if len(self._queue):
-                self._turn_began = time.monotonic()
-            documents = self._queue.take()
-            self._in_turn = {id_key(queued.document_id, self._codec()): queued for queued in documents}
-            return documents
-
-    def _deliver(self, documents: Sequence[QueuedDocument]) -> None:
-        """Publish what is held, then claim and publish what is to be looked at."""
-        fresh, looks = list[HeldDocument](), list[QueuedDocument]()
-        for queued in documents:
-            self._waiters += queued.waiting
-            if queued.held is not None and not self._is_old(queued.held):
-                fresh.append(queued.held)
-            else:
-                looks.append(QueuedDocument(queued.document_id, None, queued.all_owners))
-        if not self._publish_all(fresh):
-            self._release(looks)
+    def take_turn(self) -> None:
+        """Ask a broker that was away; else look at the index if that is due, and deliver some documents."""
+        if self._thread.broker.is_down and not self._thread.broker.probe(self._answers):
             return
-        if looks:
-            self._settle()  # what was published there is still pending, and this process still holds it
-            self._deliver_looks([queued for queued in looks if not self._waits_for_removal(queued)])
-
-    def _deliver_looks(self, looks: Sequence[QueuedDocument], times: int = 0) -> None:
-        ids = [queued.document_id for queued in looks]
-        owner, missed = ObjectId(), list[Failure]()
-        self._step()
-        held = [each for queued in looks for each in queued.owners]
-        self._claims(ids, owner)
-        claimed = self._relay().claim(ids, held=held, owner=owner, missed=missed)
-        if not self._publish_all(claimed):
-            self._relay().removals.release(ids, [owner])
-        owners = {id_key(queued.document_id, self._codec()): queued.owners for queued in looks}
-        for document_id, error in missed:
-            key = id_key(document_id, self._codec())
-            if error.timeout:
-                self._put_off(key, times, look=QueuedDocument(document_id, None, (*owners.get(key, ()), owner)))
-            else:
-                tell_undeliverable(self._name(), document_id, error)
-                self._refuse(document_id)
-
-    def _claims(self, document_ids: Sequence[Any], owner: ObjectId) -> None:
-        """Documents of this turn are claimed once more: the end of the process lets that go, too."""
-        with self._changed:
-            for document_id in document_ids:
-                key = id_key(document_id, self._codec())
-                there = self._in_turn.get(key, QueuedDocument(document_id))
-                self._in_turn[key] = QueuedDocument(document_id, None, (*there.all_owners, owner))
-
-    def _publish_all(self, documents: Iterable[HeldDocument]) -> bool:
-        """Publish from documents that are held; False if the broker does not answer."""
-        groups = groups_of(self._relied_on(documents))
-        for group in groups:
-            self._make_room(len(group))
-            rest = {id(held): held for held in group}
-            parts = self._relay().pending.publish_together(group, judge=False, step=self._make_room)
-            for part in parts:
-                self._note(part)
-                del rest[id(part.held)]
-                if self._broker.takes_nothing(part):
-                    others = (each for other in groups for each in other) if isinstance(documents, list) else ()
-                    held = self._not_begun(parts) if part.is_outage else rest.values()
-                    self._pause_for_broker([*held, *others])
-                    return False
-            self._step()  # the next ones may have to be read
-        self._make_room(0)
-        return True
-
-    def _make_room(self, documents: int = 1) -> None:
-        """Something is to be published; what was published before is removed, if it is time."""
-        if len(self._unsettled) + documents > SETTLE_DOCUMENTS or not self._may_settle_later():
-            self._settle()
-        self._step()
-
-    def _relied_on(self, documents: Iterable[HeldDocument]) -> Iterator[HeldDocument]:
-        """Those of which the claim has time; the others are looked at as if somebody had asked for them."""
-        for held in documents:
-            if self._is_old(held):
-                self._look_again(held.document_id, (held.owner,))
-            else:
-                yield held
-
-    def _not_begun(self, parts: Iterable[PublishedPart]) -> Iterator[HeldDocument]:
-        """Of documents that went together until the broker fell silent, those of which it has nothing."""
-        for part in parts:
-            if part.names:
-                self._note(part)
-            else:
-                yield part.held
-
-    def _step(self) -> None:
-        """Something begins that takes long only where the broker or MongoDB does not answer."""
-        self._step_since = time.monotonic()
-
-    def _is_old(self, held: HeldDocument) -> bool:
-        """Whether a claim is not relied on any more."""
-        return time.monotonic() - held.claimed_at >= self._claim_ttl / 2
-
-    def _look_again(self, document_id: object, owners: tuple[ObjectId, ...]) -> None:
-        """Have a document that this process holds looked at after all others, also beyond the bound of the queue."""
-        with self._changed:
-            self._queue.look_at(id_key(document_id, self._codec()), document_id, owners)
-
-    def _note(self, part: PublishedPart) -> None:
-        self._went_out(part.dispatched)
-        if part.ran_out:
-            self._look_again(part.held.document_id, (part.held.owner,))
-        elif part.lets_go and not part.is_outage:  # a process that knows more than this one delivers it
-            self._refuse(part.held.document_id)
-        with self._changed:
-            if not self._unsettled:
-                self._settled_by = time.monotonic() + SETTLE_SECONDS
-            self._unsettled.append(part)
-            self._in_turn.pop(id_key(part.held.document_id, self._codec()), None)  # its removal lets it go
-
-    def _went_out(self, count: int) -> None:
-        """So many entries were published."""
-        if count:
-            self._published += count
-            self._broker.went_out()
-
-    def _refuse(self, document_id: object) -> None:
-        self._refused[id_key(document_id, self._codec())] = time.monotonic() + _REFUSED_SECONDS, document_id
-        if len(self._refused) > QUEUE_MAX:
-            self._refused.popitem(last=False)
-
-    def _may_settle_later(self) -> bool:
-        return len(self._unsettled) < SETTLE_DOCUMENTS and time.monotonic() < self._settled_by
-
-    def _settle(self) -> None:
-        """Remove what was published; what has got more meanwhile goes to the end of the queue."""
-        with self._changed:
-            parts, self._unsettled = self._unsettled, []
+        with self._thread.changed:
+            now = self._turn_began = time.monotonic()
+            batch = [self._queue.pop(key) for key in list(self._queue)[:TURN]]
+            is_look_due = self._is_look_due(now)
+            self._in_turn = [event for _, waiting in batch for event in waiting]
         try:
-            self._remove(parts)
-        except PyMongoError:
-            with self._changed:  # removing by name may be done at any time
-                self._unsettled = [*parts, *self._unsettled]
-            raise
-
-    def _remove(self, parts: Sequence[PublishedPart], times: int = 0) -> None:
-        if not parts:
-            return
-        self._step()
-        remainder = self._relay().removals.settle(parts)
-        for document_id in remainder.document_ids:
-            self._look_again(document_id, tuple(remainder.owners))
-        for part, error in remainder.failed:
-            key = id_key(part.held.document_id, self._codec())
-            if error.timeout:
-                self._put_off(key, times, part=part)
-            else:
-                tell_undeliverable(self._name(), part.held.document_id, error)
-                self._refuse(part.held.document_id)
-
-    # -- what is late ------------------------------------------------------------------------------
-
-    def _put_off(self, key: Hashable, times: int, **what: Any) -> None:
-        """Ask for a document later that MongoDB did not answer for in time."""
-        with self._changed:
-            self._late.put_off(key, times, **what)
-
-    def _waits_for_removal(self, look: QueuedDocument) -> bool:
-        """Whether what was published of a document is still to be removed; it is looked at afterwards."""
-        with self._changed:
-            return self._late.wait_for_removal(id_key(look.document_id, self._codec()), look)
-
-    def _catch_up(self) -> None:
-        """Ask again, one document at a time and after all others, for what MongoDB did not answer for in time."""
-        with self._changed:
-            found = self._late.take_one(time.monotonic())
-        if found is None:
-            return
-        key, late = found
-        try:
-            self._remove(late.parts, late.times + 1)
-        except PyMongoError:
-            with self._changed:
-                self._unsettled += late.parts
-            raise
-        if late.look is None:
-            return
-        with self._changed:
-            if self._late.put_back(key, late.look):  # its removal is put off again
-                return
-        if self._broker.is_down:
-            self._release([late.look])
-        else:
-            self._deliver_looks([late.look], late.times + 1)
-
-    # -- what is away ------------------------------------------------------------------------------
-
-    def _pause_for_broker(self, held: Sequence[HeldDocument]) -> None:
-        """The broker takes nothing: let all claims go, leave everything to the index, and ask from time to time."""
-        with self._changed:
-            documents = self._queue.take_all()
-            self._passed_over += len(documents) + len(held)
-            self._broker.went_down()
-            for queued in documents:
-                self._waiters += queued.waiting
-        with suppress(PyMongoError):  # claims lapse
-            self._release([*documents, *(QueuedDocument(each.document_id, each) for each in held)])
-        self._settle()
-
-    def _release(self, documents: Sequence[QueuedDocument]) -> None:
-        owned = [(queued.document_id, queued.all_owners) for queued in documents if queued.all_owners]
-        if owned:
-            self._step()
-            self._relay().removals.release(
-                [each for each, _ in owned], [owner for _, owners in owned for owner in owners]
+            is_whole = self._deliver_some([document_id for document_id, _ in batch], is_look_due=is_look_due)
+            self._failures = 0 if is_whole else self._failures + 1
+        except PyMongoError as error:
+            self._report(error)
+            self._pause()
+        except Exception as error:  # noqa: BLE001 - a dispatcher that ends would deliver nothing from then on
+            logger.error(
+                "outbox %s: the dispatcher met an error of its own, and the sweep delivers what it had: %s",
+                self._name_here(),
+                traceback_of(error),
+                extra={"event": "dispatcher_failed"},
             )
+            self._pause()
+        finally:
+            with self._thread.changed:
+                _notify(self._in_turn)
+                self._in_turn = None
+                self._thread.changed.notify_all()
 
-    def _release_unwanted(self) -> None:
-        """Let claims go that writes have taken, of documents that are left to a look at the index."""
-        with self._changed:
-            documents, self._unwanted = self._unwanted, []
-        self._release(documents)
+    def _is_look_due(self, now: float) -> bool:
+        """Return True if a look is due; all that are due are one."""
+        if now < self._no_look_before or len(self._queue) >= QUEUE_MAX:
+            return False
+        due = [each for each in (*self._looks, *self._expected_looks) if each <= now]
+        self._looks = [each for each in self._looks if each > now]
+        self._expected_looks = [each for each in self._expected_looks if each > now]
+        if not self._expected_looks:
+            self._expected = 0
+        return bool(due)
 
-    def _look(self) -> None:
-        """Queue what the index says is waiting, if a look is planned for now."""
-        with self._changed:
-            if self._queue.is_full or not self._looks.begin():
-                return
+    def _deliver_some(self, document_ids: list[Any], *, is_look_due: bool) -> bool:
+        """Deliver documents; False where MongoDB did not answer for one of them in time."""
+        found = self._found() if is_look_due else []
+        keys = {id_key(each, self._codec()): each for each in (*document_ids, *found)}
+        delivery = self._deliver(list(keys.values()))  # of none, too: something may have to be removed yet
+        if delivery.dispatched:
+            self._thread.broker.went_out()
+        until = time.monotonic() + _REFUSED_SECONDS
+        self._refused.update((id_key(each, self._codec()), (until, each)) for each in delivery.refused)
+        with self._thread.changed:
+            if delivery.broker_down:
+                self._thread.broker.went_down()
+                self._pass_over()
+                self._plan(0.0, *_LOOKS_AFTER[1:])
+            elif delivery.is_late:
+                self._plan(_FAILURES.nth(self._failures))
+            elif (len(found) >= _LOOK and delivery.dispatched) or delivery.has_more:
+                self._plan(0.0)
+        return not delivery.is_late
+
+    def _found(self) -> list[Any]:
+        """Return what the index says is waiting."""
         now = time.monotonic()
-        self._step()
-        refused = [document_id for until, document_id in self._refused.values() if until > now]
+        newest = list(self._refused.items())[-QUEUE_MAX:]
+        self._refused = {key: each for key, each in newest if each[0] > now}
         try:
-            found = self._waiting(_LOOK, refused)
+            found = self._waiting(_LOOK, [document_id for _, document_id in self._refused.values()])
         except ExecutionTimeout:
-            with self._changed:
-                self._looks.rest()
-            return
-        keys = [id_key(each, self._codec()) for each in found]
-        with self._changed:
-            self._looks.succeeded()
-            for key, document_id in zip(keys, found, strict=True):
-                if key not in self._late:
-                    self._queue.look_at(key, document_id)
-            if len(found) >= _LOOK and self._published > self._published_at_look:
-                self._looks.plan(0.0)
-        self._published_at_look = self._published
+            with self._thread.changed:
+                self._no_look_before = time.monotonic() + _RESTS.nth(self._rests)
+                self._rests += 1
+                self._plan(0.0)
+            return []
+        self._no_look_before, self._rests = -math.inf, 0
+        return list(found)
 
-    def _forget_queue(self) -> None:
-        """MongoDB does not answer: claims are let go when it does, or lapse, and the index is looked at later."""
-        with self._changed:
-            documents, self._in_turn = self._queue.take_all(), {}
-            for queued in documents:
-                self._waiters += queued.waiting
-            self._passed_over += len(documents)
-            self._unwanted = [*self._unwanted, *documents][-QUEUE_MAX:]
+    def _pass_over(self) -> None:
+        """Leave what is queued to the index."""
+        self._passed_over += len(self._queue)
+        _notify(event for _, waiting in self._queue.values() for event in waiting)
+        self._queue = {}
+
+    def _pause(self) -> None:
+        """MongoDB does not answer: claims lapse, and the index is looked at after a pause, and when they have."""
+        with self._thread.changed:
+            self._pass_over()
             pause = _FAILURES.nth(self._failures)
             self._failures += 1
-            self._paused_until = time.monotonic() + pause
-            self._looks.plan_only(pause, pause + self._claim_ttl)  # at once, and when the claims have lapsed
-        self._tell_waiting()
-
-    def _tell_waiting(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        _tell(waiters)
-
-    def _let_go(self) -> None:
-        """At the end: remove what was published, and release what was not, also what the thread is in the middle of."""
-        with self._changed:
-            late = self._late.take_all()
-            parts, self._unsettled = [*self._unsettled, *(part for each in late for part in each.parts)], []
-            documents = [*self._unwanted, *self._queue.take_all(), *self._in_turn.values()]
-            documents += [each.look for each in late if each.look is not None]
-            self._unwanted = []
-        _tell([each for queued in documents for each in queued.waiting])
-        _tell(self._waiters)
-        remainder = self._relay().removals.settle(parts)
-        self._relay().removals.release(remainder.document_ids, remainder.owners)
-        self._release(documents)
+            now = time.monotonic()
+            self._not_before = now + pause
+            self._looks = [now + pause, now + pause + self._claim_ttl]
 
 
 def _may_be_stored(document_id: object) -> bool:
@@ -655,6 +445,7 @@ def _may_be_stored(document_id: object) -> bool:
     return not isinstance(document_id, (list, tuple, Regex)) and demanded_id({"_id": document_id}) is not NO_ID
 
 
-def _tell(waiting: Sequence[threading.Event]) -> None:
-    for each in waiting:
-        each.set()
+def _notify(waiting: Iterable[threading.Event | None] | None) -> None:
+    for each in waiting or ():
+        if each is not None:
+            each.set()

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bson import ObjectId
 from pymongo.results import UpdateResult
 
 from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.pending import Claim, PendingField
+from mongo_celery.outbox.pending import PendingField
 
 Document = dict[str, Any]
 
@@ -29,18 +28,12 @@ class Written:
         document_id: `_id` of the document; `NO_ID` where it is not known, None where none matched.
         matched: whether a document was there before.
         upserted: whether the write created the document.
-        events: what is pending in it now, if it is claimed by the writer.
-        owner: of the claim.
-        claimed_at: the monotonic clock before the claim was sent.
         document: what the user asked to be returned.
     """
 
     document_id: object = None
     matched: bool = False
     upserted: bool = False
-    events: Sequence[Mapping[str, Any]] | None = None
-    owner: ObjectId | None = None
-    claimed_at: float = 0.0
     document: Any = None
 
     def result(self) -> UpdateResult:
@@ -95,12 +88,12 @@ class DocumentWrite:
         if unknown:
             raise TypeError(f"unexpected options {sorted(unknown)}; an outbox's writes take {', '.join(_OPTIONS)}.")
 
-    def with_entries(self, field: PendingField, entries: Sequence[Entry], claim: Claim | None = None) -> Any:
-        """The write and the entries as one update."""
+    def with_entries(self, field: PendingField, entries: Sequence[Entry]) -> Any:
+        """Return the write and the entries as one update."""
         if self.replacement is not None:
-            return field.replacement(self.replacement, entries, claim)
+            return field.replacement(self.replacement, entries)
         assert self.update is not None
-        return field.with_entries(self.update, entries, claim)
+        return field.with_entries(self.update, entries)
 
 
 def refuse_replacement(field: PendingField, replacement: Mapping[str, Any]) -> None:

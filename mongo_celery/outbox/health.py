@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.broker.connection import reach_broker, write_connection
-from mongo_celery.errors import ConfigurationError
+from mongo_celery.errors import ConfigurationError, DeploymentError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
@@ -168,19 +168,37 @@ def reach(outbox: AnyOutbox) -> None:
     ping(client)
 
 
-def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
+def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> tuple[list[Health], dict[str, Exception]]:
     """
     Look at outboxes of one app; the broker is asked once.
 
+    Returns:
+        Those that could be read, and by its name why another could not.
+
     Raises:
-        DeploymentError: a right is missing, or the login was refused.
-        PyMongoError: MongoDB did not answer.
-        ConfigurationError: a collection cannot be opened.
+        DeploymentError: none could be read: a right is missing, or the login was refused.
+        PyMongoError: none could be read: MongoDB did not answer.
+        ConfigurationError: none could be read: a collection cannot be opened.
     """
+    found, unread, broker_error = list[Health](), dict[str, Exception](), None
     for outbox in outboxes:
-        reach(outbox)
-    broker_error = ask_broker(app)
-    return [read_outbox(outbox, app, broker_error) for outbox in outboxes]
+        try:
+            reach(outbox)
+            broker_error = ask_broker(app) if not found else broker_error
+            found.append(read_outbox(outbox, app, broker_error))
+        except (DeploymentError, ConfigurationError, PyMongoError) as error:
+            unread[known_name(outbox)] = error
+    if unread and not found:
+        raise next(iter(unread.values()))
+    return found, unread
+
+
+def known_name(outbox: AnyOutbox) -> str:
+    """Return the name of an outbox, also where its collection cannot be opened."""
+    try:
+        return outbox.name
+    except Exception:  # noqa: BLE001 - whatever the user's function raises
+        return repr(outbox)
 
 
 def concern_of(outbox: AnyOutbox) -> Concern:

@@ -169,7 +169,7 @@ def of_pending(collection: Collection[Any], pending: PendingField) -> OutboxInde
     return OutboxIndex(
         collection,
         pending.name,
-        [(pending.count, 1)],
+        [(pending.count, 1), (pending.until, 1)],
         "each sweep reads the whole collection",
         {pending.count: {"$gt": 0}},
     )
@@ -194,9 +194,8 @@ def due_documents(
         older_than: the seconds.
         limit: how many at most.
         passing_over: `_id`s of documents that are not wanted.
-        by_lot: drawn from all that are due; those that have failed before come last, the one whose last claim is the
-            longest ago first. It costs a look at all of them. Else the first that the index has, which may be the same
-            ones each time.
+        by_lot: drawn from all that are due, those that were never claimed before the others. It reads all of them.
+            Else the first that the index has, which may be the same ones each time.
         seconds: that the server may take, where it is not by lot; None for no bound.
 
     Raises:
@@ -209,11 +208,10 @@ def due_documents(
         bound = None if seconds is None else int(seconds * 1000)
         found = _local(collection).find(condition, {"_id": 1}, limit=limit, max_time_ms=bound)
         return [document["_id"] for document in found]
-    place = {"$cond": [claims.has_failed, f"${claims.field.claim}.since", {"$rand": {}}]}
     stages: list[dict[str, Any]] = [
         {"$match": condition},
-        {"$project": {"failed": claims.has_failed, "place": place}},  # before they are sorted: documents may be large
-        {"$sort": {"failed": 1, "place": 1}},
+        {"$project": {"until": f"${claims.field.until}", "lot": {"$rand": {}}}},  # documents may be large
+        {"$sort": {"until": 1, "lot": 1}},
         {"$limit": limit},
     ]
     return [document["_id"] for document in _local(collection).aggregate(stages)]

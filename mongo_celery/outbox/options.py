@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from mongo_celery.arguments import Duration, check_count, check_flags, check_known, check_texts, seconds
+from mongo_celery.arguments import Duration, check_count, check_flags, check_known, check_texts, positive, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox.entries import FIELD
@@ -41,6 +41,7 @@ class SharedOptions(TypedDict, total=False):
         failure_policy: `"halt"` tries an entry with a fault of its own for ever, in front of what stands behind it;
             `"dead_letter"` sets it aside after `max_attempts` and ten minutes.
         delivers: names of other apps that write to this collection, whose entries this app publishes too.
+        dead_letter_retention: seconds for which a dead letter is kept; None until it is replayed or discarded.
     """
 
     name: str | None
@@ -55,6 +56,7 @@ class SharedOptions(TypedDict, total=False):
     foreign_tasks: bool
     failure_policy: str
     delivers: Sequence[str]
+    dead_letter_retention: Duration | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +82,15 @@ class OutboxOptions:
     field: str = FIELD
     failure_policy: str = "halt"
     delivers: Sequence[str] = ()
+    dead_letter_retention: float | None = None
 
     def __post_init__(self) -> None:
         for name in _DURATIONS:
             if getattr(self, name) is not None or name != "sweep_every":
                 object.__setattr__(self, name, _bounded(getattr(self, name), name))
+        if self.dead_letter_retention is not None:
+            kept = positive(self.dead_letter_retention, "dead_letter_retention")
+            object.__setattr__(self, "dead_letter_retention", kept)
         for name in ("max_pending", "max_attempts"):
             check_count(name, getattr(self, name))
         optional = {name: getattr(self, name) for name in ("name", "source") if getattr(self, name) is not None}

@@ -21,7 +21,6 @@ from mongo_celery.mongo.transaction.frames import after_commit, current, innermo
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.deletes import Deletes
-from mongo_celery.outbox.document_queue import QUEUE_MAX
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
 from mongo_celery.outbox.entries import FIELD, Entry, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
@@ -168,8 +167,7 @@ class Outbox(AnyOutbox):
         entries = self._maker.entries(tasks, events, Home(document["_id"]))
         if not entries:
             return self.collection.insert_one(document, session=session, **options)
-        claim = self.backing.may_claim(session)
-        written = self.backing.writer.insert(document, entries, session=session, claim=claim, **options)
+        written = self.backing.writer.insert(document, entries, session=session, **options)
         self.backing.dispatch_at_once(written, session)
         return InsertOneResult(document["_id"], acknowledged=True)
 
@@ -385,9 +383,8 @@ class Outbox(AnyOutbox):
         tasks, events = listed(tasks), listed(events)
         writes = [Write.of(request, tasks, events) for request in requests]
         bulk = BulkWrites(self.backing.writer, self._values, self._deletes)
-        claims = QUEUE_MAX - self.backing.dispatcher.state.queued if self.backing.may_claim(session) else 0
         try:
-            return bulk.run(writes, ordered=ordered, session=session, claims=claims, **options)
+            return bulk.run(writes, ordered=ordered, session=session, **options)
         finally:
             self.backing.dispatch_all_at_once(bulk.written, session)
 
@@ -469,8 +466,7 @@ class Outbox(AnyOutbox):
         (entry,) = self._maker.entries([task.s(*args, **kwargs)], (), Home(document_id))
         write = DocumentWrite(filter={"_id": document_id}, update={}, options={})
         session = current(self.collection.database.client)  # without it the write would wait for the end of that one
-        claim = self.backing.may_claim(session)
-        written = self.backing.writer.write(write, [entry], session=session, claim=claim)
+        written = self.backing.writer.write(write, [entry], session=session)
         if not written.matched:
             raise OutboxRefusedError(f"there is no document {document_id!r} in {self.collection.full_name}.")
         self.backing.dispatch_at_once(written, session)
@@ -511,7 +507,7 @@ class Outbox(AnyOutbox):
         Args:
             document_ids: their `_id`s; without any, the index is looked at.
         """
-        after_commit(lambda: self.backing.dispatcher.hint(*document_ids))
+        after_commit(lambda: self.backing.dispatcher.hint(*document_ids, expected=True))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -529,17 +525,17 @@ class Outbox(AnyOutbox):
         self, write: DocumentWrite, tasks: Sequence[Any], events: Sequence[Any], session: ClientSession | None
     ) -> Written:
         tasks, events = listed(tasks), listed(events)
-        writer, claim = self.backing.writer, self.backing.may_claim(session)
+        writer = self.backing.writer
         chosen = write.upsert and write.pinned is NO_ID and not names_id(write)
         if chosen and any(map(asks_for_id, (*tasks, *events))):
 
             def make(document_id: Any) -> Sequence[Entry]:
                 return self._maker.entries(tasks, events, Home(document_id))
 
-            written = writer.upsert_of_new_id(write, make, session=session, claim=claim)
+            written = writer.upsert_of_new_id(write, make, session=session)
         else:
             entries = self._maker.entries(tasks, events, Home(write.pinned))
-            written = writer.write(write, entries, session=session, claim=claim)
+            written = writer.write(write, entries, session=session)
         self.backing.dispatch_at_once(written, session)
         return written
 

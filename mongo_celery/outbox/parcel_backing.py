@@ -12,7 +12,6 @@ from mongo_celery.errors import DeploymentError
 from mongo_celery.forking import per_process
 from mongo_celery.outbox.backing import Backing
 from mongo_celery.outbox.box import Contents
-from mongo_celery.outbox.dispatcher import OutboxDispatcher
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.failures import FailurePolicy
 from mongo_celery.outbox.index import OutboxIndexes
@@ -23,30 +22,6 @@ from mongo_celery.outbox.parcels import ParcelHead
 _ANSWER_SECONDS = 5.0
 _OLDEST = (5, 0)
 """The first MongoDB that reads at a time of one's choice outside of a transaction (read concern `snapshot`)."""
-
-
-class ParcelDispatcher(OutboxDispatcher):
-    """Publishes the parcels that this process has inserted; what it is to look at are their `_id`s."""
-
-    def _parcels(self) -> ParcelRelay:
-        relay = self._relay()
-        assert isinstance(relay, ParcelRelay)
-        return relay
-
-    def _deliver(self, documents: Sequence[Any]) -> None:
-        for queued in documents:
-            self._waiters += queued.waiting
-        if not documents:
-            return
-        parcels = [queued.document_id for queued in documents]
-        delivery = self._parcels().deliver_all(
-            parcels, judge=False, step=self._step, refuse=self._refuse, claims=self._claims
-        )
-        self._went_out(delivery.dispatched)
-        if delivery.broker_down:
-            self._pause_for_broker([])
-        elif delivery.left and delivery.error is None:
-            self.hint()  # a key with more than its share: the others have their turn first
 
 
 class ParcelBacking(Backing):
@@ -75,12 +50,6 @@ class ParcelBacking(Backing):
         """The indexes, which come with the first use."""
         return OutboxIndexes(self.store.index, self.store.key_index)
 
-    @property
-    def relay(self) -> ParcelRelay:
-        """Delivers parcels; the indexes exist afterwards, if they can be created now."""
-        self.indexes.ensure(patiently=True)
-        return self._parcel_relay
-
     def prepare(self) -> None:
         """
         Have the indexes before a transaction writes: one that is created later waits for it, and others behind.
@@ -101,7 +70,7 @@ class ParcelBacking(Backing):
         self.indexes.ensure(patiently=False)
 
     @per_process
-    def _parcel_relay(self) -> ParcelRelay:
+    def _relay(self) -> ParcelRelay:
         return ParcelRelay(
             self.store,
             self.publisher,
@@ -111,9 +80,6 @@ class ParcelBacking(Backing):
             policy=FailurePolicy(self._options.failure_policy, self._options.max_attempts),
             counters=self.counters,
         )
-
-    def _new_dispatcher(self) -> OutboxDispatcher:
-        return self._dispatcher_of(ParcelDispatcher)
 
     def due(
         self,
@@ -151,6 +117,6 @@ class ParcelBacking(Backing):
         if not self.at_once or not parcel_ids:
             return
         if self.at_once == "wait":
-            self.dispatcher.wait_all([(None, parcel_id) for parcel_id in parcel_ids], self._wait_seconds)
+            self.dispatcher.wait_all(parcel_ids, self._wait_seconds)
         else:
             self.dispatcher.hint(*parcel_ids)

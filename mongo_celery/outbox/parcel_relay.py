@@ -82,9 +82,7 @@ class _Reading:
         owner: of the claims.
         until: moment of the monotonic clock from which on what is left is for whoever claims next.
         judge: whether failures are counted.
-        step: is told of each command and message before it begins.
-        refuse: is told of each parcel that this process cannot publish, and does not judge.
-        now: the server's clock at the claim.
+        claim: of the claimed heads, as it was read.
         claimed: `_id`s of the heads that are this relay's.
         keys: of those heads.
         overtaken: keys that have an earlier head.
@@ -97,14 +95,13 @@ class _Reading:
         left: entries read and not published.
         broker_down: whether the broker did not answer.
         error: the last one, in words.
+        refused: `_id`s of parcels that this process cannot publish, and does not judge.
     """
 
     owner: ObjectId
     until: float
     judge: bool
-    step: Callable[[], object]
-    refuse: Callable[[Any], object]
-    now: Any = None
+    claim: Mapping[str, Any] = field(default_factory=dict)
     claimed: list[Any] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     overtaken: set[str] = field(default_factory=set)
@@ -117,6 +114,7 @@ class _Reading:
     left: int = 0
     broker_down: bool = False
     error: str | None = None
+    refused: list[Any] = field(default_factory=list)
 
     @property
     def unfinished(self) -> set[str]:
@@ -126,7 +124,7 @@ class _Reading:
     @property
     def delivery(self) -> Delivery:
         """As a sum of one."""
-        return Delivery(self.dispatched, self.dead, self.left, self.broker_down, self.error)
+        return Delivery(self.dispatched, self.dead, self.left, self.broker_down, self.error, self.refused)
 
 
 class ParcelRelay(Relay):
@@ -177,9 +175,7 @@ class ParcelRelay(Relay):
         *,
         older_than: float | None = None,
         judge: bool = True,
-        step: Callable[[], object] = lambda: None,
-        refuse: Callable[[Any], object] = lambda _parcel_id: None,
-        claims: Callable[[Sequence[Any], ObjectId], object] = lambda _parcel_ids, _owner: None,
+        turns: int = _ROUNDS_MAX,
     ) -> Delivery:
         """
         Deliver what is in some parcels and behind them, until nothing is left or a key has had its share.
@@ -189,9 +185,7 @@ class ParcelRelay(Relay):
             older_than: only those that have waited so many seconds.
             judge: whether an entry that cannot be published counts an attempt; a writer, which need not know all
                 tasks, leaves that to a process that does.
-            step: is told of each command and message before it begins.
-            refuse: is told of each parcel (its `_id`) that this process cannot publish, and does not judge.
-            claims: is told of parcels that are to be claimed, and of the owner, before they are.
+            turns: how often is read what is behind the heads.
 
         Returns:
             What was done; nothing for keys that another relay holds or that are held back.
@@ -203,33 +197,21 @@ class ParcelRelay(Relay):
         total = Delivery()
         for start in range(0, len(document_ids), HEADS_MAX):
             waiting, age = list(document_ids[start : start + HEADS_MAX]), older_than
-            for _ in range(_ROUNDS_MAX):
-                owner = ObjectId()
-                claims(waiting, owner)
-                run = self._deliver(waiting, age, owner, judge=judge, step=step, refuse=refuse)
+            for _ in range(turns):
+                run = self._deliver(waiting, age, judge=judge)
                 total = total.and_(run.delivery)
                 if run.broker_down:
                     return total
                 waiting, age = [head.id for head in self._store.heads(run.unfinished)], None
                 if not waiting:
                     break
-            total = total.and_(Delivery(left=len(waiting)))
+            total = total.and_(Delivery(left=len(waiting), has_more=bool(waiting)))
         return total
 
-    def _deliver(
-        self,
-        ids: Sequence[Any],
-        older_than: float | None,
-        owner: ObjectId,
-        *,
-        judge: bool,
-        step: Callable[[], object],
-        refuse: Callable[[Any], object],
-    ) -> _Reading:
+    def _deliver(self, ids: Sequence[Any], older_than: float | None, *, judge: bool) -> _Reading:
         is_finalized = bool(self._publisher.app.finalized)  # type: ignore[attr-defined]
         until = time.monotonic() + self._claim_ttl / 2
-        run = _Reading(owner, until, judge=judge and is_finalized, step=step, refuse=refuse)
-        run.step()
+        run = _Reading(ObjectId(), until, judge=judge and is_finalized)
         claimable = {"_id": {"$in": list(ids)}, **self._store.claimable(older_than)}
         claim = self._claims.claimed(run.owner, self._claim_ttl)
         if not self._store.collection.update_many(claimable, claim).modified_count:
@@ -239,18 +221,17 @@ class ParcelRelay(Relay):
             self._deliver_parcels(parcels, run)
         finally:
             # Also when a time limit passes through: what was published is removed, and the rest is free.
-            run.step()
             self._end(run)
         return run
 
     def _read(self, ids: Sequence[Any], run: _Reading) -> list[Document]:
         """The parcels behind the heads that were claimed, in their order."""
-        shown = {"key": 1, "seq": 1, _FIELD.name: 1, "open": {"$and": [self._claims.free, self._claims.due]}}
+        shown = {"key": 1, "seq": 1, _FIELD.name: 1, "open": self._claims.free}
         owned = {"_id": {"$in": list(ids)}, f"{_FIELD.claim}.owner": run.owner}
         claimed = list(self._snapshot.find(owned, shown))
         run.claimed = [parcel["_id"] for parcel in claimed]
         fields = [parcel[_FIELD.name] for parcel in claimed if isinstance(parcel[_FIELD.name], Mapping)]
-        run.now = fields[0]["claim"]["since"] if fields else None
+        run.claim = fields[0]["claim"] if fields else {}
         run.keys = {key for parcel in claimed if (key := head_of(parcel).key) is not None}
         single = [parcel for parcel in claimed if head_of(parcel).key is None]
         if not run.keys:
@@ -266,7 +247,6 @@ class ParcelRelay(Relay):
         for number, parcel in enumerate(parcels):
             self._deliver_parcel(parcel, run)
             if time.monotonic() - began > SETTLE_SECONDS:
-                run.step()
                 heads = [head_of(each) for each in run.done if each["_id"] in run.claimed]
                 kept = [head.id for head in heads if head.key is not None and last[head.key] > number]
                 self._settle_done(run, kept)
@@ -302,7 +282,6 @@ class ParcelRelay(Relay):
                 continue  # set aside with the first one that has no name
             if time.monotonic() > run.until:
                 return _StoppedParcel(parcel, names)
-            run.step()
             try:
                 self.pending.publish_entry(entry, parcel["_id"])
             except SoftTimeLimitExceeded:
@@ -338,13 +317,13 @@ class ParcelRelay(Relay):
             events=_events(parcel),
             owner=run.owner,
             claimed_at=run.until,
-            field={"claim": {"since": run.now}},
+            field={"claim": run.claim},
         )
         verdict = self.pending.judged(held, entry, error, judge=run.judge)
         if verdict is None or verdict.kind is not FailureKind.DEAD_LETTER:
             run.error = f"{type(error).__name__}: {short(error)}"
             if verdict is None:
-                run.refuse(parcel["_id"])
+                run.refused.append(parcel["_id"])
                 return _StoppedParcel(parcel, names)
             run.broker_down = run.broker_down or verdict.is_outage
             return _StoppedParcel(parcel, names, verdict.pause, entry_id_of(entry) if verdict.counts else None)

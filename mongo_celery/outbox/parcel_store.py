@@ -157,8 +157,7 @@ class ParcelStore:
 
     def claimable(self, older_than: float | None) -> Document:
         """A filter for parcels that a relay may claim, also where somebody else has written over what was pending."""
-        condition = self.claims.claimable(older_than)["$expr"]
-        return {"$or": [{"$expr": condition}, {FIELD_OF_PARCELS.name: {"$not": {"$type": "object"}}}]}
+        return {"$or": [self.claims.claimable(older_than), {FIELD_OF_PARCELS.name: {"$not": {"$type": "object"}}}]}
 
     def heads(self, keys: Some[str]) -> list[ParcelHead]:
         """The first parcels of keys, as this process sees them."""

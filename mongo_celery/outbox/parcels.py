@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
@@ -84,8 +83,7 @@ def new_parcels(key: str | None, entries: Sequence[Entry]) -> list[Document]:
 
 
 def _parcel(key: str | None, entries: Sequence[Entry]) -> Document:
-    field = FIELD_OF_PARCELS.new_field(entries, None, datetime.now(UTC))
-    return {"_id": ObjectId(), "key": key, "seq": Timestamp(0, 0), FIELD: field}
+    return {"_id": ObjectId(), "key": key, "seq": Timestamp(0, 0), FIELD: FIELD_OF_PARCELS.new_field(entries)}
 
 
 def _portions(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

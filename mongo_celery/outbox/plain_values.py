@@ -147,9 +147,9 @@ class PlainValues:
         return kind(facts.filter, self.field.with_entries(facts.document, entries), **options)
 
     def inserted(self, document: Mapping[str, Any], entries: Sequence[Entry], document_id: Any) -> dict[str, Any]:
-        """A copy of a document to insert, with its `_id` and its entries, which nobody has claimed."""
+        """Return a copy of a document to insert, with its `_id` and its entries."""
         self.field.refuse_in_document(document)
-        field = {self.field.name: self.field.new_field(entries, None, self._maker.now())} if entries else {}
+        field = {self.field.name: self.field.new_field(entries)} if entries else {}
         return {"_id": document_id, **document, **field}
 
     def _of_document(self, document: Mapping[str, Any], tasks: Any, events: Any, id: Any) -> dict[str, Any]:  # noqa: A002

@@ -21,9 +21,9 @@ from kombu import Connection, Exchange
 from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
 
+from mongo_celery.app import shared
 from mongo_celery.broker.connection import bounded_connection, reach_broker, retries_of
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
@@ -103,7 +103,7 @@ class Publisher:
         self.delivers = tuple(delivers)
         self._exchange = Exchange(exchange, type="topic", durable=True)
         self._foreign_tasks = foreign_tasks
-        self._producers: PerProcess[Any] = PerProcess(self._connect)
+        self._producers = shared(app, _connect)
         self._batch = threading.local()
         self._alone_until = 0.0
         self._times_alone = 0
@@ -329,20 +329,22 @@ class Publisher:
             return False
         return True
 
-    def _connect(self) -> Any:
-        try:
-            connection = bounded_connection(self.app, _BROKER_SECONDS, confirm=True)
-        except (ConfigurationError, KeyError, ImportError, ValueError) as error:
-            raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {short(error)}") from None
-        connection.transport_options = {**(connection.transport_options or {}), **_again(connection)}  # of connecting
-        return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=self.app.amqp.Producer)
-
     def close(self) -> None:
-        """Close the connections of this process; the next publish makes new ones."""
+        """Close the connections that the app's outboxes share in this process; the next publish makes new ones."""
         pool = self._producers.take()
         if pool is not None:
             pool.force_close_all()
             pool.connections.force_close_all()
+
+
+def _connect(app: Celery) -> Any:
+    """Return the producers of an app in this process."""
+    try:
+        connection = bounded_connection(app, _BROKER_SECONDS, confirm=True)
+    except (ConfigurationError, KeyError, ImportError, ValueError) as error:
+        raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {short(error)}") from None
+    connection.transport_options = {**(connection.transport_options or {}), **_again(connection)}  # of connecting
+    return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=app.amqp.Producer)
 
 
 def _carry(signature: Any, headers: Mapping[str, str]) -> None:

@@ -263,7 +263,7 @@ class PendingPublisher:
     ) -> FailureVerdict | None:
         """What becomes of an entry; None where this process leaves that to another."""
         at = entry.at if isinstance(entry, Entry) else None
-        verdict = self._policy.verdict(entry, error, age_of(held.field, at))
+        verdict = self._policy.verdict(entry, error, age_of(held.field, self._claim_ttl, at))
         if isinstance(error, UnsignedEntryError):  # any process can tell
             self._counters.unsigned += 1
         elif verdict.kind is not FailureKind.WAIT_FOR_BROKER and not judge:

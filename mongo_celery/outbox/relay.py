@@ -13,6 +13,7 @@ relay costs duplicates, never an entry that overtakes its predecessor for the fi
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -44,11 +45,11 @@ from mongo_celery.outbox.signing import EntrySigner
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-_TURNS_MAX = 20
+TURNS_MAX = 20
 """After so many turns a delivery leaves the rest of a document, to which somebody may write all the time, to others."""
 
 _OUTAGES_MAX = 3
-"""So many documents in a row for which the broker did not answer end a delivery."""
+"""So many documents in a row for which the broker did not answer, or that it has refused, end a delivery."""
 
 
 class _Published:
@@ -56,23 +57,23 @@ class _Published:
 
     def __init__(self, removals: Removals) -> None:
         self._removals = removals
-        self._parts: list[PublishedPart] = []
+        self.parts: list[PublishedPart] = []
         self._began = time.monotonic()
         self.left = Remainder()
 
     def add(self, part: PublishedPart) -> None:
-        self._parts.append(part)
+        self.parts.append(part)
         if part.ran_out:  # it is free then, to be claimed anew
             self.left = self.left.and_(Remainder([part.held.document_id]))
 
     def make_room(self, documents: int = 1) -> None:
         """Remove what is there, if it is time or with so many documents more there would be too many."""
-        if len(self._parts) + documents > SETTLE_DOCUMENTS or time.monotonic() - self._began > SETTLE_SECONDS:
+        if len(self.parts) + documents > SETTLE_DOCUMENTS or time.monotonic() - self._began > SETTLE_SECONDS:
             self.settle()
 
     def settle(self) -> None:
-        self.left = self.left.and_(self._removals.settle(self._parts))
-        self._parts, self._began = [], time.monotonic()
+        self.left = self.left.and_(self._removals.settle(self.parts))
+        self.parts, self._began = [], time.monotonic()
 
 
 class Relay:
@@ -109,6 +110,8 @@ class Relay:
         self._field = claims.field
         self._claim_ttl = claim_ttl
         self._counters = counters
+        self._late: list[PublishedPart] = []
+        self._lock = threading.Lock()
         self.removals = Removals(collection, claims, claim_ttl)
         self.pending = PendingPublisher(
             collection,
@@ -129,7 +132,12 @@ class Relay:
         return self.deliver_all([document_id], older_than=older_than, judge=judge)
 
     def deliver_all(
-        self, document_ids: Sequence[object], *, older_than: float | None = None, judge: bool = True
+        self,
+        document_ids: Sequence[object],
+        *,
+        older_than: float | None = None,
+        judge: bool = True,
+        turns: int = TURNS_MAX,
     ) -> Delivery:
         """
         Claim documents and deliver what is pending in them, in turns.
@@ -138,7 +146,8 @@ class Relay:
             document_ids: their `_id`s.
             older_than: only those whose oldest entry has waited so many seconds.
             judge: whether an entry that cannot be published counts an attempt; a writer, which need not know
-                all tasks, leaves that to a process that does.
+                all tasks, leaves that to a process that does, and leaves a broker alone that does not answer once.
+            turns: how often a document is claimed that has more entries than are published in a turn.
 
         Returns:
             What was done; nothing of a document that another relay holds, that is held back, in which nothing is
@@ -148,8 +157,8 @@ class Relay:
             SoftTimeLimitExceeded: of the task that delivers; every claim was let go.
             PyMongoError: MongoDB did not answer; claims lapse by themselves.
         """
-        total, looks, late = Delivery(), Remainder(document_ids), list[PublishedPart]()
-        for turn in range(_TURNS_MAX):
+        total, looks, late = self._catch_up(), Remainder(document_ids), list[PublishedPart]()
+        for turn in range(turns):
             done, looks = self._turn(looks, older_than=None if turn else older_than, judge=judge)
             total = total.and_(done)
             late += [part for part, _ in looks.failed]
@@ -158,16 +167,44 @@ class Relay:
         if looks.owners:
             self.removals.release(looks.document_ids, looks.owners)
         if not total.broker_down:
-            total = total.and_(Delivery(left=len(looks.document_ids)))
-        for part, error in self.removals.settle(late).failed:  # once more, after all others
-            total = total.and_(Delivery(left=1, error=short(error)))
-            tell_undeliverable(self._collection.full_name, part.held.document_id, error)
+            total = total.and_(Delivery(left=len(looks.document_ids), has_more=bool(looks.document_ids)))
+        self._late += late
+        return total.and_(self._catch_up()) if late else total
+
+    def _catch_up(self) -> Delivery:
+        """
+        Remove what was published, and could not be removed when that was tried.
+
+        Who keeps a document closed to that keeps it closed to claims, too: in this process nothing is sent twice.
+        """
+        with self._lock:
+            late, self._late = self._late, []
+        total = Delivery()
+        if not late:
+            return total
+        try:
+            remainder = self.removals.settle(late)
+            self.removals.release(remainder.document_ids, remainder.owners)
+        except PyMongoError:
+            self._late += late
+            raise
+        for part, error in remainder.failed:
+            total = total.and_(self._missed(part.held.document_id, error))
+            self._late += [part] if error.timeout else []
         return total
+
+    def _missed(self, document_id: object, error: PyMongoError) -> Delivery:
+        """MongoDB did not do for a document what it did for others."""
+        tell_undeliverable(self._collection.full_name, document_id, error)
+        refused = [] if error.timeout else [document_id]
+        return Delivery(left=1, error=short(error), refused=refused, is_late=error.timeout)
 
     def _turn(self, looks: Remainder, *, older_than: float | None, judge: bool) -> tuple[Delivery, Remainder]:
         """Claim some documents and publish the first entries of each; what was done, and where something is left."""
         total, published = Delivery(), _Published(self.removals)
-        owner, outages, missed = ObjectId(), 0, list[Failure]()
+        owner, missed = ObjectId(), list[Failure]()
+        outages, outages_max = 0, _OUTAGES_MAX if judge else 1
+        refusals, is_down = 0, False
         try:
             claimed = self.claim(
                 looks.document_ids, older_than=older_than, held=looks.owners, owner=owner, missed=missed
@@ -178,21 +215,23 @@ class Relay:
                     published.add(part)
                     total = total.and_(part.delivery)
                     outages = outages + 1 if part.is_outage else 0
-                if outages >= _OUTAGES_MAX:
+                    refusals = refusals + 1 if part.is_refused else 0
+                    is_down = is_down or outages >= outages_max or refusals >= _OUTAGES_MAX
+                if is_down:
                     break
             published.settle()
-        except BaseException:  # a time limit, or the end of the process
+        except BaseException:  # MongoDB, a time limit, or the end of the process
             with suppress(PyMongoError):
                 published.settle()
                 self.removals.release(looks.document_ids, [owner, *looks.owners])
+            self._late += [*published.parts, *(part for part, _ in published.left.failed)]
             raise
         left = published.left
-        if outages >= _OUTAGES_MAX:
+        if is_down:
             self.removals.release(looks.document_ids, [owner, *looks.owners])
-            left = Remainder(failed=left.failed)
+            left, total = Remainder(failed=left.failed), total.and_(Delivery(broker_down=True))
         for document_id, error in missed:
-            total = total.and_(Delivery(left=1, error=short(error)))
-            tell_undeliverable(self._collection.full_name, document_id, error)
+            total = total.and_(self._missed(document_id, error))
         return total, left
 
     def is_held(self, document_id: object) -> bool:

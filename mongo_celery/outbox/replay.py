@@ -159,7 +159,7 @@ def _append(outbox: AnyOutbox, document_id: Any, id: str, again: Entry) -> bool:
     """Add the entry, by one update; False where the document is gone or holds it under either id."""
     guard = {"_id": document_id, f"{outbox.backing.field.events}.id": {"$nin": [id, again.id]}}
     write = DocumentWrite(filter=guard, update={}, options={})
-    return outbox.backing.writer.write(write, [again], session=None, claim=False).matched
+    return outbox.backing.writer.write(write, [again], session=None).matched
 
 
 def _ids_in(outbox: AnyOutbox, document_id: Any) -> list[Any] | None:

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from bson import ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import ConnectionFailure, PyMongoError
 
@@ -84,6 +85,7 @@ class OutboxSweep:
 
     def __init__(self, backlog: Backlog, older_than: float, limit: int | None = None) -> None:
         self.backlog = backlog
+        self.id: ObjectId | None = None
         self.total = Delivery()
         self._older_than = older_than
         self._room = limit
@@ -102,7 +104,7 @@ class OutboxSweep:
             PyMongoError: MongoDB did not answer, or refused the query.
         """
         relay, backing = self.backlog.backing.relay, self.backlog.backing
-        backing.sweeps.note(_NOTE_SECONDS)
+        backing.sweeps.note(_NOTE_SECONDS, self.id)
         found = self._due()
         if not found:
             return False
@@ -206,17 +208,25 @@ def _tell_of_others(backlog: Backlog) -> None:
 
 def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
     """
-    Deliver what is due in some outboxes, in turns.
+    Deliver what is due in some outboxes, in turns; nothing of one that another sweep of the app is delivering.
 
     Returns:
         Per outbox `{"dispatched", "dead", "error"}`, as plain values for a task's result.
     """
-    sweeps = [OutboxSweep(backlog, backlog.age) for backlog in backlogs]
-    for sweep in sweeps:  # also those whose turn does not come, since the broker is down
-        with suppress(PyMongoError):
-            sweep.backlog.backing.sweeps.note(_NOTE_SECONDS)
-            _tell_of_others(sweep.backlog)
-    take_turns(sweeps, _tell_failed, _SWEEP_SECONDS)
+    sweeps, begun = [OutboxSweep(backlog, backlog.age) for backlog in backlogs], list[OutboxSweep]()
+    try:
+        for sweep in sweeps:  # also those whose turn does not come, since the broker is down
+            sweep.id = ObjectId()
+            with suppress(PyMongoError):
+                if not sweep.backlog.backing.sweeps.note(0.0, sweep.id):
+                    continue
+                _tell_of_others(sweep.backlog)
+            begun.append(sweep)
+        take_turns(begun, _tell_failed, _SWEEP_SECONDS)
+    finally:
+        for sweep in begun:
+            with suppress(PyMongoError):
+                sweep.backlog.backing.sweeps.end(cast(ObjectId, sweep.id))
     return {
         sweep.backlog.name(): {
             "dispatched": sweep.total.dispatched,

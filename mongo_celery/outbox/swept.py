@@ -1,8 +1,8 @@
 """
-Who has swept an outbox, and when: what a person and a writer go by who want to know whether anybody sweeps at all.
+Who sweeps an outbox, and when: what a person and a writer go by who want to know whether anybody sweeps at all.
 
-A sweep notes itself in the state database, one document for each outbox and app. Nothing rests on it: a sweep that
-may not write there sweeps all the same.
+A sweep notes itself in the state database, one document for each outbox and app. The note keeps the app's next sweep
+of the outbox away until it ends. Nothing else rests on it: a sweep that may not write there sweeps all the same.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pymongo
+from bson import ObjectId
 from pymongo import WriteConcern
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.expressions import after, literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.periodic import PeriodicWatch
@@ -29,6 +31,9 @@ from mongo_celery.periodic import PeriodicWatch
 logger = logging.getLogger("mongo_celery.outbox")
 
 COLLECTION = "outbox_sweeps"
+
+_HELD_SECONDS = 60.0
+"""For so long after its last note a sweep keeps others away: it may have died."""
 
 _PATIENCE_SECONDS = 60.0
 _PERIODS = 12
@@ -85,25 +90,52 @@ class SweepRecords:
         """The namespace of the notes on all outboxes of a database."""
         return self._collection.full_name
 
-    def note(self, every: float) -> None:
-        """Note that this process begins to sweep; not if it has done so within these seconds."""
+    def note(self, every: float, sweep: ObjectId | None = None) -> bool:
+        """
+        Note that this process sweeps; not if it has done so within these seconds.
+
+        Args:
+            every: the seconds.
+            sweep: which one, where no other may sweep beside it.
+
+        Returns:
+            False if another sweep of the app keeps this one away; nothing was noted then.
+        """
         now = time.monotonic()
         if now - self._noted_at < every:
-            return
+            return True
         note = {
             "outbox": literal(self._outbox),
             "app": literal(self._app),
             "apps": literal(self._apps),
             "process": literal(f"{socket.gethostname()}:{os.getpid()}"),
             "at": "$$NOW",
+            **({} if sweep is None else {"sweep": sweep, "until": after(_HELD_SECONDS)}),
         }
+        is_held = {"$and": [{"$gt": ["$until", "$$NOW"]}, {"$ne": ["$sweep", sweep]}]}
+        change = {"$cond": [sweep is not None and is_held, "$$ROOT", {"$mergeObjects": ["$$ROOT", note]}]}
         try:
             with pymongo.timeout(ANSWER_SECONDS):
-                self._collection.update_one({"_id": f"{self._outbox}/{self._app}"}, [{"$set": note}], upsert=True)
+                found = self._collection.find_one_and_update(
+                    {"_id": self._id}, [{"$replaceWith": change}], {"sweep": 1}, upsert=True, return_document=True
+                )
         except PyMongoError as error:
             logger.debug("outbox %s: its sweep is not noted: %s", self._outbox, short(error))
-        else:
-            self._noted_at = now
+            return True
+        if sweep is not None and found["sweep"] != sweep:
+            return False
+        self._noted_at = now
+        return True
+
+    def end(self, sweep: ObjectId) -> None:
+        """Let the next sweep begin."""
+        with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
+            self._collection.update_one({"_id": self._id, "sweep": sweep}, {"$unset": {"until": ""}})
+        self._noted_at = float("-inf")
+
+    @property
+    def _id(self) -> str:
+        return f"{self._outbox}/{self._app}"
 
     def last(self) -> LastSweep | None:
         """

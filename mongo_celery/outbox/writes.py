@@ -1,11 +1,10 @@
 """
 What the user writes to a document, and its entries, as one atomic write.
 
-Where the filter pins the document's `_id`, two updates are tried. The first claims the document for the dispatcher,
-and matches only where nothing is pending, so that what is published needs no further look. The second only appends,
-under the condition that there is room. With another filter PyMongo's own choice of a document stands: no condition of
-ours may lead it to another, or make an upsert create a second one. So an upsert is resolved to an `_id` first, and
-where `sort` chooses, the chosen one is looked at before the write.
+Where the filter pins the document's `_id`, the update has the condition that there is room. With another filter
+PyMongo's own choice of a document stands: no condition of ours may lead it to another, or make an upsert create a
+second one. So an upsert is resolved to an `_id` first, and where `sort` chooses, the chosen one is looked at before the
+write.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from datetime import UTC, datetime
 from typing import Any
 
 from bson import ObjectId
@@ -31,7 +29,7 @@ from mongo_celery.mongo.verdicts import Code, is_duplicate_id, is_too_large
 from mongo_celery.mongo.writes import narrowed
 from mongo_celery.outbox.document_write import DocumentWrite, Written
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.pending import Claim, PendingField
+from mongo_celery.outbox.pending import PendingField
 
 Document = dict[str, Any]
 MakeEntries = Callable[[Any], Sequence[Entry]]
@@ -39,10 +37,6 @@ MakeEntries = Callable[[Any], Sequence[Entry]]
 _SECONDS = 10.0
 """How long a document may keep changing between being found and being written before the outcome is given up."""
 
-_BUSY_SECONDS = 0.2
-"""For so long a document is not claimed in which something was pending."""
-
-_BUSY_MAX = 1000
 _CONDITIONS_MAX = 100
 """Filters of a bulk write that are looked at together."""
 
@@ -77,48 +71,40 @@ class Writer:
         collection: the user's, with its own codec options, and majority writes.
         field: in which entries wait.
         max_pending: how many entries a document may hold.
-        claim_ttl: seconds for which the writer holds a document to deliver what it wrote.
     """
 
-    def __init__(self, collection: Collection[Any], field: PendingField, *, max_pending: int, claim_ttl: float) -> None:
+    def __init__(self, collection: Collection[Any], field: PendingField, *, max_pending: int) -> None:
         self.collection = collection
         self.field = field
         # Read as updates see it: a document that a majority does not have yet is there all the same.
         self._latest = collection.with_options(read_concern=ReadConcern("local"))
         self._max_pending = max_pending
-        self._claim_ttl = claim_ttl
-        self._busy_until: dict[Hashable, float] = {}
 
-    def write(
-        self, write: DocumentWrite, entries: Sequence[Entry], *, session: ClientSession | None, claim: bool
-    ) -> Written:
+    def write(self, write: DocumentWrite, entries: Sequence[Entry], *, session: ClientSession | None) -> Written:
         """
         Write to the one document that the filter finds.
 
         Args:
             write: what to do.
             entries: at least one.
-            session: of the user; inside a transaction nothing is claimed.
-            claim: whether to claim the document for delivery.
+            session: of the user.
 
         Raises:
             OutboxRefusedError: too many entries would wait, or the document would be larger than 16 MB.
         """
         self.refuse_more_than_ever(entries)
         if write.upsert:
-            return self._upserted(write, lambda _: entries, None, session, claim=claim)
+            return self._upserted(write, lambda _: entries, None, session)
         with explained_refusals(self.collection.full_name, self.field.name):
             if write.pinned is not NO_ID:
-                written = self._update(write, write.pinned, entries, session=session, claim=claim)
+                written = self._update(write, write.pinned, entries, session)
                 return Written() if written is None else written
             if write.sort is not None:
                 self._refuse_full_first(write, entries, session)
                 return self._update_any(write, entries, write.filter, session)
             return self._update_one_with_room(write, entries, session)
 
-    def upsert_of_new_id(
-        self, write: DocumentWrite, make: MakeEntries, *, session: ClientSession | None, claim: bool
-    ) -> Written:
+    def upsert_of_new_id(self, write: DocumentWrite, make: MakeEntries, *, session: ClientSession | None) -> Written:
         """
         An upsert whose entries are made of the `_id`, where neither filter nor update says anything of it.
 
@@ -128,13 +114,12 @@ class Writer:
         Args:
             write: what to do.
             make: gives the entries for an `_id`.
-            session: of the user; inside a transaction nothing is claimed.
-            claim: whether to claim the document for delivery.
+            session: of the user.
 
         Raises:
             OutboxRefusedError: as of `write`.
         """
-        return self._upserted(write, make, ObjectId(), session, claim=claim)
+        return self._upserted(write, make, ObjectId(), session)
 
     def _upserted(
         self,
@@ -142,15 +127,13 @@ class Writer:
         make: MakeEntries,
         new_id: ObjectId | None,
         session: ClientSession | None,
-        *,
-        claim: bool,
     ) -> Written:
         deadline, creations = time.monotonic() + _SECONDS, 0
         with explained_refusals(self.collection.full_name, self.field.name):
             while time.monotonic() < deadline:
                 document_id = self._find(write, session)
                 if document_id is not NO_ID:
-                    written = self._update(write, document_id, make(document_id), session=session, claim=claim)
+                    written = self._update(write, document_id, make(document_id), session)
                 else:
                     creations += 1
                     entries = make(new_id)
@@ -174,23 +157,13 @@ class Writer:
         write: DocumentWrite,
         document_id: object,
         entries: Sequence[Entry],
-        *,
         session: ClientSession | None,
-        claim: bool,
     ) -> Written | None:
         """Update by `_id`; None where the filter does not match it."""
         target, deadline = narrowed(write.filter, document_id), time.monotonic() + _SECONDS
-        key = id_key(document_id, self.collection.codec_options) if claim else None
-        if claim and time.monotonic() >= self._busy_until.get(key, 0.0):
-            mine, now = (ObjectId(), self._claim_ttl), time.monotonic()
-            document = self._updated(write, target.where(self.field.absent), entries, mine, session)
-            if document is not None:
-                events = [entry.to_document() for entry in entries]
-                return Written(document_id, True, False, events, mine[0], now, document)
-            self._note_busy(key)
         room = self.field.room_for(len(entries), self._max_pending)
         while time.monotonic() < deadline:
-            document = self._updated(write, target.where(room), entries, None, session)
+            document = self._updated(write, target.where(room), entries, session)
             if document is not None:
                 return Written(document_id, matched=True, document=document)
             there = {"_id": {"$eq": document_id}, **target.rest}
@@ -199,22 +172,15 @@ class Writer:
             self._refuse_full(document_id, entries, session)
         raise self._kept_changing()
 
-    def _note_busy(self, key: Hashable) -> None:
-        """A document that many write to has something pending all the time: a claim would cost each write in vain."""
-        if len(self._busy_until) >= _BUSY_MAX:
-            self._busy_until.clear()
-        self._busy_until[key] = time.monotonic() + _BUSY_SECONDS
-
     def _updated(
         self,
         write: DocumentWrite,
         where: Mapping[str, Any],
         entries: Sequence[Entry],
-        claim: Claim | None,
         session: ClientSession | None,
     ) -> Any:
         """The document that the user asked for, or anything if he did not; None where there was none to update."""
-        update = write.with_entries(self.field, entries, claim)
+        update = write.with_entries(self.field, entries)
         if write.return_document is None:
             result = self.collection.update_one(where, update, session=session, **write.options)
             return result if result.matched_count else None
@@ -312,31 +278,14 @@ class Writer:
         return Written(document_id, upserted=True, document=document)
 
     def insert(
-        self,
-        document: Mapping[str, Any],
-        entries: Sequence[Entry],
-        *,
-        session: ClientSession | None,
-        claim: bool,
-        **options: Any,
+        self, document: Mapping[str, Any], entries: Sequence[Entry], *, session: ClientSession | None, **options: Any
     ) -> Written:
         """Insert a new document with its entries; errors as of `write`."""
-        whole, written = self.insertion(document, entries, claim=claim)
+        self.refuse_more_than_ever(entries)
+        whole = {**document, self.field.name: self.field.new_field(entries)}
         with explained_refusals(self.collection.full_name, self.field.name):
             self.collection.insert_one(whole, session=session, **options)
-        return written
-
-    def insertion(
-        self, document: Mapping[str, Any], entries: Sequence[Entry], *, claim: bool
-    ) -> tuple[Document, Written]:
-        """A new document with its entries, and how it will stand when it has been inserted."""
-        self.refuse_more_than_ever(entries)
-        owner, now = ObjectId(), time.monotonic()
-        field = self.field.new_field(entries, (owner, self._claim_ttl) if claim else None, datetime.now(UTC))
-        whole = {**document, self.field.name: field}
-        if not claim:
-            return whole, Written(document["_id"], matched=True)
-        return whole, Written(document["_id"], matched=True, events=field["events"], owner=owner, claimed_at=now)
+        return Written(document["_id"], matched=True)
 
     def refuse_full_documents(self, added: Sequence[Added], session: ClientSession | None) -> None:
         """

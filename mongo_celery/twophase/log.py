@@ -246,9 +246,7 @@ class TransactionLog:
         if state is State.PENDING:
             return {"deadline": after(self._deadline)}
         if state.is_final and self._retention is not None:
-            # What compensates another is kept: once it is gone, nobody could tell that it was there.
-            is_compensation = {"$ne": [{"$type": "$_id.compensates"}, "missing"]}
-            return {"expiresAt": {"$cond": [is_compensation, "$$REMOVE", after(self._retention)]}}
+            return {"expiresAt": after(self._retention)}
         return {}
 
     def get(self, transaction_id: Any, session: ClientSession | None = None) -> Transaction:

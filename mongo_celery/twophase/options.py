@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 from mongo_celery.arguments import check_texts
 from mongo_celery.errors import ConfigurationError
 
 PROTOCOLS = ("auto", "documents")
+
+RETENTION = timedelta(days=90)
+"""For so long a repeated id is known, unless an application chooses otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

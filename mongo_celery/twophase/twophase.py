@@ -25,7 +25,7 @@ from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckEr
 from mongo_celery.twophase.joined import JoinedCalls, session_to_join
 from mongo_celery.twophase.local import RefusedError
 from mongo_celery.twophase.log import KnownError, TransactionLog
-from mongo_celery.twophase.options import TwoPhaseOptions
+from mongo_celery.twophase.options import RETENTION, TwoPhaseOptions
 from mongo_celery.twophase.participants import Part, is_same, part_of
 from mongo_celery.twophase.purge import Purge, Purger
 from mongo_celery.twophase.recoveries import COLLECTION as RECOVERIES
@@ -84,9 +84,9 @@ class TwoPhaseCommit:
         protocol: `"auto"`: one MongoDB transaction where all participants are in the transactions' cluster, receipts
             where they are in several, markers in the documents of standalone servers; or `"documents"`: markers always.
         deadline: seconds after which a transaction that was begun and is not applied cancels itself.
-        retention: seconds for which a transaction is kept that is done or canceled, not less than `deadline`; None for
-            ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept. One that
-            nobody begins for so long is canceled by recovery.
+        retention: seconds for which a transaction is kept that is done or canceled, 90 days by default, not less than
+            `deadline`; None for ever. Afterwards its id is free: a repeated call does it again. No other transaction is
+            removed. One that nobody begins for so long is canceled by recovery.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has another of this name.
@@ -106,7 +106,7 @@ class TwoPhaseCommit:
         recover_every: Duration | None = 60.0,
         protocol: str = "auto",
         deadline: Duration = 600.0,
-        retention: Duration | None = None,
+        retention: Duration | None = RETENTION,
     ) -> None:
         options = TwoPhaseOptions(
             application=_application_of(app) if application is None else application,

@@ -42,8 +42,8 @@ def write() -> None:
         if WHAT == "hang":
             threading.Event().wait()
         dispatcher = outbox.backing.dispatcher
-        with dispatcher._changed:
-            assert dispatcher._changed.wait_for(lambda: dispatcher._closing_by is not None, 60)
+        with dispatcher._thread.changed:
+            assert dispatcher._thread.changed.wait_for(lambda: dispatcher._thread.closing_by is not None, 60)
         publish(entry, *document_id)
 
     outbox.publisher.publish = hold  # type: ignore[method-assign]
@@ -59,10 +59,10 @@ def write_by_the_driver() -> None:
     outbox.sweep()  # which makes the index
     documents = [outbox.with_tasks({"_id": number}, [add.s(number)]) for number in range(3)]
     dispatcher = outbox.backing.dispatcher
-    with dispatcher._changed:  # the thread has no turn before the end has begun
+    with dispatcher._thread.changed:  # the thread has no turn before the end has begun
         outbox.collection.insert_many(documents)
         outbox.dispatch()
-        dispatcher.close_soon()
+        dispatcher._thread.close_soon()
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import redis
+from bson import ObjectId
 from celery import Celery
 from pymongo.collection import Collection
 from pymongo.database import Database
@@ -123,6 +124,27 @@ def ripen(collection: Collection[Document], identity: Any) -> None:
     """As if the next entry of a document had been tried for as long as anything is, and had failed each time."""
     tried = {"pendingEvents.events.0.attempts": 99, "pendingEvents.events.0.at": LONG_AGO}
     assert collection.update_one({"_id": identity}, {"$set": tried}).matched_count
+
+
+def hold(
+    collection: Collection[Document],
+    identity: Any,
+    seconds: float = 600.0,
+    owner: ObjectId | None = None,
+    field: str = "pendingEvents",
+) -> None:
+    """As a relay that claims a document, or with `NOBODY` as one that holds it back, by the server's clock."""
+    until = {"$add": ["$$NOW", round(seconds * 1000)]}
+    claim = {"$mergeObjects": [{"owner": owner or ObjectId(), "until": until}]}
+    changed = collection.update_one({"_id": identity}, [{"$set": {f"{field}.claim": claim}}])
+    assert changed.matched_count
+
+
+def pause_of(collection: Collection[Document], identity: Any) -> float:
+    """For how many seconds a document is held back, by the server's clock; 0 for one that is free."""
+    left = {"$divide": [{"$subtract": ["$pendingEvents.claim.until", "$$NOW"]}, 1000]}
+    (found,) = collection.aggregate([{"$match": {"_id": identity}}, {"$project": {"left": left}}])
+    return max(0.0, float(found["left"]))
 
 
 def due_again(collection: Collection[Document]) -> None:

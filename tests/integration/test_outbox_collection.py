@@ -30,10 +30,10 @@ from mongo_celery.errors import (
 from mongo_celery.outbox import dispatcher, parcel_relay
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.health import read_health
-from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
+from mongo_celery.outbox.pending import LONG_AGO, NOBODY, UNCLAIMED
 from mongo_celery.outbox.replay import dead_letters, replay
 from tests.fixtures.process import wait_for
-from tests.integration.outbox_rig import Rig, damage
+from tests.integration.outbox_rig import Rig, damage, hold
 
 Document = dict[str, Any]
 
@@ -245,18 +245,10 @@ def test_a_parcel_with_an_earlier_head_waits_for_it(rig: ParcelRig) -> None:
     first, second, _ = (parcel["_id"] for parcel in rig.stored)
     relay = outbox.backing.relay
 
-    rig.database["outbox"].update_one(
-        {"_id": first},
-        {
-            "$currentDate": {"pendingEvents.claim.since": True},
-            "$set": {
-                "pendingEvents.claim.ttl": 600_000,
-            },
-        },
-    )
+    hold(rig.database["outbox"], first)
     assert relay.deliver(second).dispatched == 0
     assert outbox.sweep(older_than=0).dispatched == 0
-    rig.database["outbox"].update_one({"_id": first}, {"$set": {"pendingEvents.claim.ttl": 0}})
+    hold(rig.database["outbox"], first, -1)
     assert relay.deliver(second).dispatched == 3
     assert [n for _, n in rig.sent()] == [0, 1, 2]
 
@@ -428,8 +420,7 @@ def test_a_key_with_many_parcels_keeps_no_other_waiting(rig: ParcelRig) -> None:
         outbox.add([rig.add.s(1, number)], key="a")
     outbox.add([rig.add.s(2, 0)], key="b")
     first, *_, last, other = (parcel["_id"] for parcel in rig.stored)
-    claimed = {"$currentDate": {"pendingEvents.claim.since": True}, "$set": {"pendingEvents.claim.ttl": 600_000}}
-    rig.database["outbox"].update_one({"_id": first}, claimed)
+    hold(rig.database["outbox"], first)
     assert outbox.backing.relay.deliver_all([last, other]).dispatched == 1
     assert rig.sent() == [[2, 0]]
 
@@ -594,10 +585,7 @@ def test_keys_that_stand_keep_no_other_from_its_turn(rig: ParcelRig) -> None:
     rig.database["outbox"].insert_many(
         {**model, "_id": each, "seq": Timestamp(2**32 - 1, each + 1)} for each in range(1500)
     )
-    rig.database["outbox"].update_many(
-        {"_id": model["_id"]},
-        {"$currentDate": {"pendingEvents.claim.since": True}, "$set": {"pendingEvents.claim.wait": 600_000}},
-    )
+    hold(rig.database["outbox"], model["_id"], owner=NOBODY)
     for number in range(2):
         outbox.add([rig.add.s(3, number)], key=f"z{number}")
 
@@ -691,12 +679,12 @@ def test_commands_see_it_as_any_outbox(rig: ParcelRig) -> None:
     outbox = rig.parcels(name="leaving")
     outbox.add([rig.add.s(1, 0), rig.add.s(1, 1)], key="k")
 
-    (health,) = read_health(rig.app, [outbox])
+    ((health,), _) = read_health(rig.app, [outbox])
     plain = plain_health(health)
     assert (plain["outbox"], plain["documents"], plain["pending"], plain["indexed"]) == ("leaving", 1, 2, True)
     assert plain["broker"]["answers"]
     rig.database["outbox"].drop_index(outbox.backing.index_name)
-    (health,) = read_health(rig.app, [outbox])
+    ((health,), _) = read_health(rig.app, [outbox])
     assert any("index parcels is missing" in sentence for sentence in health.advice())
 
 

@@ -18,11 +18,10 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
-from mongo_celery.outbox import backing, document_queue
+from mongo_celery.outbox import backing
 from mongo_celery.outbox import dispatcher as module
-from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.pending import NOBODY, PendingField
+from mongo_celery.outbox.pending import NOBODY
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.forking import holds_after_a_fork
 from tests.fixtures.mongo import MakeClient
@@ -69,7 +68,7 @@ def _note(name: str) -> str:
 def settled(outbox: Outbox) -> bool:
     """Whether nothing is pending in the collection, nor waits in the process."""
     status = outbox.status()
-    return not status.pending and not status.dispatcher.queued and not status.dispatcher.unsettled
+    return not status.pending and not status.dispatcher.queued
 
 
 def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_it_is_back(
@@ -104,7 +103,6 @@ def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_i
             outbox.insert_one({"_id": "later"}, tasks=[rig.add.s(5, 0)])
             assert 1 <= len(asked) <= len(threads)
             assert outbox.status().pending == 101
-            assert not outbox.backing.may_claim(None)
         finally:
             broker.resume()
         wait_for(lambda: settled(outbox))
@@ -143,11 +141,8 @@ def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(
     assert database["orders"].count_documents({"pendingEvents": {"$exists": True}}) == 0
 
 
-def test_what_a_full_queue_does_not_take_is_found_by_the_index(
-    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write claims nothing then, so that its document is free for whoever finds it."""
-    monkeypatch.setattr(document_queue, "QUEUE_MAX", 2)
+def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_MAX", 2)
     outbox = rig.outbox(at_once=True, claim_ttl=600)
     with held_up(outbox) as (_asked, begun):
         outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
@@ -155,25 +150,8 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(
         for number in range(1, 8):
             outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
         assert outbox.status().dispatcher.passed_over == 5
-        owners = [pending(database, number)["claim"]["owner"] for number in range(8)]
-        assert [owner == NOBODY for owner in owners] == [False] * 3 + [True] * 5
     wait_for(lambda: settled(outbox))
     assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
-
-
-def test_a_claim_that_has_grown_old_in_the_queue_is_not_relied_on(rig: Rig, database: Database[Document]) -> None:
-    """Another relay has delivered the document meanwhile; it is looked at, and nothing is sent twice."""
-    outbox = rig.outbox(at_once=True, claim_ttl=1)
-    free = PendingClaims(PendingField(), (None,)).free
-    with held_up(outbox) as (_asked, begun):
-        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
-        assert begun.wait(120)
-        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
-        wait_for(lambda: database["orders"].find_one({"_id": 1, "$expr": free}))
-        other = rig.outbox(name="other", at_once=False)
-        assert other.backing.relay.deliver(1).dispatched == 1
-    wait_for(lambda: settled(outbox))
-    assert sorted(rig.sent()) == [[0, 0], [1, 0]]
 
 
 def test_a_hint_and_a_look_find_what_somebody_else_has_written(rig: Rig) -> None:
@@ -210,25 +188,19 @@ def test_a_removal_that_mongodb_does_not_answer_is_made_again(
     make_client: MakeClient,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was published is remembered until it is removed, and is sent once; a connection lost once is nothing."""
+    """What was published is remembered until it is removed, and is sent once."""
     client = make_client(appName="dispatcher", retryWrites=False)
     outbox = Outbox(rig.app, client[database.name]["orders"], name="cut", sweep_every=None)
     outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
     wait_for(lambda: settled(outbox))
     rig.drain()
-    with failpoint(failCommands=["update"], closeConnection=True, appName="dispatcher"):
+    with failpoint(mode={"skip": 1}, failCommands=["update"], closeConnection=True, appName="dispatcher"):  # a claim
         outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
-        wait_for(lambda: outbox.status().dispatcher.unsettled)
+        wait_for(lambda: "left to the sweep" in caplog.text)
         assert rig.sent() == [[1, 0]]
         assert outbox.status().pending == 1
     wait_for(lambda: settled(outbox))
     assert rig.sent() == []
-    caplog.clear()
-    with failpoint(mode={"times": 1}, failCommands=["update"], closeConnection=True, appName="dispatcher"):
-        outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
-        wait_for(lambda: settled(outbox))
-    assert rig.sent() == [[2, 0]]
-    assert caplog.messages == []
     outbox.backing.close()
 
 
@@ -247,7 +219,7 @@ def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write
                 outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
             assert begun.wait(120)
             memory.config_set("maxmemory", 1)
-        wait_for(lambda: outbox.status().dispatcher.passed_over >= 3)
+        wait_for(lambda: outbox.status().dispatcher.broker_down)
         memory.config_set("maxmemory", 0)
         due_again(database["orders"])
         outbox.dispatch()
@@ -297,14 +269,14 @@ def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
         mine = outbox.backing.dispatcher
         assert mine.state.queued == 0
         outbox.insert_one({"_id": "child"}, tasks=[add.s("child")])
-        assert mine.wait(None, "child", 20)
+        assert mine.wait_all(["child"], 20)
         return outbox.backing.latest.find_one({"_id": "child"}) == {"_id": "child"}  # removals wait for no majority
 
     with held_up(outbox) as (asked, begun):
         outbox.insert_one({"_id": "parent"}, tasks=[add.s("parent")])
         assert begun.wait(120)
         outbox.insert_one({"_id": "queued"}, tasks=[add.s("queued")])
-        with outbox.backing.dispatcher._changed:
+        with outbox.backing.dispatcher._thread.changed:
             assert holds_after_a_fork(child)
         assert outbox.status().dispatcher.queued == 1
         assert outbox.status().pending == 2
@@ -338,28 +310,14 @@ def test_a_process_that_ends_looks_for_what_it_was_told_of(
     assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]
 
 
-def test_a_process_that_ends_while_the_broker_is_silent_lets_its_claims_go(
+def test_a_process_ends_in_time_while_the_broker_is_silent(
     mongo_url: str, redis_url: str, database: Database[Document]
 ) -> None:
-    """It ends, though a message is under way; whoever comes next need not wait for its claims, of that message too."""
+    """Though a message is under way. Its claim lapses, and what it has not begun is free."""
     ended = _ended("atexit", "hang", mongo_url, redis_url, database.name)
     assert ended.returncode == 0, ended.stderr
     owners = [pending(database, number)["claim"]["owner"] for number in range(3)]
-    assert [owner == NOBODY for owner in owners] == [True, True, True]
-
-
-@pytest.mark.needs_mongodb(5, 0)
-def test_an_outbox_of_transactions_that_is_closed_then_lets_its_claims_go_too(
-    rig: Rig, database: Database[Document]
-) -> None:
-    outbox = OutboxCollection(rig.app, database["parcels"], sweep_every=None, claim_ttl=600)
-    with held_up(outbox) as (_asked, begun):
-        outbox.add([rig.add.s(1, 1)], key="k")
-        assert begun.wait(120)
-        outbox.backing.close()
-        (parcel,) = database["parcels"].find()
-        assert parcel["pendingEvents"]["claim"]["owner"] == NOBODY
-    wait_for(lambda: not database["parcels"].count_documents({}))
+    assert owners.count(NOBODY) >= 1
 
 
 def _ended(*arguments: str) -> subprocess.CompletedProcess[str]:

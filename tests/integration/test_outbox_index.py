@@ -141,7 +141,7 @@ class Looks(monitoring.CommandListener):
         self.bounds: list[int | None] = []
 
     def started(self, event: monitoring.CommandStartedEvent) -> None:
-        if event.command_name == "find" and "pendingEvents.count" in event.command["filter"]:
+        if event.command_name == "find" and "$or" in event.command["filter"]:
             self.bounds.append(event.command.get("maxTimeMS"))
 
     def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
@@ -162,8 +162,7 @@ def test_a_look_that_would_read_a_whole_collection_is_given_up_and_forgets_nothi
     database["orders"].insert_one(outbox.with_tasks({"_id": 1}, [rig.add.s(1, 0)]))
     with failpoint(mode={"times": 1}, failCommands=["find"], errorCode=50, appName="looking"):  # as after maxTimeMS
         outbox.dispatch()
-        wait_for(lambda: dispatcher._looks._rests > 0)
-    assert dispatcher.accepts
+        wait_for(lambda: dispatcher._rests > 0)
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
     wait_for(lambda: not outbox.status().pending)
     assert sorted(rig.sent()) == [[1, 0], [2, 0]]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from bson import ObjectId
 from pymongo import DeleteMany, DeleteOne, InsertOne, MongoClient, ReplaceOne, ReturnDocument, UpdateMany, UpdateOne
 from pymongo.collation import Collation
 from pymongo.database import Database
@@ -17,14 +15,14 @@ from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStart
 
 from mongo_celery import STORED_ID, CommandRefusedError, Event, Outbox, OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.outbox import Write, writes
+from mongo_celery.outbox import Write
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry, entries_of
-from mongo_celery.outbox.pending import NOBODY, UNCLAIMED, PendingField
+from mongo_celery.outbox.pending import UNCLAIMED, PendingField
 from mongo_celery.outbox.replay import dead_letters, replay
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.outbox_rig import Rig, hold, opened, pending
 
 Document = dict[str, Any]
 
@@ -58,13 +56,6 @@ def delivered(rig: Rig, outbox: Outbox) -> list[list[Any]]:
     """Arguments of what a sweep publishes, in an order of their own."""
     outbox.sweep(older_than=0)
     return sorted(rig.sent(), key=repr)
-
-
-def hold(database: Database[Document], identity: Any) -> None:
-    """Another relay's claim."""
-    claim = {"pendingEvents.claim.owner": ObjectId(), "pendingEvents.claim.ttl": 60_000}
-    update: Any = {"$set": claim, "$currentDate": {"pendingEvents.claim.since": True}}
-    assert database["orders"].update_one({"_id": identity}, update).matched_count == 1
 
 
 def test_inserted_documents_get_tasks_of_their_own(rig: Rig, outbox: Outbox) -> None:
@@ -114,7 +105,7 @@ def test_a_delete_of_many_delivers_first(rig: Rig, outbox: Outbox, database: Dat
     assert sorted(rig.sent()) == [[0, 0], [1, 0]]
     assert outbox.delete_many({"_id": 0}).deleted_count == 0
     database["orders"].insert_one({"_id": 5})
-    hold(database, 2)
+    hold(database["orders"], 2)
     with pytest.raises(OutboxRefusedError, match="none of the filter's documents were deleted"):
         outbox.delete_many({})
     assert database["orders"].count_documents({}) == 2
@@ -143,7 +134,7 @@ def test_a_document_is_delivered_deleted_and_returned(rig: Rig, outbox: Outbox, 
     assert rig.sent() == [[2, 0]]
     assert outbox.find_one_and_delete({"n": 77}, sort=[("n", 1)]) is None
     assert outbox.find_one_and_delete({"n": 77}) is None
-    hold(database, 0)
+    hold(database["orders"], 0)
     with pytest.raises(OutboxRefusedError, match="not deleted"):
         outbox.find_one_and_delete({"_id": 0})
 
@@ -191,7 +182,7 @@ def test_a_bulk_write_that_could_not_deliver_has_written_nothing(
 ) -> None:
     """What its deletes would need is done before its first write."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    hold(database, 1)
+    hold(database["orders"], 1)
     with pytest.raises(OutboxRefusedError, match="could not be delivered"):
         outbox.bulk_write([InsertOne({"_id": 2}), DeleteOne({"_id": 1})])
     assert database["orders"].count_documents({}) == 1
@@ -211,7 +202,7 @@ def test_a_bulk_write_deletes_one_of_those_that_a_filter_finds(
     """What it leaves is not delivered, and need not be."""
     for each in (1, 2):
         outbox.insert_one({"_id": each, "k": 1}, tasks=[rig.add.s(each, 1)])
-    hold(database, 2)
+    hold(database["orders"], 2)
     assert outbox.bulk_write([DeleteOne({"k": 1})]).deleted_count == 1
     assert rig.sent() == [[1, 1]]
     assert database["orders"].count_documents({}) == 1
@@ -223,7 +214,7 @@ def test_a_refused_delete_of_a_bulk_write_says_what_was_done(
     """Also where a request before it had failed."""
     database["orders"].insert_one({"_id": 1})
     outbox.insert_one({"_id": 2, "k": 1}, tasks=[rig.add.s(1, 1)])
-    hold(database, 2)
+    hold(database["orders"], 2)
     requests = [InsertOne({"_id": 1}), InsertOne({"_id": 3}), DeleteOne({"k": 1})]
     with pytest.raises(OutboxRefusedError, match="1 of the 2 requests before it failed") as caught:
         outbox.bulk_write(requests, ordered=False)
@@ -369,29 +360,6 @@ def test_a_task_is_not_made_of_an_id_that_nobody_knows(
     assert list(database["orders"].find()) == [{"_id": 1, "k": 1}]
 
 
-def test_a_write_claims_a_document_in_which_nothing_is_pending(
-    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By its `_id` only, and never in a transaction: a second write appends, and leaves the claim as it is."""
-    outbox = rig.outbox()
-    claims: list[Any] = []
-    monkeypatch.setattr(outbox.backing, "dispatch_at_once", lambda written, _: claims.append(written.owner))
-    outbox.insert_one({"_id": 1, "k": 1}, tasks=[rig.add.s(1, 1)])
-    database["orders"].update_one({"_id": 1}, {"$unset": {"pendingEvents": ""}})
-    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 2)])
-    held = pending(database, 1)["claim"]
-    assert claims[1] == held["owner"] != claims[0]
-    assert list(held) == ["owner", "since", "ttl", "wait"]
-    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 3)])
-    assert pending(database, 1)["claim"] == held
-    database["orders"].update_one({"_id": 1}, {"$unset": {"pendingEvents": ""}})
-    outbox.update_one({"k": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 4)])
-    with database.client.start_session() as session, session.start_transaction():
-        outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 1)], session=session)
-    assert claims[2:] == [None, None, None]
-    assert {pending(database, each)["claim"]["owner"] for each in (1, 2)} == {NOBODY}
-
-
 def test_what_lies_in_many_documents_is_set_aside_and_replayed_in_each(
     rig: Rig, outbox: Outbox, database: Database[Document]
 ) -> None:
@@ -449,24 +417,6 @@ def test_tasks_may_be_gone_through_only_once(rig: Rig, outbox: Outbox) -> None:
         outbox.bulk_write([Write(InsertOne({"_id": 9}), rig.add.s(1, 1))])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="document must be an instance"):
         outbox.insert_many(["text"], tasks=[rig.add.s(1, 1)])
-
-
-def test_a_document_that_many_write_to_is_not_claimed_by_each(
-    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What could not be claimed a moment ago is only appended to: one update, not two."""
-    monkeypatch.setattr(writes, "_BUSY_SECONDS", 3600.0)
-    monkeypatch.setattr(writes, "_BUSY_MAX", 2)
-    outbox, claimed = rig.outbox(), list[bool]()
-    monkeypatch.setattr(
-        outbox.backing, "dispatch_at_once", lambda written, _: claimed.append(written.owner is not None)
-    )
-    database["orders"].insert_many([{"_id": each} for each in range(4)])
-    for key in (0, 0, 0, 1, 1, 2, 2, 0):
-        if len(claimed) in (2, 7):
-            database["orders"].update_one({"_id": 0}, {"$unset": {"pendingEvents": ""}})
-        outbox.update_one({"_id": key}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)])
-    assert claimed == [True, False, False, True, False, True, False, True], "and few are remembered"
 
 
 def test_a_duplicate_is_pymongo_s_error(rig: Rig, outbox: Outbox) -> None:
@@ -549,8 +499,7 @@ def test_a_delete_delivers_what_another_outbox_has_pending_or_is_refused(
 ) -> None:
     """Also where its own has something pending, too; a relay that holds the other's keeps the document."""
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)])
-    held = {"owner": ObjectId(), "since": datetime.now(UTC), "ttl": 600_000, "wait": 0}
-    database["orders"].update_one({"_id": 1}, {"$set": {"notices.claim": held}})
+    hold(database["orders"], 1, field="notices")
     with pytest.raises(OutboxRefusedError):
         DELETES[delete](outbox)
     database["orders"].update_one({"_id": 1}, {"$set": {"notices.claim": UNCLAIMED}})

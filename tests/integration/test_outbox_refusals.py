@@ -97,7 +97,7 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, databas
 
     outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
     outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
-    broken = {"pendingEvents.claim.since": "yesterday", "pendingEvents.claim.ttl": "long"}
+    broken = {"pendingEvents.claim.until": "yesterday"}
     database["orders"].update_one({"_id": 3}, {"$set": broken})
     rig.app.tasks[SWEEP_TASK]()
     assert sorted(rig.sent()) == [[3, 3], [4, 4]]

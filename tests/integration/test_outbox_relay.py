@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from bson import DatetimeMS, Decimal128, Int64, ObjectId
+from bson import DatetimeMS, Decimal128, Int64, MaxKey, ObjectId, Timestamp
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import register, unregister
 from pymongo import monitoring
@@ -20,11 +20,12 @@ from mongo_celery import Event, Outbox, OutboxRefusedError
 from mongo_celery.outbox import relay as module
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.sweep import sweep_all
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.redis import MakeRedis
-from tests.integration.outbox_rig import Rig, damage, due_again, opened, pending, ripen
+from tests.integration.outbox_rig import Rig, damage, due_again, hold, opened, pause_of, pending, ripen
 
 Document = dict[str, Any]
 
@@ -36,26 +37,19 @@ def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
     database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
 
 
-def claim(database: Database[Document], identity: Any, since: datetime, seconds: float) -> None:
-    """A claim as a relay that has died left it."""
-    fields = {"owner": ObjectId(), "since": since, "ttl": int(seconds * 1000)}
-    database["orders"].update_one({"_id": identity}, {"$set": {"pendingEvents.claim": fields}})
-
-
 def test_a_document_of_a_crashed_relay_is_free_again_by_the_servers_clock(
     rig: Rig, database: Database[Document]
 ) -> None:
-    """Held until its time is over; a time that lies ahead counts as long ago, or a wrong clock would hold it."""
+    """Held until its time is over; a time beyond all claims is not a relay's, and holds nothing."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    now = datetime.now(UTC)
 
-    claim(database, 1, now, 600)
+    hold(database["orders"], 1, 600)
     assert outbox.backing.relay.deliver(1).dispatched == 0
-    claim(database, 1, now - timedelta(seconds=601), 600)
+    hold(database["orders"], 1, -1)
     assert outbox.backing.relay.deliver(1).dispatched == 1
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
-    claim(database, 1, now + timedelta(hours=1), 600)
+    hold(database["orders"], 1, 3 * 3600)
     assert outbox.backing.relay.deliver(1).dispatched == 1
     assert rig.sent() == [[1, 1], [2, 2]]
 
@@ -164,7 +158,8 @@ def test_by_default_a_poison_entry_stays_and_is_said_to_be_stuck(
         assert outbox.backing.relay.deliver(1).dispatched == 0
 
     waiting = pending(database, 1)
-    assert (waiting["events"][0]["attempts"], waiting["claim"]["wait"]) == (2001, 300_000)
+    assert waiting["events"][0]["attempts"] == 2001
+    assert 120 < pause_of(database["orders"], 1) <= 300
     assert (outbox.status().stuck, outbox.dead_letters.count(), rig.sent()) == (1, 0, [])
     assert [record.__dict__["event"] for record in caplog.records] == ["entry_stuck"]
 
@@ -179,7 +174,7 @@ def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(rig: Rig, dat
     old.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.new", args=(1, 1)), rig.add.s(1, 2)])
     for _ in range(3):
         assert old.backing.relay.deliver(1).dispatched == 0
-        assert pending(database, 1)["claim"]["wait"] == 30_000
+        assert 0 < pause_of(database["orders"], 1) <= 30
         due_again(database["orders"])
     assert (old.status().failing, old.dead_letters.count()) == (0, 0)
 
@@ -273,7 +268,7 @@ def test_a_delete_leaves_a_task_that_its_process_does_not_know_to_one_that_does(
     with pytest.raises(OutboxRefusedError, match=r"shop\.unknown"):
         outbox.delete_one({"_id": 1})
 
-    assert (pending(database, 1)["claim"]["wait"], outbox.dead_letters.count()) == (0, 0)
+    assert (pause_of(database["orders"], 1), outbox.dead_letters.count()) == (0, 0)
     assert outbox.status().failures == 0
     assert rig.outbox(name="foreign", foreign_tasks=True).sweep(older_than=0).dispatched == 1
 
@@ -310,7 +305,7 @@ def test_a_document_that_somebody_writes_to_all_the_time_does_not_capture_a_rela
     outbox.publisher.publish = publish_and_add  # type: ignore[method-assign]
     assert outbox.sweep(older_than=0).dispatched == 21
     outbox.publisher.publish = publish  # type: ignore[method-assign]
-    assert pending(database, 0)["claim"]["ttl"] == 0, "its claim was let go"
+    assert pending(database, 0)["claim"]["owner"] == NOBODY, "its claim was let go"
     assert outbox.sweep(older_than=0).dispatched == 1
     sent = rig.sent()
     assert (len(sent), sent.index([1, 0]) < 2) == (22, True)
@@ -468,12 +463,11 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
     outbox.insert_one({"_id": "good"}, tasks=[rig.add.s(1, 1)])
     field = pending(database, "good")
     longest = Int64(2**63 - 1)
-    waits: list[Any] = [longest, float("inf"), {}, Decimal128("1")]
+    untils: list[Any] = [longest, float("nan"), {}, [1], "long", Timestamp(1, 1), MaxKey(), Decimal128("1")]
     attempts: list[Any] = [longest, {}]
     strange: list[Document] = [
-        *({**field, "claim": {**field["claim"], "ttl": ttl}} for ttl in (longest, -longest, float("nan"), "long", [1])),
-        *({**field, "claim": {**field["claim"], "wait": wait}} for wait in waits),
-        *({**field, "claim": {**field["claim"], "since": DatetimeMS(since)}} for since in (2**62, -(2**62))),
+        *({**field, "claim": {**field["claim"], "until": until}} for until in untils),
+        *({**field, "claim": {**field["claim"], "until": DatetimeMS(until)}} for until in (2**62, -(2**62))),
         *({**field, "claim": claim} for claim in (None, 3, [], [field["claim"]])),
         *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
         *({**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]} for times in attempts),
@@ -501,7 +495,8 @@ def test_whatever_stands_where_a_claim_is_to_stand_gives_way_to_one(
 def test_the_field_may_have_another_name_and_its_index_too(rig: Rig, database: Database[Document]) -> None:
     """An equal index is used, whatever it is called; else it is called as the field is."""
     partial: Document = {"partialFilterExpression": {"pendingEvents.count": {"$gt": 0}}}
-    database["orders"].create_index([("pendingEvents.count", 1)], name="pending-events", **partial)
+    keys = [("pendingEvents.count", 1), ("pendingEvents.claim.until", 1)]
+    database["orders"].create_index(keys, name="pending-events", **partial)
     rig.outbox().insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     other = rig.outbox("parcels", field="waiting", at_once=False)
     other.insert_one({"_id": 1}, tasks=[rig.add.s(2, 2)])

@@ -10,11 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from bson import ObjectId
 from pymongo.database import Database
 from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.sweep import OutboxSweep, sweep_all, take_turns
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.outbox_rig import Rig, hold, opened, pending
 
 Document = dict[str, Any]
 
@@ -59,16 +61,31 @@ def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago
     sweep_all([replace(outbox.backlog, age=0.0)])
     assert rig.sent() == [[0, 0]]
 
-    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
-    failed = {"pendingEvents.claim.since": long_ago, "pendingEvents.claim.wait": 1}
-    orders.update_many({"_id": {"$lt": 160}}, {"$set": failed})
-    orders.update_one({"_id": 9}, {"$set": {"pendingEvents.claim.since": datetime(2019, 1, 1, tzinfo=UTC)}})
+    orders.update_many({"_id": {"$lt": 160}}, {"$set": {"pendingEvents.claim.until": datetime(2020, 1, 1, tzinfo=UTC)}})
+    orders.update_one({"_id": 9}, {"$set": {"pendingEvents.claim.until": datetime(2019, 1, 1, tzinfo=UTC)}})
     leave(rig, "orders", 1)
-    assert outbox.backing.due(0.0, 3) == [0, 1, 2]
-    assert outbox.backing.due(0.0, 3, passing_over=[0, 2]) == [1, 3, 4]
+    assert len(outbox.backing.due(0.0, 3)) == 3
+    assert not {0, 161} & set(outbox.backing.due(0.0, 200, passing_over=[0, 161]))
     assert outbox.backing.due(0.0, 2, by_lot=True) == [161, 9]
-    orders.update_many({}, {"$set": {"pendingEvents.claim.since": "nonsense"}})
+    orders.update_many({}, {"$set": {"pendingEvents.claim.until": "nonsense"}})
     assert len(outbox.backing.due(0.0, 200, by_lot=True)) == 161
+
+
+@pytest.mark.needs_mongodb(5, 0)
+def test_a_look_reads_what_is_due_and_no_document_that_is_held_back(rig: Rig, database: Database[Document]) -> None:
+    """However many wait for a broker, or for a task that no process knows."""
+    outbox, orders = rig.outbox(at_once=False), database["orders"]
+    assert outbox.sweep().dispatched == 0  # it makes the index
+    leave(rig, "orders", 60)
+    for identity in range(50):
+        hold(orders, identity, owner=NOBODY)
+    database.command({"profile": 2})
+    assert len(outbox.backing.due(0.0, 5)) == 5
+    assert len(outbox.backing.due(0.0, 100)) == 10
+    assert len(outbox.backing.due(0.0, 100, by_lot=True)) == 10
+    database.command({"profile": 0})
+    looks = list(database["system.profile"].find({"ns": orders.full_name}).sort("ts", 1))
+    assert [(each["docsExamined"], each["keysExamined"] <= 12) for each in looks] == [(5, True), (10, True), (10, True)]
 
 
 def test_documents_that_go_one_by_one_are_left_when_the_time_of_a_sweep_is_over(
@@ -123,3 +140,30 @@ def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_th
     sent = rig.sent()
     assert [number for a, number in sent if a == 9] == list(range(1100))
     assert sent.index([9, 1099]) > max(sent.index([0, number]) for number in range(60))
+
+
+def test_sweeps_of_one_outbox_do_not_overlap_and_one_that_died_keeps_nobody_away(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """Beat asks every few seconds, and a long backlog takes longer: the next sweep leaves it to the first."""
+    leave(rig, "orders", 2)
+    outbox, other = rig.outbox(name="first", at_once=False), rig.outbox(name="second", at_once=False)
+    publish, results = outbox.publisher.publish, list[Any]()
+
+    def publish_during(entry: Any, *given: Any) -> None:
+        results.append(sweep_all([replace(other.backlog, age=0.0)])["second"]["dispatched"])
+        publish(entry, *given)
+
+    outbox.publisher.publish = publish_during  # type: ignore[method-assign]
+    outbox.publisher._alone_until = float("inf")
+    assert sweep_all([replace(outbox.backlog, age=0.0)])["first"]["dispatched"] == 2
+    assert results == [0, 0]
+
+    leave(rig, "orders", 1)
+    notes, dead = outbox.backing.sweeps, ObjectId()
+    assert notes.note(0.0, dead)
+    assert sweep_all([replace(other.backlog, age=0.0)])["second"]["dispatched"] == 0
+    own = database.client[other.backing.options.database]["outbox_sweeps"]
+    assert own.update_one({"sweep": dead}, [{"$set": {"until": "$$NOW"}}]).matched_count
+    assert sweep_all([replace(other.backlog, age=0.0)])["second"]["dispatched"] == 1
+    assert len(rig.sent()) == 3

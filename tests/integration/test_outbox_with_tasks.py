@@ -23,7 +23,7 @@ from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
 from tests.fixtures.process import wait_for
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.outbox_rig import Rig, hold, opened, pending
 
 Document = dict[str, Any]
 
@@ -86,7 +86,7 @@ def test_an_update_appends_and_does_what_it_did(
     orders.update_one({"_id": 1}, outbox.with_tasks(update, [rig.add.s(1, 2)], id=1))
     field = pending(database, 1)
     assert args_in(database, 1) == [*([[0, 0]] if there else []), [1, 2]]
-    assert list(field["claim"]) == ["owner", "since", "ttl", "wait"]
+    assert list(field["claim"]) == ["owner", "until"]
     assert field["claim"]["owner"] == NOBODY
     found = without(orders.find_one())
     assert {name: found.get(name) for name in result} == result
@@ -103,12 +103,8 @@ def test_a_claim_that_somebody_holds_outlasts_a_plain_write(
         owner = ObjectId()
         orders.update_one({"_id": 1}, {"$unset": {"pendingEvents": ""}})
         orders.update_one({"_id": 1}, outbox.with_tasks({"$set": {"x": 1}}, [rig.add.s(0, 0)]))
-        orders.update_one(
-            {"_id": 1},
-            {"$set": {"pendingEvents.claim.owner": owner}, "$currentDate": {"pendingEvents.claim.since": True}},
-        )
         for held in (owner, NOBODY):  # held by a relay, or held back after a failure
-            orders.update_one({"_id": 1}, {"$set": {"pendingEvents.claim.owner": held, "pendingEvents.claim.wait": 9}})
+            hold(orders, 1, owner=held)
             before = pending(database, 1)["claim"]
             orders.update_one({"_id": 1}, outbox.with_tasks(update, [rig.add.s(1, 1)]))
             assert pending(database, 1)["claim"] == before
@@ -463,7 +459,7 @@ def test_what_a_slow_transaction_writes_is_dispatched_after_its_commit(
     rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch, ids: tuple[str, ...] | None
 ) -> None:
     """All looks that a write plans are over before the commit, and nobody sweeps. An aborted one dispatches nothing."""
-    monkeypatch.setattr(dispatcher, "LOOKS_AFTER", (0.0, 0.01, 0.02))
+    monkeypatch.setattr(dispatcher, "_LOOKS_AFTER", (0.0, 0.01, 0.02))
     outbox, looks = rig.outbox(at_once=True), list[float]()
     waiting = outbox.backing.due
 
@@ -480,7 +476,7 @@ def test_what_a_slow_transaction_writes_is_dispatched_after_its_commit(
         database["orders"].insert_one(order, session=session)
         if ids is not None:
             outbox.dispatch(*ids)
-        wait_for(lambda: looks and outbox.backing.dispatcher._looks.next is None, message="all looks")
+        wait_for(lambda: looks and outbox.backing.dispatcher.next_at() is None, message="all looks")
         looks.clear()
         if fails:
             raise KeyError

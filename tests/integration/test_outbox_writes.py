@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from bson import ObjectId
 from pymongo import IndexModel, InsertOne, ReplaceOne, ReturnDocument, UpdateMany, UpdateOne
 from pymongo.database import Database
 from pymongo.operations import DeleteOne
@@ -19,7 +18,7 @@ from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.locking import transactional
 from mongo_celery.outbox import Write
 from tests.fixtures.process import wait_for
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.outbox_rig import Rig, hold, opened, pending
 
 Document = dict[str, Any]
 
@@ -275,10 +274,7 @@ def test_a_delete_delivers_first(rig: Rig, database: Database[Document]) -> None
     assert outbox.delete_one({"_id": 1}).deleted_count == 0
 
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
-    database["orders"].update_one(
-        {"_id": 2}, {"$set": {"pendingEvents.claim.owner": ObjectId(), "pendingEvents.claim.ttl": 60_000}}
-    )
-    database["orders"].update_one({"_id": 2}, {"$currentDate": {"pendingEvents.claim.since": True}})
+    hold(database["orders"], 2)
     with pytest.raises(OutboxRefusedError, match="not deleted"):
         outbox.delete_one({"_id": 2})
     assert database["orders"].count_documents({}) == 1
@@ -314,7 +310,7 @@ def test_the_index_is_partial_has_its_name_and_is_used_by_the_sweep(rig: Rig, da
     outbox = rig.outbox()
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     index = database["orders"].index_information()["pendingEvents"]
-    assert index["key"] == [("pendingEvents.count", 1)]
+    assert index["key"] == [("pendingEvents.count", 1), ("pendingEvents.claim.until", 1)]
     assert index["partialFilterExpression"] == {"pendingEvents.count": {"$gt": 0}}
 
 

@@ -530,15 +530,27 @@ def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatc
     assert max(each["keysExamined"] for each in pages) <= 2 * 51
 
 
-def test_no_compensation_expires_before_what_it_takes_back(database: Database[Document]) -> None:
-    """It must not be done again when it is gone."""
+@pytest.mark.parametrize("options", [{"retention": 3600}, {}, {"retention": None}])
+def test_what_is_final_expires_by_default_and_a_compensation_after_what_it_takes_back(
+    database: Database[Document], options: dict[str, Any]
+) -> None:
+    """It must not be done again when it is gone. What is not final has no end."""
     make_accounts(database, A=1000, B=1000)
-    keeping = TwoPhaseCommit(None, database["transactions"], application="bank", retention=3600)
-    done = keeping.transfer("A", "B", 100)
-    keeping.compensate(done)
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank", **options)
+    done, canceled = bank.transfer("A", "B", 100), bank.transfer("A", "B", 1, run=False)
+    bank.compensate(done)
+    bank.transfer("A", "B", 1, run=False)
+    bank.cancel(canceled)
 
-    stored = {str(each["_id"]): "expiresAt" in each for each in database["transactions"].find()}
-    assert list(stored.values()) == [True, False]
+    kept = {
+        str(each["state"]): each["expiresAt"] - each["lastModified"]
+        for each in database["transactions"].find({"expiresAt": {"$exists": True}})
+    }
+    wanted = timedelta(seconds=options["retention"]) if options.get("retention") else timedelta(days=90)
+    assert kept == ({} if options == {"retention": None} else {"done": wanted, "canceled": wanted})
+    first, second = database["transactions"].find({"state": "done"}).sort("lastModified", 1)
+    assert (first["_id"], second["_id"]) == (done, {"compensates": done})
+    assert first.get("expiresAt", 0) <= second.get("expiresAt", 0)
 
 
 def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Database[Document]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_server_that_does_not_answer_is_not_asked_at_each_refusal(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a process says so once for everybody to see."""
-    monkeypatch.setattr(holders, "_told", [])
+    monkeypatch.setattr(holders, "_reported", threading.Event())
     monkeypatch.setattr(holders, "ANSWER_SECONDS", 0.1)
     with caplog.at_level(logging.WARNING, "mongo_celery.locking"):
         for _ in range(2):

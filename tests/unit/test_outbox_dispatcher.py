@@ -1,4 +1,4 @@
-"""What a dispatcher plans, without its thread."""
+"""What the dispatcher of an app plans, without MongoDB and a broker."""
 
 from __future__ import annotations
 
@@ -11,68 +11,80 @@ from typing import Any
 
 import pytest
 
-from mongo_celery.outbox.dispatcher import OutboxDispatcher
-from mongo_celery.outbox.document_queue import TURN, QueuedDocument
+from mongo_celery.outbox.delivery import Delivery
+from mongo_celery.outbox.dispatcher import TURN, AppDispatcher, OutboxDispatcher
+from mongo_celery.outbox.outage_watch import OutageWatch
+from tests.fixtures.process import wait_for
+
+
+def made(thread: AppDispatcher, **given: Any) -> OutboxDispatcher:
+    parts = {"deliver": lambda _: Delivery(), "waiting": lambda *_: [], "answers": bool, "codec": object, **given}
+    return OutboxDispatcher(thread, lambda: "orders", claim_ttl=600, **parts)
 
 
 @pytest.fixture
-def dispatcher(monkeypatch: pytest.MonkeyPatch) -> OutboxDispatcher:
-    """One that never begins."""
-
-    def refuse(*_: object) -> Any:
-        raise AssertionError("nothing is to be asked")
-
-    monkeypatch.setattr(OutboxDispatcher, "_wake", lambda _self: None)
-    return OutboxDispatcher(lambda: "orders", refuse, waiting=refuse, answers=refuse, claim_ttl=600, codec=refuse)
+def outbox(monkeypatch: pytest.MonkeyPatch) -> OutboxDispatcher:
+    """One whose thread never begins."""
+    monkeypatch.setattr(AppDispatcher, "wake", lambda *_: None)
+    return made(AppDispatcher())
 
 
-def test_a_look_that_waits_for_the_end_of_a_claim_outlives_any_number_of_writes(dispatcher: OutboxDispatcher) -> None:
+def test_a_look_that_waits_for_the_end_of_a_claim_outlives_any_number_of_writes(outbox: OutboxDispatcher) -> None:
     """Also under load; and few are planned at any time."""
-    dispatcher._forget_queue()
-    first, last = dispatcher._looks.at
+    outbox._pause()
+    first, last = outbox._looks
     assert last - first == pytest.approx(600)
     for _ in range(100):
-        dispatcher.expect()
-        dispatcher.hint()
-    assert dispatcher._looks.at[-1] == last
-    assert len(dispatcher._looks.at) <= 5
+        outbox.expect()
+        outbox.hint()
+    assert outbox._looks[-1] == last
+    assert len(outbox._looks) + len(outbox._expected_looks) <= 6
+
+
+def test_who_names_all_writes_that_were_expected_needs_no_look(outbox: OutboxDispatcher) -> None:
+    """With one of them unknown the looks stay, and a look that somebody asked for stays in any case."""
+    outbox.expect()
+    outbox.expect()
+    outbox.hint(1, expected=True)
+    assert outbox._expected_looks
+    outbox.hint(2, expected=True)
+    assert not outbox._expected_looks
+    outbox.hint()
+    outbox.expect()
+    outbox.hint(3, expected=True)
+    assert (len(outbox._looks), outbox._expected_looks) == (1, [])
 
 
 def test_a_broker_that_takes_connections_and_no_message_is_asked_ever_more_rarely(
-    dispatcher: OutboxDispatcher, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As Redis out of memory does; that it is back is said when something has gone out."""
-    monkeypatch.setattr(dispatcher._broker, "_answers", lambda: True)
+    """As Redis out of memory does; that it is back is reported when something has gone out."""
+    broker = OutageWatch()
     with caplog.at_level(logging.INFO, "mongo_celery.outbox"):
         for times in range(4):
-            assert dispatcher._broker.probes == times
-            dispatcher._pause_for_broker([])
-            monkeypatch.setattr(dispatcher._broker, "down_until", 0.0)
-            assert dispatcher._broker.probe()
-        assert not caplog.records
-        dispatcher._went_out(0)
+            assert broker.probes == times
+            broker.went_down()
+            assert broker.probe(lambda: True)
         assert not caplog.records
         for _ in range(2):
-            dispatcher._went_out(1)
+            broker.went_out()
     assert [record.__dict__["event"] for record in caplog.records] == ["broker_back"]
-    assert dispatcher._broker.probes == 0
+    assert broker.probes == 0
 
 
 def test_turns_are_apart_so_that_something_gathers_unless_there_is_enough_or_somebody_waits(
-    dispatcher: OutboxDispatcher,
+    outbox: OutboxDispatcher,
 ) -> None:
-    """And who writes meanwhile does not wake the thread up."""
-    now = time.monotonic()
-    dispatcher._turn_began = now
-    dispatcher._queue.append(0, QueuedDocument(0))
-    assert dispatcher._next_at(now) == pytest.approx(now + 0.02)
-    dispatcher._queue.join(0, QueuedDocument(0, waiting=[threading.Event()]))
-    assert dispatcher._next_at(now) == now
-    dispatcher._queue.take_all()
+    now = outbox._turn_began = time.monotonic()
+    outbox.hint(0)
+    assert outbox.next_at() == pytest.approx(now + 0.1)
+    next(iter(outbox._queue.values()))[1].append(threading.Event())
+    assert outbox.next_at() == now
+    outbox._queue.clear()
     for number in range(TURN):
-        assert dispatcher._next_at(now) != now
-        dispatcher._queue.append(number, QueuedDocument(number))
-    assert dispatcher._next_at(now) == now
+        assert outbox.next_at() != now
+        outbox.hint(number)
+    assert outbox.next_at() == now
 
 
 def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,19 +96,50 @@ def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monk
         looks.append(1)
         return []
 
-    given: dict[str, Any] = {"relay": object, "waiting": waiting, "answers": bool, "codec": object}
-    dispatcher = OutboxDispatcher(lambda: "orders", claim_ttl=10, **given)
+    thread = AppDispatcher()
+    outbox = made(thread, waiting=waiting)
     for times in (1, 2):
-        dispatcher.hint()
-        thread = dispatcher._thread
-        assert thread is not None
-        thread.join(30)
-        assert not thread.is_alive()
-        assert (len(looks), dispatcher._thread) == (times, None)
-    dispatcher.hint()
-    dispatcher.close()  # while there is one
-    assert dispatcher._thread is None
-    gone = weakref.ref(dispatcher)
-    del dispatcher
+        outbox.hint()
+        running = thread._thread
+        assert running is not None
+        running.join(30)
+        assert not running.is_alive()
+        assert (len(looks), thread._thread) == (times, None)
+    outbox.hint()
+    outbox.close()
+    gone = weakref.ref(outbox)
+    del outbox
+    thread.close()  # while there is one
+    assert thread._thread is None
     gc.collect()
     assert gone() is None
+
+
+def test_one_thread_takes_the_turns_of_all_outboxes_and_survives_one_that_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """P12: one cannot be named nor delivered; the others are delivered, in turns."""
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no such host")
+
+    thread, delivered, threads = AppDispatcher(), list[Any](), set[int]()
+
+    def deliver(number: int, ids: Any) -> Delivery:
+        delivered.extend((number, each) for each in ids)
+        threads.add(threading.get_ident())
+        return Delivery(dispatched=len(ids))
+
+    broken = OutboxDispatcher(thread, fail, deliver=fail, waiting=fail, answers=bool, claim_ttl=600, codec=object)  # type: ignore[arg-type]
+    outboxes = [made(thread, deliver=lambda ids, number=number: deliver(number, ids)) for number in range(20)]
+    broken.hint()
+    for outbox in outboxes:
+        outbox.hint(*range(TURN + 1))
+    assert all(outbox.wait_all(["last"], 60) for outbox in outboxes)
+    wait_for(lambda: "dispatcher_failed" in {record.__dict__.get("event") for record in caplog.records})
+    thread.close()
+    assert len(threads) == 1
+    assert sorted(delivered, key=str) == sorted(
+        ((number, each) for number in range(20) for each in (*range(TURN + 1), "last")), key=str
+    )
+    assert {number for number, _ in delivered[: 20 * TURN]} == set(range(20)), "no outbox waits for the end of another"

@@ -28,6 +28,7 @@ from mongo_celery.outbox.check.storage import WantedIndex, check_rights, check_s
 from mongo_celery.outbox.check.sweeping import Sweeping, ask_about_sweeps, judge_sweeping, sweep_queue
 from mongo_celery.outbox.entries import task_entry
 from mongo_celery.outbox.health import concern_of, is_scheduled, late_after, reach, unsigned_sentence
+from mongo_celery.outbox.index import of_pending
 from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.parcels import ORDER
 from mongo_celery.outbox.pending import PendingField
@@ -128,15 +129,15 @@ def _index_of(outbox: AnyOutbox) -> WantedIndex:
     backing = outbox.backing
     if isinstance(backing, ParcelBacking):
         return WantedIndex(backing.index_name, (("key", 1), *ORDER), None)
-    count = backing.field.count
-    return WantedIndex(backing.index_name, ((count, 1),), {count: {"$gt": 0}})
+    wanted = of_pending(backing.plain, backing.field)
+    return WantedIndex(wanted.name, tuple(wanted.keys), wanted.condition)
 
 
 def _example(app: Celery, field: PendingField) -> dict[str, Any]:
     """A value of the field, as a write stores it."""
     now = datetime.now(UTC)
     signature = app.signature("example")
-    return field.new_field([task_entry(app, signature, now)], None, now)
+    return field.new_field([task_entry(app, signature, now)])
 
 
 def _check_sweeping(outbox: AnyOutbox, facts: AppFacts) -> Iterable[Finding]:
