@@ -22,7 +22,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.existing import token_at
 from mongo_celery.bridge.state.claims import Claim
-from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter
+from mongo_celery.bridge.state.dead_letters import FAILED, Place, Selection, dead_letter
 from mongo_celery.bridge.state.partitions import state_of
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
@@ -761,3 +761,42 @@ def test_an_error_that_no_retry_cures_reaches_the_caller(
         pytest.raises(PyMongoError),
     ):
         other.try_claim()
+
+
+# -- what commands ask of the dead letters -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"since": datetime(2026, 1, 1, 0, 3, 10, tzinfo=UTC)},
+        {"keys": [7]},
+        {"subscription": SUBSCRIPTION, "keys": [7.0]},
+        {"subscription": SUBSCRIPTION, "ids": [token(7)["_data"]]},
+        {"subscription": SUBSCRIPTION, "since": datetime(2026, 1, 1, 0, 3, 10, tzinfo=UTC)},
+    ],
+    ids=["time", "key", "key of a handler", "id", "time of a handler"],
+)
+def test_what_commands_ask_for_is_found_by_an_index(rig: Rig, asked: Document) -> None:
+    """Of thousands of dead letters only those that are shown are read."""
+    letters = rig.store.dead_letters
+    letters.ensure_indexes()
+    documents = [
+        {
+            **a_dead_letter(number),
+            "change": {"documentKey": {"_id": number}},
+            "at": datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number),
+        }
+        for number in range(1, 200)
+    ]
+    letters.collection.insert_many(documents)
+    state = letters.collection.database
+    state.command("profile", 2)
+    try:
+        found = letters.find(Selection(**asked), [SUBSCRIPTION], 0)
+        count = letters.count_of(Selection(**asked), [SUBSCRIPTION])
+    finally:
+        state.command("profile", 0)
+    read = state["system.profile"].find({"ns": letters.collection.full_name, "op": {"$in": ["query", "command"]}})
+    assert 1 <= len(found) == count <= 10
+    assert max(each.get("docsExamined", 0) for each in read) <= len(found) + 1

@@ -11,7 +11,9 @@ import itertools
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import bson
@@ -567,3 +569,20 @@ def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
         commands.stop(term.wiring, "nothing")
     with pytest.raises(CommandRefusedError, match="cannot be resumed"):
         commands.resume(term.wiring, name)
+
+
+def test_of_those_that_have_ended_the_last_ones_are_kept(world: World) -> None:
+    """Whoever asks every night must not make the listener read a longer list each second; what waits is kept."""
+    world.orders.insert_one({"_id": 1})
+    term = world.term(start_from="now").begin()
+    records = world.client[world.state]["snapshots"]
+    states = {"done": 25, "stopped": 5, "failed": 3, "source gone": 2}
+    records.insert_many(
+        {"_id": f"shop/{HANDLER}/{state} {number}", "state": state, "since": datetime(2026, 1, 1 + number, tzinfo=UTC)}
+        for state, count in states.items()
+        for number in range(count)
+    )
+    (asked,) = commands.start(term.wiring, HANDLER)
+    left = Counter(each["state"] for each in records.find({"_id": {"$ne": asked.id}}))
+    assert left == {"done": 20, "failed": 3, "source gone": 2}
+    assert records.count_documents({"_id": f"shop/{HANDLER}/done 24"}) == 1

@@ -159,8 +159,8 @@ def _of_worker(state: str) -> list[Right]:
             state,
             "dead_letters",
             ("createIndex",),
-            "finding what waits for a parked key",
-            "replays of a parked key read all dead letters, and a warning says so",
+            "finding dead letters by time, key and parked key",
+            "replays of a parked key, and lists by time or key, read all dead letters, and a warning says so",
         ),
         Right(state, "replays", ("find", "insert", "update", "remove"), "starts of replays, and what became of them"),
     ]

@@ -92,6 +92,8 @@ def start(
             asked.append(planned)
             if not dry_run:
                 store.insert([_record(planned, facts, condition, rate)])
+        if not dry_run:
+            store.remove_ended(handler.name)
     return asked
 
 

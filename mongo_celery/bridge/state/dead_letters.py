@@ -33,6 +33,7 @@ import bson
 from bson.binary import Binary
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
+from pymongo import IndexModel
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
@@ -50,10 +51,15 @@ REPLAYS_MAX = 1 << 14
 FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
 _HASHES = 1 << 64
-_INDEX = "parked"
 _READ_AT_ONCE = 1000
 _LAST = chr(0x10FFFF)
 _STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existing document's letter has no place
+_KEY = "change.documentKey._id"
+_INDEXES = [
+    IndexModel([("parked", 1), *_STREAM_ORDER], name="parked", partialFilterExpression={"parked": {"$exists": True}}),
+    IndexModel([("at", 1), ("_id", 1)], name="at"),
+    IndexModel([(_KEY, 1), ("_id", 1)], name="key"),
+]
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
@@ -288,16 +294,14 @@ class DeadLetters:
             there.update((str(each["_id"]), _letter(each)) for each in self._table.find({"_id": {"$in": ids}}, _FIELDS))
         return [there[each] for each in document_ids if each in there]
 
-    def index_parked(self) -> None:
+    def ensure_indexes(self) -> None:
         """
-        See to it that the letters of a parked key are found at once, however many others there are.
+        Create the indexes by which dead letters are found by time, by key and by parked key, however many there are.
 
-        Without the index they are found all the same.
+        Without them they are found all the same.
         """
         with self._table.limit():
-            self._table.collection.create_index(
-                [("parked", 1), *_STREAM_ORDER], name=_INDEX, partialFilterExpression={"parked": {"$exists": True}}
-            )
+            self._table.collection.create_indexes(_INDEXES)
 
     def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
         names = [selection.subscription] if selection.subscription is not None else subscriptions
@@ -311,7 +315,7 @@ class DeadLetters:
             ]
         query: dict[str, Any] = {"$or": [{"_id": place} for place in places]}
         if selection.keys:
-            query["change.documentKey._id"] = {"$in": [*selection.keys]}
+            query[_KEY] = {"$in": [*selection.keys]}
         times = {"$gte": selection.since, "$lt": selection.until}
         at = {name: moment for name, moment in times.items() if moment is not None}
         return {**query, "at": at} if at else query

@@ -48,6 +48,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.bridge.existing import DocumentId, joined
+from mongo_celery.bridge.state.stored import ids_under
 from mongo_celery.mongo.table import Table, call_timeout
 
 _RAW: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
@@ -55,6 +56,7 @@ _RAW: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocumen
 RUNNING, DONE, GONE, STOPPED, FAILED = "running", "done", "source gone", "stopped", "failed"
 """States of a snapshot."""
 
+_ENDED_KEPT = 20
 _LASTING = [RUNNING, STOPPED, FAILED, GONE]
 """What may go on: a term that is over must not move it, even if it is stopped when another one takes over."""
 
@@ -120,6 +122,15 @@ class Snapshots:
             change = {"$setOnInsert": {**numbers, **given, "state": RUNNING}, "$currentDate": {"since": True}}
             with suppress(DuplicateKeyError):
                 self._table.update({"_id": record["_id"], "since": {"$exists": False}}, change, upsert=True)
+
+    def remove_ended(self, subscription: str) -> None:
+        """Remove the records of a handler's snapshots that are done or stopped, but for the last 20 of them."""
+        ended = {"_id": ids_under(f"{self._bridge}/{subscription}"), "state": {"$in": [DONE, STOPPED]}}
+        with self._table.limit():
+            newest_first = self._table.collection.find(ended, {"_id": 1}).sort([("since", -1), ("_id", -1)])
+            old = [each["_id"] for each in newest_first.skip(_ENDED_KEPT)]
+        if old:
+            self._table.delete_all({**ended, "_id": {"$in": old}})
 
     def stop(self, snapshot_id: str) -> bool:
         """

@@ -308,21 +308,21 @@ class Outcomes:
             name=letter_name(token_data(token), raw),
             passed_over=claim.passed_over,
         )
-        if cause == PARKED:
-            self._index_parked()
+        self._ensure_indexes()
         return self._claims.set_aside(claim, token, letter, parks=cause == PARKED)
 
-    def _index_parked(self) -> None:
-        """Once a process, best effort: what waits for a key is found without it, too."""
+    def _ensure_indexes(self) -> None:
+        """Create the indexes of the dead letters, once a process, best effort: letters are found without them, too."""
         runtime = self._wiring.of_process(WorkerRuntime)
         if runtime.has_indexed:
             return
         runtime.has_indexed = True
         try:
-            self._wiring.store.dead_letters.index_parked()
+            self._wiring.store.dead_letters.ensure_indexes()
         except PyMongoError as error:
             logger.warning(
-                "the collection dead_letters gets no index for parked keys, so replays of theirs read all of it: %s",
+                "the collection dead_letters gets no indexes: replays of parked keys, and lists by time or key, read "
+                "all of it. Grant createIndex on it to workers: %s",
                 error_text(error),
                 extra={"event": "index_missing"},
             )

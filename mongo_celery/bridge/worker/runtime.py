@@ -35,7 +35,7 @@ class WorkerRuntime:
         wiring: of the bridge.
 
     Attributes:
-        has_indexed: whether it has asked for the index of what waits for parked keys.
+        has_indexed: whether it has asked for the indexes of the dead letters.
     """
 
     def __init__(self, wiring: Wiring) -> None:
