@@ -9,6 +9,7 @@ from kombu import Connection
 from kombu.serialization import dumps
 
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.redaction import short
 
 _BOUNDS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
@@ -22,8 +23,8 @@ def write_connection(app: Celery, **options: Any) -> Connection:
     Return a new connection of the app to publish with.
 
     Raises:
-        ConfigurationError: `broker_url` is no URL. The message shows nothing of it: kombu's own shows a part of the
-            password, where that has an unescaped `/`.
+        ConfigurationError: `broker_url` is no URL, or kombu refuses it. The message shows nothing of a URL that cannot
+            be read: kombu's own shows a part of the password, where that has an unescaped `/`.
     """
     try:
         return app.connection_for_write(**options)
@@ -31,6 +32,10 @@ def write_connection(app: Celery, **options: Any) -> Connection:
         raise ConfigurationError(
             "broker_url is not valid: its host or port cannot be read, often since a character of its password is not "
             "escaped. Write the password as urllib.parse.quote(password, safe='')."
+        ) from None
+    except (KeyError, TypeError) as error:  # a transport or an option of the URL that kombu does not know
+        raise ConfigurationError(
+            f"broker_url is refused by kombu: {short(error)}. Options of the connection go to broker_transport_options."
         ) from None
 
 

@@ -160,6 +160,16 @@ def test_a_change_that_kills_its_worker_is_caught_by_the_policy(chain: Chain, ac
     assert len(chain.starts(good)) == 1
 
 
+def test_a_handler_without_memory_fails_and_its_worker_lives(chain: Chain) -> None:
+    """P12: Celery ends a worker whose task raises MemoryError."""
+    keys = chain.keys("letters", 1, "exhausted")
+    chain.give_up(chain.write("letters", next(keys), 1, act="exhaust", times=9))
+    chain.write("letters", next(keys), 1)
+    chain.wait_done()
+    chain.judge()
+    assert not [name for name, text in chain.logs.items() if "Unrecoverable error" in text]
+
+
 def test_a_hard_time_limit_counts_as_a_crash(chain: Chain) -> None:
     """The parent kills the child; the attempt is counted by the child, or by the lapse of its claim."""
     keys = chain.keys("hard", 0, "hard")

@@ -41,10 +41,20 @@ def test_other_pools_keep_the_same_promises(
     """P1, P2, P6: a plain worker consumes the queues of the partitions; a long handler keeps its claim."""
     with _chain(mongo_client, mongo_url, tmp_path) as chain:
         chain.listener()
-        chain.worker("-P", pool, concurrency=3)
+        chain.worker("-P", pool, concurrency=2)
         long = chain.write("plain", "long", 1, seconds=4)
         _flow(chain)
         assert len(chain.starts(long)) == 1
+        if pool != "solo":
+            _survive_exits(chain)
+
+
+def _survive_exits(chain: Chain) -> None:
+    """P12: a thread that ends by SystemExit, as by CancelledError, is no slot less for the handlers of others."""
+    keys = [next(chain.keys("plain", partition, "leaves")) for partition in range(chain.partitions)]
+    for item in [chain.write("plain", key, 1, act="leave", times=9) for key in keys]:
+        chain.wait_state(item, lambda state: state["state"] == "halted")
+    chain.wait_started(chain.write("auto", "afterwards", 1))
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])

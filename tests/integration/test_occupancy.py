@@ -12,6 +12,7 @@ from kombu import Connection
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.broker.occupancy import Occupancy, occupancy_of
 from mongo_celery.embedded.ports import free_port
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.entries import task_entry
 from mongo_celery.outbox.publisher import Publisher
 
@@ -39,6 +40,13 @@ def take(connection: Connection, queue: str, count: int = 1) -> None:
     channel: Any = connection.default_channel
     for _ in range(count):
         assert channel.basic_get(queue) is not None
+
+
+@pytest.mark.parametrize("url", ["redis://localhost:1/0?protocol=3", "socket:///tmp/redis.sock"])
+def test_a_url_that_kombu_refuses_is_a_mistake_of_the_configuration(url: str) -> None:
+    """P9: by one sentence, and no traceback."""
+    with pytest.raises(ConfigurationError, match="broker_url"):
+        reach_broker(an_app(url), 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

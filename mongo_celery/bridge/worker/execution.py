@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -417,14 +418,24 @@ class Execution:
             logger.info("handler ignored %s", describe(raw), extra={"event": "change_ignored"})
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
             self._failed(offset, error)
-        except BaseException as error:
-            self._record_crash(error, offset - self._recorded)
-            raise
+        except BaseException as error:  # noqa: BLE001 - it is raised again where it may be
+            self._crash(error, offset - self._recorded)
 
-    def _record_crash(self, error: BaseException, done: int) -> None:
-        """Write that the process ends by this error; so many changes are done, and not recorded yet."""
+    def _crash(self, error: BaseException, done: int) -> NoReturn:
+        """
+        Write that the process ends by this error; always raises.
+
+        A pool of threads lives on, and Celery acknowledges no message that ends so: its prefetch would fill.
+
+        Args:
+            error: no `Exception`.
+            done: so many changes are done, and not recorded yet.
+        """
         is_counted = not is_sent_away(error, time.monotonic() - self._since)
         self._written.crashed(error, done, is_counted=is_counted)
+        if threading.current_thread() is threading.main_thread():
+            raise error
+        raise Ignore from error
 
     def _failed(self, offset: int, error: Exception) -> NoReturn:
         """Write the outcome of a change that has failed, behind those that are done; always raises."""

@@ -108,11 +108,10 @@ class ListExecution(Execution):
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
             self._part_failed(claim, error, given)
             return False
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised again where it may be
             if self.handler.batch_size is None:
                 parts.finish(given[: self.told or 0])
-            self._record_crash(error, parts.reach(0) - self._recorded)
-            raise
+            self._crash(error, parts.reach(0) - self._recorded)
         if count < len(given):
             parts.finish(given[:count])
             self._pause(given[count])

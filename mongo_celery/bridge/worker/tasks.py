@@ -151,9 +151,11 @@ class ChangeTask(SealedMessages):
         execution = self._kind(run)(
             self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited
         )
-        with received(self.request):
-            execution.execute(functools.partial(self._traced_call, run))
-        return None
+        try:
+            with received(self.request):
+                execution.execute(functools.partial(self._traced_call, run))
+        except MemoryError as error:  # its outcome is written; Celery ends the whole worker by it
+            raise Ignore from error
 
     def limits_of_runs(self) -> RunLimits:
         """Of a message that comes now; asked in the worker's parent process."""

@@ -43,6 +43,10 @@ def _raise(_task: Any, asked: Asked) -> NoReturn:
     raise WantedError(asked.get("text", "as asked"))
 
 
+def _exhaust(_task: Any, _asked: Asked) -> NoReturn:
+    raise MemoryError
+
+
 def _retry(task: Any, asked: Asked) -> None:
     options = dict(asked.get("options", {}))
     if "eta_in" in asked:
@@ -85,6 +89,7 @@ def _linger(_task: Any, asked: Asked) -> None:
 
 _ACTS: dict[str, Callable[[Any, Asked], None]] = {
     "raise": _raise,
+    "exhaust": _exhaust,
     "retry": _retry,
     "ignore": _ignore,
     "reject": _reject,
