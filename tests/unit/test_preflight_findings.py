@@ -193,7 +193,7 @@ def test_a_partition_that_waits_for_infrastructure_is_named_as_what_holds_its_ha
     outage = {"since": None, "cause": "AutoReconnect: gone", "count": 900}
     holder = deployment._holder(None, [image(index=0), image(index=1, waiting=outage)])
     assert holder == (1, "waiting")
-    sentence = deployment._sentence_on(deployment.History("record", Timestamp(1, 1), False, *holder))
+    sentence = deployment._sentence_on(deployment.History("record", Timestamp(1, 1), False, *holder), LINE)
     assert "Partition 1, which is waiting" in sentence
     assert "bring back what its handler waits for" in sentence
 
