@@ -52,7 +52,7 @@ PartitionKey = str | Callable[[Mapping[str, Any]], Any]
 StartFrom = str | Timestamp | datetime | Mapping[str, Any]
 
 UNAVAILABLE = {
-    "snapshot": "a snapshot after lost history is asked for by `changes snapshot`; choose 'oldest' or 'now'",
+    "snapshot": "run `celery -A APP changes snapshot HANDLER` after a loss of history; choose 'oldest' or 'now' here",
 }
 """Choices of a later version, and what to choose meanwhile."""
 

@@ -33,6 +33,7 @@ from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, translated
@@ -318,11 +319,17 @@ class Wiring:
         return Store(self.client, self.options)
 
     @property
+    def line(self) -> CommandLine:
+        """The beginning of the commands about this bridge, for a process that was not given `-A`."""
+        several = self.bound is not None and len(BRIDGES.of(self.bound)) > 1
+        return CommandLine.of(self.bound, self.name if several else None)
+
+    @property
     def state_concern(self) -> Concern:
         """Whom an error of the state database concerns, for the sentences about it."""
         return Concern(
             f"the state database {self.options.database} of bridge {self.name}",
-            "readWrite there, or the role that `changes grants` prints",
+            f"readWrite there, or the role that {self.line.changes('grants')} prints",
         )
 
     def reach(self) -> MongoClient[dict[str, Any]]:

@@ -52,10 +52,12 @@ def parked_line(plain: Mapping[str, Any]) -> str | None:
 
 
 def replay_line(plain: Mapping[str, Any], *, leads: bool) -> str | None:
-    """What is under way with a letter; None where nothing is."""
+    """Return what happened to the replay of a dead letter; None where nobody asked for one."""
     state = plain["replay"]
     if state is None:
-        return None
+        return (
+            f"its last replay has failed ({number(plain['replays'], 'start', 'starts')})" if plain["replays"] else None
+        )
     said = {
         "requested": "its replay is asked for" + ("" if leads else ", and begins when a listener leads"),
         "running": "it is being replayed",

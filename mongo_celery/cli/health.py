@@ -12,9 +12,9 @@ import click
 from mongo_celery.cli.apps import all_of, console_of, json_option, sentence_for
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.operations.reasons import CommandLine
     from mongo_celery.bridge.operations.verdict import BridgeVerdict
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.command_line import CommandLine
 
 T = TypeVar("T")
 
@@ -96,8 +96,8 @@ class unreadable_errors:  # noqa: N801 - a context manager that reads as a phras
 
 def line_of(ctx: click.Context, wiring: Wiring) -> CommandLine:
     """How whoever types this command types others, of the same bridge."""
-    from mongo_celery.bridge.operations.reasons import CommandLine
     from mongo_celery.bridge.wiring import BRIDGES
+    from mongo_celery.command_line import CommandLine
 
     root = ctx.find_root()
     given = root.params.get("app")

@@ -10,9 +10,9 @@ from mongo_celery.quantities import moment, number
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.forgetting import ForgetPlan
-    from mongo_celery.bridge.operations.reasons import CommandLine
     from mongo_celery.bridge.operations.rewinding import RewindPlan
     from mongo_celery.bridge.state.positions import Moved
+    from mongo_celery.command_line import CommandLine
 
 _COLUMNS = 80
 _NAMED = 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,6 +30,7 @@ _STOPPED = (
 @click.option("--stop", "stopped", metavar="ID", help="Let this one stop where it is.")
 @click.option("--resume", "resumed", metavar="ID", help="Let this one, stopped or failed, go on where it is.")
 @click.option("--dry-run", is_flag=True, help="Say what would be read, and change nothing.")
+@click.option("--yes", is_flag=True, help="Begin without asking.")
 @click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
 @json_option("bridge")
 @click.pass_context
@@ -41,6 +42,7 @@ def snapshot(
     is_list: bool,
     stopped: str | None,
     resumed: str | None,
+    yes: bool,
     bridge: str | None,
     as_json: bool,
     **given: Any,
@@ -69,6 +71,10 @@ def snapshot(
         elif stopped is not None or resumed is not None:
             _change(wiring, stopped, resumed, as_json)
         else:
+            if not (yes or given["dry_run"]):
+                for line in _planned_lines(snapshot_commands.start(wiring, handler, **{**given, "dry_run": True})):
+                    say(line, err=True)
+                click.confirm("Begin?", abort=True, err=True)
             found = snapshot_commands.start(wiring, handler, **given)
             _show_started(wiring, found, as_json, dry_run=given["dry_run"])
 
@@ -104,6 +110,13 @@ def _show_list(wiring: Wiring, known: Sequence[dict[str, Any]], handler: str | N
         say("There are no snapshots.")
 
 
+def _planned_lines(found: Sequence[PlannedSnapshot]) -> Iterator[str]:
+    for each in found:
+        count = "an unknown number of" if each.estimated is None else f"about {each.estimated}"
+        name = f"{each.id.rpartition('/')[2]}  " if each.id is not None else ""
+        yield f"{name}{each.source} for {each.handler}: {count} documents"
+
+
 def _show_started(wiring: Wiring, found: Sequence[PlannedSnapshot], as_json: bool, *, dry_run: bool) -> None:
     if as_json:
         from dataclasses import asdict
@@ -111,10 +124,8 @@ def _show_started(wiring: Wiring, found: Sequence[PlannedSnapshot], as_json: boo
         answer = {"bridge": wiring.name, "dry_run": dry_run, "snapshots": [asdict(each) for each in found]}
         click.echo(json.dumps(answer))
         return
-    for each in found:
-        count = "an unknown number of" if each.estimated is None else f"about {each.estimated}"
-        name = f"{each.id.rpartition('/')[2]}  " if each.id is not None else ""
-        say(f"{name}{each.source} for {each.handler}: {count} documents")
+    for line in _planned_lines(found):
+        say(line)
     if dry_run:
         say("Nothing was changed.")
     else:

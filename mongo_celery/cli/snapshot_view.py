@@ -11,11 +11,11 @@ _STYLES = {"running": "cyan", "done": "green", "failed": "red", "source gone": "
 
 
 def progress_line(each: Mapping[str, Any]) -> str:
-    """`shop.orders for summarise: running, 5000 of 20000 (25%), 800/s, 19 s left`."""
-    amount = str(each["done"])
+    """`shop.orders for summarise: running, 5000 of 20000 read (25%), 800/s, 19 s left`."""
+    amount = f"{each['done']} read"
     if each["estimated"] and each["state"] != "done":
         share = min(each["done"] / each["estimated"], 1.0)
-        amount = f"{each['done']} of {each['estimated']} ({share:.0%})"
+        amount = f"{each['done']} of {each['estimated']} read ({share:.0%})"
     facts = [each["state"], amount]
     if each["state"] == "running" and each["rate"]:
         facts.append(f"{each['rate']:.0f}/s")

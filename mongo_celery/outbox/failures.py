@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.entries import Entry
@@ -188,9 +189,8 @@ class FailurePolicy:
             return
         logger.error(
             "outbox: document %r has an entry that the outbox has not signed. It was not sent, and is a dead letter "
-            "(%d more since the last such record). Find out who writes to the outbox's field: celery -A app outbox "
-            "dead-letters list",
-            document_id, self._unlogged,
+            "(%d more since the last such record). Find out who writes to the outbox's field: %s",
+            document_id, self._unlogged, ANY_APP.celery("outbox", "dead-letters", "list"),
             extra={"event": "entry_unsigned"},
         )  # fmt: skip
         self._logged_at, self._unlogged = time.monotonic(), 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bson import json_util
 from bson.binary import UuidRepresentation
 
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.document_write import DocumentWrite
@@ -207,10 +208,11 @@ def _signed(outbox: AnyOutbox, found: DeadLetter, *, sign: bool) -> Entry:
     if outbox.backing.signer.is_signed(entry):
         return entry
     if not sign:
+        line = CommandLine.of(outbox.app)
         raise CommandRefusedError(
-            f"Dead letter {found.id} is not signed by the outbox, so it stays. Look at what it would run: celery -A "
-            f"app outbox dead-letters show {found.id} --payload. If that is right: celery -A app outbox dead-letters "
-            f"replay {found.id} --sign."
+            f"Dead letter {found.id} is not signed by the outbox, so it stays. Look at what it would run: "
+            f"{line.celery('outbox', 'dead-letters', 'show', str(found.id), '--payload')}. If that is right: "
+            f"{line.celery('outbox', 'dead-letters', 'replay', str(found.id), '--sign')}."
         )
     if entry.kind != "task":
         return entry

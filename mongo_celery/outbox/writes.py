@@ -22,6 +22,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, OperationFailure
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, id_key
 from mongo_celery.mongo.repeating import Pauses
@@ -387,7 +388,7 @@ class Writer:
             raise OutboxRefusedError(
                 f"document {document_id!r} of {self.collection.full_name} has {count} pending entries, and "
                 f"max_pending={self._max_pending}; nothing was written. Look why they are not delivered: "
-                "celery -A app outbox status.",
+                f"{ANY_APP.celery('outbox', 'status')}.",
                 document=document_id,
                 pending=count,
             )

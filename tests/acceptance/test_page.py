@@ -15,9 +15,9 @@ from mongo_celery.bridge.http.address import HttpAddress
 from mongo_celery.bridge.http.server import HttpListener, Response
 from mongo_celery.bridge.http.service import page
 from mongo_celery.bridge.operations.overview import overview
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.command_line import CommandLine
 from tests.fixtures.process import wait_for
 from tests.unit.test_status import NOON, facts, image, lease, subscription
 

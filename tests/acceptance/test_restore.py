@@ -152,7 +152,7 @@ def test_what_is_restored_runs_no_handler_that_was_sent_on_first(
     shop.start()
     shop.write("c", 1)
     assert shop.started(before) == {("c", 1)}
-    shop.celery("changes", "snapshot", "record")
+    shop.celery("changes", "snapshot", "record", "--yes")
     shop.accepted("a", 1, times=2)
     restore(shop.data, copies[1])
     shop.accepted("a", 1, times=3)

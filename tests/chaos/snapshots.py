@@ -28,7 +28,7 @@ _RATE = 20
 def snapshot(world: World, step: Step) -> Iterator[None]:
     """Order one for some subscription; over when it is, and before that nobody wonders that documents come again."""
     name, rate = chosen(step)
-    world.command("snapshot", name, "--match", json.dumps(sound(name)), *rate).wait()
+    world.command("snapshot", name, "--yes", "--match", json.dumps(sound(name)), *rate).wait()
     yield
     for _ in polls(_END_SECONDS):
         with suppress(PyMongoError):

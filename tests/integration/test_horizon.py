@@ -20,6 +20,7 @@ from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, risk_of
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.command_line import CommandLine
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.mongo.oplog import Oplog
 from tests.fixtures.rights import UrlOf
@@ -116,9 +117,9 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
 @pytest.mark.parametrize(
     ("changes", "state", "command"),
     [
-        ({"state": "halted"}, "halted", "changes set-aside record --partition 1"),
-        ({"state": "paused"}, "paused", "changes resume record --partition 1"),
-        ({"due_in": 9.0}, "parked", "changes retry record --partition 1"),
+        ({"state": "halted"}, "halted", "celery -A shop changes set-aside record --partition 1"),
+        ({"state": "paused"}, "paused", "celery -A shop changes resume record --partition 1"),
+        ({"due_in": 9.0}, "parked", "celery -A shop changes retry record --partition 1"),
         ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "bring back"),
         ({}, "unclaimed", "workers"),
     ],
@@ -126,7 +127,7 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
 def test_the_remedy_fits_what_holds_it(scene: Scene, changes: Document, state: str, command: str) -> None:
     """P16: who is told to retry what is paused learns nothing."""
     stands(scene, **changes)
-    risk = risk_of(scene.led, oplog())
+    risk = risk_of(scene.led, oplog(), CommandLine("shop"))
     assert (risk.partition, risk.state) == (1, state)
     assert command in risk.remedy
 
@@ -145,7 +146,7 @@ def test_what_infrastructure_holds_is_named_with_what_is_away(scene: Scene, capl
 def test_who_has_nothing_left_to_do_is_held_by_reading_alone(scene: Scene) -> None:
     """P16: another handler's full buffer, or a slow server: no partition of this one is to blame."""
     scene.led.window.complete(1, scene.led.window.seen)
-    risk = risk_of(scene.led, oplog(BEGIN + 2))
+    risk = risk_of(scene.led, oplog(BEGIN + 2), CommandLine("shop"))
     assert (risk.partition, risk.state) == (None, None)
     assert "changes status" in risk.remedy
 

@@ -17,6 +17,7 @@ from pymongo.database import Database
 from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 
 from mongo_celery import AccessError, Outbox, OutboxCollection, ServerUnavailableError
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.keys import new_key
 from mongo_celery.outbox.check.examination import judge_state
@@ -117,7 +118,7 @@ def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
     assert database["orders"].find_one() == {"_id": identity}
     health = read_outbox(outbox, rig.app, None)
     assert "--sign" in " ".join(health.advice())
-    found = {each.name: each.level for each in judge_state(health.status, 5.0, 15.0)}
+    found = {each.name: each.level for each in judge_state(health.status, 5.0, 15.0, ANY_APP)}
     assert (found["unsigned"], found["late"]) == ("error", "ok")
 
 

@@ -15,7 +15,6 @@ from mongo_celery.bridge.existing import token_at
 from mongo_celery.bridge.listener.starts import open_position, read_starts
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.operations.places import parse_place
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
 from mongo_celery.bridge.state.positions import Moved, Positions
 from mongo_celery.bridge.state.replays import ReplayRequest
@@ -23,6 +22,7 @@ from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.cli.positions_view import plan_lines, rewound_lines
+from mongo_celery.command_line import CommandLine
 from mongo_celery.mongo.oplog import token_before
 from tests.fixtures.samples import IDENTITY
 from tests.integration.positions_rig import HANDLER, NAME, Stage, data_of, staged

@@ -22,7 +22,7 @@ DJANGOS_NAMES = {"contrib.django.models"}
 FLOORS = (
     {"errors"},
     {
-        *("arguments", "quantities", "visible", "findings", "app", "forking", "exits", "periodic"),
+        *("arguments", "command_line", "quantities", "visible", "findings", "app", "forking", "exits", "periodic"),
         *("mongo", "broker", "embedded", "tracing"),
     },
     {"locking", "twophase"},

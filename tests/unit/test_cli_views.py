@@ -20,7 +20,7 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.operations.amounts import StoredAmounts
 from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.overview import needs_attention
-from mongo_celery.bridge.operations.reasons import CommandLine, failing
+from mongo_celery.bridge.operations.reasons import failing
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
 from mongo_celery.bridge.state.spill import Amount
@@ -30,6 +30,7 @@ from mongo_celery.cli.head_view import head_lines
 from mongo_celery.cli.health import line_of
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.cli.verdict_view import verdict_view
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import error, ok, warning
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.quantities import duration, size

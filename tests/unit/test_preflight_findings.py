@@ -20,6 +20,7 @@ from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.bridge.stream.source import Source
 from mongo_celery.broker import server_check
 from mongo_celery.broker.workers import WorkersSaid
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog
@@ -28,6 +29,7 @@ from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.samples import image
 
 HOUR = 3600
+LINE = CommandLine("shop")
 QUEUES = ["shop.0", "shop.1"]
 NEEDED = ["shop.changes.summarise", "mongo_celery.commit"]
 
@@ -86,7 +88,7 @@ def findings_of(
     queues = {worker: [{"name": name} for name in names] for worker, names in active.items()}
     return {
         each.name: (each.level, each.message)
-        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkersSaid(queues, registered))
+        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkersSaid(queues, registered), LINE)
     }
 
 
@@ -179,10 +181,10 @@ def test_a_handler_that_falls_back_behind_the_oplogs_window_is_named(time: int, 
     """With the partition that holds it, and the command that frees it; but only where entries are removed."""
     oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
     history = deployment.History("record", Timestamp(time, 1), partition=3, state="halted")
-    (finding,) = deployment.judge_histories([history], oplog, rolls=True)
+    (finding,) = deployment.judge_histories([history], oplog, LINE, rolls=True)
     assert (finding.level, finding.name) == (level, name)
-    assert ("changes retry record --partition 3" in finding.message) is (level != "ok")
-    (young,) = deployment.judge_histories([history], oplog, rolls=False)
+    assert ("celery -A shop changes retry record --partition 3" in finding.message) is (level != "ok")
+    (young,) = deployment.judge_histories([history], oplog, LINE, rolls=False)
     assert young.level == "ok"
 
 
@@ -191,7 +193,7 @@ def test_a_partition_that_waits_for_infrastructure_is_named_as_what_holds_its_ha
     outage = {"since": None, "cause": "AutoReconnect: gone", "count": 900}
     holder = deployment._holder(None, [image(index=0), image(index=1, waiting=outage)])
     assert holder == (1, "waiting")
-    sentence = deployment._sentence_on(deployment.History("record", Timestamp(1, 1), False, *holder))
+    sentence = deployment._sentence_on(deployment.History("record", Timestamp(1, 1), False, *holder), LINE)
     assert "Partition 1, which is waiting" in sentence
     assert "bring back what its handler waits for" in sentence
 
@@ -200,9 +202,11 @@ def test_lost_history_is_an_error_for_each_handler_that_lost_it() -> None:
     """The remedy is named, and acts on that one alone."""
     oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
     lost = deployment.History("record", Timestamp(10, 1), is_lost=True)
-    (finding,) = deployment.judge_histories([lost, deployment.History("audit", Timestamp(9000, 1))], oplog, rolls=True)
+    (finding,) = deployment.judge_histories(
+        [lost, deployment.History("audit", Timestamp(9000, 1))], oplog, LINE, rolls=True
+    )
     assert (finding.level, finding.name) == ("error", "history")
-    assert "changes go-on record --from oldest" in finding.message
+    assert "celery -A shop changes go-on record --from oldest" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -343,7 +347,7 @@ def bound(share: float, lasts: int | None = None) -> dict[str, Any]:
 def test_a_bound_that_is_near_is_told_with_the_largest(share: float, name: str, level: str, words: str) -> None:
     """P12: who takes the room, and for how long it lasts; before others are held back."""
     partitions = [spilled(index, size=index) for index in range(5)]
-    (finding,) = judge_spill(state(spill=bound(share, 7200), partitions=partitions))
+    (finding,) = judge_spill(state(spill=bound(share, 7200), partitions=partitions), LINE)
     assert (finding.name, finding.level) == (name, level)
     assert words in finding.message
     assert ("partition 4 of summarise (halted), partition 3" in finding.message) is (name == "spill_bound")
@@ -352,10 +356,10 @@ def test_a_bound_that_is_near_is_told_with_the_largest(share: float, name: str, 
 
 def test_what_is_stored_and_what_nobody_would_run_is_told() -> None:
     """P16: no listener, no handler; and nothing is said where nothing is stored."""
-    assert list(judge_spill(state())) == []
+    assert list(judge_spill(state(), LINE)) == []
     retired = {"name": "retired", "state": "unregistered", "spilled": {"partitions": 1, "count": 4, "bytes": 9}}
     idle = state(state="idle", spill=bound(0.1), partitions=[spilled(0)], subscriptions=[retired])
-    found = {each.name: each for each in judge_spill(idle)}
+    found = {each.name: each for each in judge_spill(idle, LINE)}
     assert {name: each.level for name, each in found.items()} == {"spill_unled": "warning", "spill_unserved": "warning"}
     assert "4 changes of retired" in found["spill_unserved"].message
 
@@ -363,7 +367,7 @@ def test_what_is_stored_and_what_nobody_would_run_is_told() -> None:
 def test_what_should_be_stored_and_is_not_is_an_error() -> None:
     """P12, P16: with the listener's own reason; one handler reaches its part of the bound before the bound is near."""
     refused = {**bound(0.7), "waits": "one handler may have three quarters"}
-    (finding,) = judge_spill(state(spill=refused, partitions=[spilled(0)]))
+    (finding,) = judge_spill(state(spill=refused, partitions=[spilled(0)]), LINE)
     assert (finding.name, finding.level) == ("spill_refused", "error")
     assert "three quarters" in finding.message
 
@@ -371,7 +375,7 @@ def test_what_should_be_stored_and_is_not_is_an_error() -> None:
 @pytest.mark.parametrize(("rate", "level"), [(1 << 20, "ok"), (8 << 20, "warning")])
 def test_storing_that_would_roll_the_oplog_soon_is_told(rate: int, level: str) -> None:
     """P13: what is stored is written to the oplog too."""
-    finding = judge_storing(rate, 10 << 30)
+    finding = judge_storing(rate, 10 << 30, LINE)
     assert (finding.name, finding.level) == ("spill_oplog", level)
     assert f"{rate >> 20}.0 MiB/s" in finding.message
 

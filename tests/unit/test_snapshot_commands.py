@@ -81,12 +81,12 @@ def test_progress_says_what_is_left() -> None:
     )
     found = progress_of(running, LED)
     assert (found["rate"], found["remaining_seconds"], found["sentence"]) == (50.0, 30, None)
-    assert progress_line(found) == "a.b for copy: running, 500 of 2000 (25%), 50/s, 30 s left"
+    assert progress_line(found) == "a.b for copy: running, 500 of 2000 read (25%), 50/s, 30 s left"
     report = {"snapshots": [{"id": running.id, "attempts": 3, "error": "NetworkTimeout: no"}]}
     waiting = progress_of(running, replace(LED, report=report))
     assert waiting["sentence"] == "tried 3 times in a row: NetworkTimeout: no"
     new = progress_of(Snapshot(id="shop/copy/b", subscription="copy", source="a.b"), LED)
-    assert (new["rate"], new["remaining_seconds"], progress_line(new)) == (None, None, "a.b for copy: running, 0")
+    assert (new["rate"], new["remaining_seconds"], progress_line(new)) == (None, None, "a.b for copy: running, 0 read")
 
 
 def standing(*states: str) -> Surroundings:

@@ -11,11 +11,11 @@ from rich.console import Console, RenderableType
 
 from mongo_celery.bridge.operations.overview import ATTENTION_MAX, overview
 from mongo_celery.bridge.operations.rates import Rates
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.cli.top_view import Glance, top_view
+from mongo_celery.command_line import CommandLine
 from tests.unit.test_status import NOON, facts, image, lease
 
 Document = dict[str, Any]

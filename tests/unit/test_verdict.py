@@ -25,7 +25,6 @@ from mongo_celery.bridge.operations.reasons import (
     RUNNING_LONG_SECONDS,
     UNLED_SECONDS,
     UNREAD_SECONDS,
-    CommandLine,
 )
 from mongo_celery.bridge.operations.state_check import judge_state
 from mongo_celery.bridge.operations.status import Facts, shape
@@ -34,6 +33,7 @@ from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.broker.address import BrokerAddress
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.oplog import Oplog
 from tests.unit.test_status import (
@@ -256,7 +256,7 @@ CASES: dict[str, list[Case]] = {
             {"images": [image(0), halted(3)]},
             "failing",
             "celery -A shop changes retry summarise --partition 3",
-            "Partition 3 of summarise has halted at shop.orders insert 1: ValueError: no. Its later changes wait until",
+            "`celery -A shop changes set-aside summarise --partition 3` moves it to the dead letters.",
             without={"images": [image(0), image(3)]},
         ),
         Case(
@@ -522,7 +522,7 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).reasons}
     reason = found["halted"]
     assert reason.command == "celery -A shop changes skip summarise --partition 3"
-    assert "`changes head summarise 3`" in reason.sentence
+    assert "`celery -A shop changes head summarise 3`" in reason.sentence
     kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
     assert {each.code: each.command for each in judged(kept).reasons}["halted"] == (
         "celery -A shop changes retry summarise --partition 3"

@@ -60,7 +60,7 @@ _GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
         _HANDLER,
     ),
     "partitions": (
-        "State: partitions by state; waiting is for infrastructure, not_led for a listener.",
+        "State: partitions by state; waiting is for MongoDB or the broker, not_led for a listener.",
         (*_HANDLER, "state"),
     ),
     "dead_letters": ("State: changes that were set aside.", _HANDLER),
@@ -85,7 +85,7 @@ _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "committed": ("Process: changes that positions were seen to pass, whatever became of them.", _HANDLER),
     "retries": ("Process: attempts that were seen to end with the wish for another.", _HANDLER),
     "crashes": ("Process: attempts that were seen to end without an outcome.", _HANDLER),
-    "waits": ("Process: attempts that were seen to end since infrastructure was away.", _HANDLER),
+    "waits": ("Process: attempts that were seen to end since MongoDB or the broker was away.", _HANDLER),
     "spilled": ("Process: changes that were stored, since their partition stood.", _HANDLER),
     "refused": ("Process: changes that could not be given to the handler.", _HANDLER),
     "dropped_messages": ("State: messages that workers have dropped since the bridge exists.", ("bridge", "cause")),

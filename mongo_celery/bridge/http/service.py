@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mongo_celery.bridge.http.server import Answering, HttpListener, Response, said
 from mongo_celery.bridge.http.sights import Sights
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.verdict import EXIT_CODES
 from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.command_line import CommandLine
 
 if TYPE_CHECKING:
     from celery import Celery

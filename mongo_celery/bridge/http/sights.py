@@ -14,10 +14,10 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.operations.letter_commands import plain
 from mongo_celery.bridge.operations.overview import LETTERS_MAX, overview
 from mongo_celery.bridge.operations.readings import WAIT_SECONDS, Reading
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
 from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.command_line import CommandLine
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS

@@ -41,6 +41,7 @@ from mongo_celery.bridge.listener.starts import Start, open_position, read_start
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import DeploymentError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
 from mongo_celery.quantities import moment
@@ -121,8 +122,10 @@ class LostHistory:
         *,
         decision: str,
         fingerprint: str,
+        line: CommandLine = ANY_APP,
     ) -> None:
         self._store = store
+        self._line = line
         self._client = client
         self._renewal = renewal
         self._options = options
@@ -320,11 +323,11 @@ class LostHistory:
         self._error = error
         logger.error(
             "handler %s has lost its history: it stands at %s, and %s. It stands still until somebody decides; others "
-            "whose place can be read go on. Run `celery -A ... changes go-on %s --from oldest` or `--from now`",
+            "whose place can be read go on. Run `%s` or `%s`",
             name,
             place.as_datetime().isoformat(),
             reason,
-            name,
+            *(self._line.changes("go-on", name, "--from", option) for option in ("oldest", "now")),
             extra={"event": "subscription_lost", "subscription": name},
         )
 

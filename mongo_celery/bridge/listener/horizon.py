@@ -23,6 +23,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import Oplog, oplog_fill, read_oplog
@@ -52,9 +53,10 @@ class Risk:
     Attributes:
         share: of the oplog's window that lies behind it; from 1 on a restart loses changes.
         partition: the one that holds it; None where nothing read is left to do, and reading itself is late.
-        state: of that partition: as `status` has it where it stands (`halted`, `paused`, `waiting` for infrastructure,
-            `parked`), else `running`, or `unclaimed` while no worker has taken its run.
+        state: of that partition: as `status` has it where it is blocked (`halted`, `paused`, `parked`, or `waiting` for
+            MongoDB or the broker), else `running`, or `unclaimed` while no worker has taken its run.
         cause: what it waits for, of `waiting`.
+        line: how commands about the bridge begin.
     """
 
     subscription: str
@@ -62,11 +64,12 @@ class Risk:
     partition: int | None
     state: str | None
     cause: str | None = None
+    line: CommandLine = ANY_APP
 
     @property
     def remedy(self) -> str:
         """What to do about it, as part of a sentence."""
-        return remedy(self.subscription, self.partition, self.state)
+        return remedy(self.line, self.subscription, self.partition, self.state)
 
     def report(self) -> dict[str, Any]:
         """As the listener's report has it."""
@@ -118,7 +121,8 @@ class Horizon:
         if oplog is None:  # it has room again
             self.risks = ()
             return
-        found = [risk_of(subscription, oplog) for subscription in subscriptions if not subscription.lost]
+        line = self._wiring.line
+        found = [risk_of(subscription, oplog, line) for subscription in subscriptions if not subscription.lost]
         for risk in found:
             self._name(risk)
         self.risks = tuple(risk for risk in found if risk.share >= THRESHOLDS[0])
@@ -173,7 +177,7 @@ class _Said:
         self.unseen = False
 
 
-def risk_of(subscription: Subscription, oplog: Oplog) -> Risk:
+def risk_of(subscription: Subscription, oplog: Oplog, line: CommandLine) -> Risk:
     """Where a subscription stands beside the oplog, and what holds it there."""
     head = subscription.window.oldest
     partition = head.index if head is not None else None
@@ -182,21 +186,21 @@ def risk_of(subscription: Subscription, oplog: Oplog) -> Risk:
     cause = None
     if state == "waiting" and partition is not None:
         cause = (subscription.trackers[partition].image.waiting or {}).get("cause")
-    return Risk(subscription.name, share, partition, state, cause)
+    return Risk(subscription.name, share, partition, state, cause, line)
 
 
-def remedy(subscription: str, partition: int | None, state: str | None) -> str:
-    """The command that frees a partition, or where to look."""
-    where = f"{subscription} --partition {partition}"
+def remedy(line: CommandLine, subscription: str, partition: int | None, state: str | None) -> str:
+    """Return the command that frees a partition, or where to look."""
+    where = (subscription, [] if partition is None else [partition])
     remedies = {
-        "halted": f"`celery -A ... changes retry {where}` or `changes set-aside {where}`",
-        "paused": f"`celery -A ... changes resume {where}`",
-        "waiting": "bring back what its handler waits for, which `celery -A ... changes status` names; then it runs",
-        "parked": f"`celery -A ... changes retry {where}` runs its change at once",
+        "halted": f"`{line.on('retry', *where)}` or `{line.on('set-aside', *where)}`",
+        "paused": f"`{line.on('resume', *where)}`",
+        "waiting": f"bring back what its handler waits for, which `{line.changes('status')}` names; then it runs",
+        "parked": f"`{line.on('retry', *where)}` runs its change immediately",
         "running": "look for a handler that hangs, or workers that are gone",
         "unclaimed": "see to it that workers consume its queue, and enough of them",
     }
-    reading = "`celery -A ... changes status` shows what is full or slow; or enlarge the oplog with replSetResizeOplog"
+    reading = f"`{line.changes('status')}` shows what is full or slow; or enlarge the oplog with replSetResizeOplog"
     return remedies.get(state or "", reading)
 
 

@@ -127,9 +127,10 @@ class Leader:
             self._options,
             decision=on_history_lost,
             fingerprint=scope.fingerprint,
+            line=wiring.line,
         )
         self._horizon = Horizon(wiring)
-        self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share)
+        self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share, wiring.line)
         self._looks = Looks(self._store.partitions, self._spilling.session)
         self._relayouts = Relayouts(
             self._store,
@@ -137,9 +138,10 @@ class Leader:
             wiring.state_concern,
             self._watermarks,
             self._spilling,
+            wiring.line,
         )
         self._snapshots = Snapshotting(wiring, self.wake)
-        self._replaying = Replaying(self._store.replays, wiring.state_concern)
+        self._replaying = Replaying(self._store.replays, wiring.state_concern, wiring.line)
         self._at_end = self._is_held_up = False
         self._full, self._full_at = "", math.inf
         self._opened_at = 0.0

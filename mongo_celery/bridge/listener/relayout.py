@@ -40,6 +40,7 @@ from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.partitions import MOVING, Image
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.window import Mark
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
@@ -111,7 +112,9 @@ class Relayouts:
         concern: Concern,
         watermarks: Watermarks,
         spilling: Spilling,
+        line: CommandLine = ANY_APP,
     ) -> None:
+        self._line = line
         self._store = store
         self._options = options
         self._concern = concern
@@ -202,7 +205,7 @@ class Relayouts:
 
     def _decide(self, move: _Move) -> None:
         """Begin, or, where the history was lost before all was read, let it be until somebody has decided."""
-        subscription, waits = move.subscription, _waits(move)
+        subscription, waits = move.subscription, _waits(move, self._line)
         if move.phase is _Phase.WAITING and not waits:
             move.phase, move.waits = _Phase.CLOSING, ""
             subscription.is_moving, subscription.until = True, _needed(subscription) or _place(subscription)
@@ -442,7 +445,7 @@ class Relayouts:
         self._ready_at = time.monotonic() + _PAUSE_SECONDS
 
 
-def _waits(move: _Move) -> str:
+def _waits(move: _Move, line: CommandLine) -> str:
     """Why a subscription stays under its old layout for now; empty where nothing keeps it there."""
     subscription = move.subscription
     if subscription.lost:
@@ -450,7 +453,7 @@ def _waits(move: _Move) -> str:
     if move.layout.key == subscription.plan.layout.key:
         return ""
     if any(tracker.image.parked_keys for tracker in subscription.trackers.values()):
-        return "waits until no key is parked: `changes dead-letters replay` or `discard` releases them"
+        return f"waits until no key is parked: `{line.changes('dead-letters', 'list', subscription.name)}` shows them"
     return ""
 
 

@@ -2,7 +2,7 @@
 Which dead letters are to be replayed next: of each partition one at a time, between its runs.
 
 They come in the order of the stream, existing documents at their places, so that letters of one key are replayed in
-their order. One that waits for its retry, or for infrastructure, holds back those of its key, and no others. Where one
+their order. One that waits for its retry, or for a server, holds back those of its key, and no others. Where one
 has failed for good, what waits behind it of its key is withdrawn, and those letters stay: replayed all the same, they
 would come before it. So is what was asked for under an older layout; but a parked key, whose replays follow one
 another, goes on where it is now.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern, explained
 
@@ -40,7 +41,8 @@ class Replaying:
         concern: whom an error there concerns.
     """
 
-    def __init__(self, replays: Replays, concern: Concern) -> None:
+    def __init__(self, replays: Replays, concern: Concern, line: CommandLine = ANY_APP) -> None:
+        self._line = line
         self._replays = replays
         self._concern = concern
         self._look_at = 0.0
@@ -106,10 +108,10 @@ class Replaying:
             self._replays.withdraw(replays, is_over=is_over)
         for each in replays:
             logger.warning(
-                "the dead letter of %s is not replayed: %s. It stays; look at it with `changes dead-letters list`, and "
-                "repeat the command",
+                "the dead letter of %s is not replayed: %s. It stays. Look at it with `%s`, and repeat the command",
                 each.key,
                 reason,
+                self._line.changes("dead-letters", "list", each.subscription),
                 extra={"event": "replay_withdrawn", "subscription": each.subscription},
             )
 

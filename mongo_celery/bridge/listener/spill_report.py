@@ -17,6 +17,7 @@ from mongo_celery.bridge.listener.shares import Key
 from mongo_celery.bridge.listener.stock import LEVELS, Stock
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.partitions import MOVING
+from mongo_celery.command_line import CommandLine
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -32,7 +33,11 @@ class SpillReport:
         stock: how much is stored.
     """
 
-    def __init__(self, stock: Stock) -> None:
+    def __init__(self, stock: Stock, line: CommandLine) -> None:
+        self._freeing = (
+            "resume, retry or move to the dead letters what is blocked, or raise spill_bytes: "
+            f"`{line.changes('status', '--all')}` shows it"
+        )
         self._stock = stock
         self._begun: dict[Key, tuple[str, datetime]] = {}
         self._complained_at = -math.inf
@@ -75,10 +80,11 @@ class SpillReport:
         lasts, share = self._stock.lasts, f"{level} % of spill_bytes ({self._stock.total.size} bytes)"
         logger.log(
             logging.ERROR if level > LEVELS[0] else logging.WARNING,
-            "changes that are stored have reached %s; %s. At the bound nothing more is stored, and the stream waits "
-            "for what stands: resume it, retry it or set it aside (`changes status` names it), or raise spill_bytes",
+            "changes that are stored have reached %s; %s. At the bound nothing more is stored, and the stream waits. "
+            "Before that, %s",
             share,
             f"at the present rate the rest lasts for {lasts:.0f} s" if lasts is not None else "they do not grow now",
+            self._freeing,
             extra={"event": "spill_bound", "percent": level, "lasts_seconds": lasts},
         )
 
@@ -89,7 +95,7 @@ class SpillReport:
         sentence = (
             f"the next {size} bytes of changes of partition {tracker.partition_id} cannot be stored: "
             f"{self._stock.objection(tracker.partition_id)}. When the buffer is full the stream waits for them: "
-            "resume, retry or set aside what stands (`changes status` names it), or raise spill_bytes"
+            f"{self._freeing}"
         )
         now = time.monotonic()
         if now - self._complained_at >= _COMPLAINT_SECONDS:

@@ -39,6 +39,7 @@ from mongo_celery.bridge.listener.spilled import stored_change
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.spill import Amount
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
@@ -67,6 +68,7 @@ class Spilling:
         options: of the bridge.
         concern: whom an error of the state database concerns.
         share_behind: which share of the oplog's window lies behind a subscription.
+        line: how commands about the bridge begin.
 
     Attributes:
         session: in which everything is read that decides what runs: images and stored changes.
@@ -74,7 +76,12 @@ class Spilling:
     """
 
     def __init__(
-        self, store: Store, options: BridgeOptions, concern: Concern, share_behind: Callable[[Subscription], float]
+        self,
+        store: Store,
+        options: BridgeOptions,
+        concern: Concern,
+        share_behind: Callable[[Subscription], float],
+        line: CommandLine = ANY_APP,
     ) -> None:
         self.session: ClientSession = store.start_session()
         self.waits = ""
@@ -87,7 +94,7 @@ class Spilling:
         self._buffer = Buffer(options, share_behind)
         self._inventory = Inventory(store.spill, options.spill_bytes)
         self._stock = self._inventory.stock
-        self._said = SpillReport(self._stock)
+        self._said = SpillReport(self._stock, line)
         self._starvation = Starvation(options.buffer_bytes)
         self._reading: ReadBack | None = None
         self._rests: dict[Key, tuple[float, float]] = {}  # until when, and for how long

@@ -38,6 +38,7 @@ from mongo_celery.bridge.options import BridgeOptions, StartFrom
 from mongo_celery.bridge.state.subscriptions import OWED, lost_in, name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import ConfigurationError, DeploymentError, LeaseLostError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
@@ -195,11 +196,11 @@ class _Pinning:
         if unserved:
             logger.warning(
                 "no handler serves the positions of %s, and %s is new. If you renamed a function, write name=%r in its "
-                "decorator: it keeps the position. Deploy that, then run `celery -A ... changes forget %s`",
+                "decorator: it keeps the position. Deploy that, then run `%s`",
                 ", ".join(unserved),
                 ", ".join(fresh),
                 unserved[0],
-                fresh[0],
+                ANY_APP.changes("forget", fresh[0]),
                 extra={"event": "position_unserved", "stored": unserved, "new": [*fresh]},
             )
 

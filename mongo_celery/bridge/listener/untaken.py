@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.broker.workers import ask_for_queues
+from mongo_celery.command_line import CommandLine
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
@@ -123,12 +124,12 @@ class UntakenQueues:
         why = "no worker answers"
         if self._answered is not False:
             why = "the workers that answer consume other queues" if self._answered else "workers cannot be asked"
-        celery = self._celery
+        line = CommandLine.of(self._app)
         logger.warning(
             "nobody takes what was sent to %s: %s. Changes there wait. Run: %s",
             self._shown,
             why,
-            f'{celery} worker -Q "$({celery} changes queues)"',
+            f'{line.celery("worker")} -Q "$({line.changes("queues")})"',
             extra={"event": "queues_unconsumed", "queues": list(self._names)},
         )
 
@@ -140,9 +141,9 @@ class UntakenQueues:
         self._is_told = True
         logger.error(
             "workers take what was sent to %s and claim nothing. Changes there wait. Look for claim_failed in the log "
-            "of the workers, and run there: %s changes check",
+            "of the workers, and run there: %s",
             self._shown,
-            self._celery,
+            CommandLine.of(self._app).changes("check"),
             extra={"event": "runs_unclaimed", "queues": list(self._names)},
         )
 
@@ -150,10 +151,6 @@ class UntakenQueues:
     def _shown(self) -> str:
         more = f" and {len(self._names) - _NAMED} more" if len(self._names) > _NAMED else ""
         return ", ".join(self._names[:_NAMED]) + more
-
-    @property
-    def _celery(self) -> str:
-        return f"celery -A {self._app.main or 'APP'}"
 
 
 def _is_working(subscriptions: Collection[Subscription]) -> bool:

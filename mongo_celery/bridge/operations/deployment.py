@@ -22,6 +22,7 @@ from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, n
 from mongo_celery.bridge.stream.cursor import Position, open_cursor
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session, sentence_on, strict
@@ -104,12 +105,12 @@ def _check_state_rights(client: Client, wiring: Wiring) -> Iterator[Finding]:
         return
     roles = _roles(client, wiring)
     if roles:
-        yield ok("state_rights", f"This user has all rights of a bridge's {' and '.join(roles)} (`changes grants`).")
+        yield ok("state_rights", f"This user has all rights of a bridge's {' and '.join(roles)}.")
         return
     yield error(
         "state_rights",
         f"The MongoDB user cannot read and write {', '.join(missing)} in database {database!r}: grant readWrite "
-        "there, or a role that `changes grants` prints.",
+        f"there, or a role that `{wiring.line.changes('grants')}` prints.",
     )
 
 
@@ -260,8 +261,8 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
     rate = (lease.get("live") and (lease.get("report") or {}).get("spillBytesPerSecond")) or 0
     size = oplog_bytes(client) if rate > 0 else None
     if size:
-        yield judge_storing(rate, size)
-    yield from judge_histories(_histories(wiring, lease), oplog, rolls=oplog.removes(fill))
+        yield judge_storing(rate, size, wiring.line)
+    yield from judge_histories(_histories(wiring, lease), oplog, wiring.line, rolls=oplog.removes(fill))
 
 
 def _lease(wiring: Wiring) -> Mapping[str, Any]:
@@ -312,7 +313,7 @@ def _holder(reported: Mapping[str, Any] | None, images: Iterable[Image]) -> tupl
     return next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
 
 
-def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) -> Iterator[Finding]:
+def judge_histories(histories: Sequence[History], oplog: Oplog, line: CommandLine, *, rolls: bool) -> Iterator[Finding]:
     """Who has lost its history, and who is about to: each with the command that helps."""
     well = bool(histories)
     for history in histories:
@@ -323,7 +324,8 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) 
                 "history",
                 f"Handler {history.name} has lost its history: it stands at {history.place.as_datetime().isoformat()}, "
                 "and the oplog no longer reaches back so far. It stands still until somebody decides: "
-                f"`celery -A ... changes go-on {history.name} --from oldest` or `--from now`.",
+                f"`{line.changes('go-on', history.name, '--from', 'oldest')}` or "
+                f"`{line.changes('go-on', history.name, '--from', 'now')}`.",
             )
         elif share >= THRESHOLDS[0]:
             well = False
@@ -331,15 +333,15 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) 
                 "history_at_risk",
                 f"{share:.0%} of the oplog's window lie behind handler {history.name}, which stands at "
                 f"{history.place.as_datetime().isoformat()}; from 100% on changes are lost, but for what is "
-                f"stored, or a running listener has buffered. {_sentence_on(history)}.",
+                f"stored, or a running listener has buffered. {_sentence_on(history, line)}.",
             )
     if well:
         yield ok("history", "The oplog reaches back to where each handler stands.")
 
 
-def _sentence_on(history: History) -> str:
+def _sentence_on(history: History, line: CommandLine) -> str:
     held = f"Partition {history.partition}, which is {history.state}, holds it: " if history.state else "Free it: "
-    return held + remedy(history.name, history.partition, history.state)
+    return held + remedy(line, history.name, history.partition, history.state)
 
 
 def _oplog_fill(client: Client) -> float | None:

@@ -42,7 +42,7 @@ class Head:
         token: its resume token's `_data`; `skip` passes over this change only. None where it is not known.
         committed: number of the last change before it.
         error: why it halted, failed last, is refused, or what it waits for.
-        since: since when it waits for infrastructure, or something of its partition is stored; ISO, in UTC.
+        since: since when it waits for MongoDB or the broker, or something of its partition is stored; ISO, in UTC.
         due_seconds: until a parked one may run again.
         bytes: of the event; None where it is not stored.
         event: as relaxed extended JSON; None where it is not stored, or cannot be read.

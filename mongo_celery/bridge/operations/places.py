@@ -25,6 +25,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.existing import is_existing, opens_stream
 from mongo_celery.bridge.stream.cursor import Position, open_cursor, post_batch_token
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import AccessError, CommandRefusedError, DeploymentError
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog, time_of_token, token_before
 from mongo_celery.mongo.verdicts import Concern, Verdict, explained, verdict_on
@@ -171,7 +172,7 @@ class Reach:
         except AccessError as error:
             raise AccessError(
                 "The MongoDB user may not see how far the oplog reaches back: grant the action serverStatus on the "
-                "cluster, as the role that `changes grants` prints has it.",
+                f"cluster, as the role that `{ANY_APP.changes('grants')}` prints has it.",
             ) from error
         except DeploymentError:
             oplog = None

@@ -13,13 +13,13 @@ from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
 from mongo_celery.bridge.operations.lease_check import check_lease
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_time_limits, check_workers
 from mongo_celery.bridge.shared import shared_with_others
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.examining import guarded
 

@@ -8,7 +8,6 @@ the oplog's window and of `spill_bytes`, which the listener's log has in common 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -124,35 +123,6 @@ def failing(code: str, sentence: str, command: str | None = None) -> Reason:
 def degraded(code: str, sentence: str, command: str | None = None) -> Reason:
     """It goes on by itself, was asked for, or can wait until the morning."""
     return Reason(code, "degraded", sentence, command)
-
-
-@dataclass(frozen=True, slots=True)
-class CommandLine:
-    """
-    How the person who is told types commands.
-
-    Attributes:
-        app: what they gave to `celery -A`.
-        bridge: its name, where the app has several.
-        program: what they type in the place of `celery -A APP`, where that would find no app.
-    """
-
-    app: str = "APP"
-    bridge: str | None = None
-    program: str | None = None
-
-    def celery(self, *words: str) -> str:
-        """`celery -A APP ...`; of all bridges of the app."""
-        return f"{self.program or shlex.join(['celery', '-A', self.app])} {shlex.join(words)}"
-
-    def changes(self, command: str, *words: str) -> str:
-        """`celery -A APP changes ...`, of this bridge."""
-        which = ["--bridge", self.bridge] if self.bridge is not None else []
-        return self.celery("changes", command, *words, *which)
-
-    def on(self, command: str, subscription: str, indexes: Sequence[int]) -> str:
-        """The same on the partition of a subscription, or on all of it where several are concerned."""
-        return self.changes(command, subscription, *(["--partition", str(indexes[0])] if len(indexes) == 1 else []))
 
 
 def where(subscription: Mapping[str, Any], indexes: Sequence[int]) -> str:

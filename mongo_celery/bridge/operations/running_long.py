@@ -15,6 +15,7 @@ from mongo_celery.bridge.operations.reasons import (
     where,
 )
 from mongo_celery.bridge.state.claims import pid_of
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration
 
@@ -26,13 +27,14 @@ def slots_of(asked: Sequence[Finding]) -> int | None:
     return next((each.amount for each in asked if each.name == "workers" and each.level == "ok"), None)
 
 
-def running_long(status: Mapping[str, Any], slots: int | None) -> list[Reason]:
+def running_long(status: Mapping[str, Any], slots: int | None, line: CommandLine) -> list[Reason]:
     """
     Return a reason for each of some handlers without a time limit whose calls have run for a minute.
 
     Args:
         status: as `read_status` gives it.
         slots: how many calls all workers can run at a time; None where they were not asked.
+        line: how the person who is told types commands.
     """
     handlers = {each["name"]: each for each in status["subscriptions"] if each["state"] != "unregistered"}
     held: dict[str, list[Mapping[str, Any]]] = {}
@@ -44,7 +46,7 @@ def running_long(status: Mapping[str, Any], slots: int | None) -> list[Reason]:
             held.setdefault(each["subscription"], []).append(each)
     holds_all = slots is not None and sum(map(len, held.values())) >= slots
     found = [_reason(handlers[name], partitions, holds_all=holds_all) for name, partitions in held.items()]
-    return list(summed(found, "have calls that run for long; `status --all` shows them.", None))
+    return list(summed(found, f"have calls that run for long; `{line.changes('status', '--all')}` shows them.", None))
 
 
 def _reason(handler: Mapping[str, Any], partitions: Sequence[Mapping[str, Any]], *, holds_all: bool) -> Reason:

@@ -65,7 +65,7 @@ class Surroundings:
     def _standing(self, name: str) -> str | None:
         """It is led, and stands."""
         if name in self.lost:
-            return "its handler has lost its history, and stands until somebody decides (`changes go-on`)"
+            return "its handler has lost its history, and is blocked until you decide"
         images = [image for image in self.images if image.subscription == name]
         states = Counter(map(state_of, images))
         if states[MOVING] or any(each["subscription"] == name for each in self.report.get("moving", ())):
@@ -73,7 +73,7 @@ class Surroundings:
         if not mostly_stand(images):
             return None
         if states["paused"] == len(images):
-            return f"its handler is paused (`changes resume {name}`)"
+            return "its handler is paused"
         standing = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if state != "flowing")
         return f"{len(images) - states['flowing']} of {len(images)} partitions of its handler stand ({standing})"
 

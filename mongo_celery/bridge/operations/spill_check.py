@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import NEAR, SERIOUS, Finding, error, ok, warning
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.quantities import duration, number, size
@@ -56,16 +57,16 @@ def _is_bare(wiring: Wiring, partition_id: str) -> bool:
     return len(seen) == 1
 
 
-def judge_spill(status: Mapping[str, Any]) -> Iterator[Finding]:
+def judge_spill(status: Mapping[str, Any], line: CommandLine) -> Iterator[Finding]:
     """Findings from a status, as `read_status` gives it; none where nothing is stored."""
     spilled = [each for each in status["partitions"] if each["spilled"]]
     if not spilled and not status["spill"]["bytes"] and not status["spill"]["waits"]:
         return
     findings = [
         *_refused(status),
-        *_beside_the_bound(status, spilled),
+        *_beside_the_bound(status, spilled, line),
         *_unled(status, spilled),
-        *_unserved(status),
+        *_unserved(status, line),
     ]
     yield from findings
     if not findings:
@@ -80,7 +81,9 @@ def _refused(status: Mapping[str, Any]) -> Iterator[Finding]:
         yield error("spill_refused", f"What stands is no longer stored: {waits}.")
 
 
-def _beside_the_bound(status: Mapping[str, Any], spilled: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _beside_the_bound(
+    status: Mapping[str, Any], spilled: Sequence[Mapping[str, Any]], line: CommandLine
+) -> Iterator[Finding]:
     spill = status["spill"]
     share = spill["share"]
     if share is None or share < NEAR:
@@ -93,8 +96,8 @@ def _beside_the_bound(status: Mapping[str, Any], spilled: Sequence[Mapping[str, 
     yield (error if share >= SERIOUS else warning)(
         "spill_bound",
         f"What is stored of changes that stand still takes {share:.0%} of {size(spill['limit'])} "
-        f"(spill_bytes). {then}. Free the largest: {_largest(spilled)}; or raise spill_bytes, if the state database "
-        "has room.",
+        f"(spill_bytes). {then}. Free the largest: {_largest(spilled, line)}; or raise spill_bytes, if "
+        "the state database has room.",
     )
 
 
@@ -107,15 +110,16 @@ def _unled(status: Mapping[str, Any], spilled: Sequence[Mapping[str, Any]]) -> I
         )
 
 
-def _unserved(status: Mapping[str, Any]) -> Iterator[Finding]:
+def _unserved(status: Mapping[str, Any], line: CommandLine) -> Iterator[Finding]:
     for each in status["subscriptions"]:
         if each["state"] == "unregistered" and each["spilled"]["partitions"]:
             count = each["spilled"]["count"]
             yield warning(
                 "spill_unserved",
                 f"{'Changes' if count is None else number(count, 'change', 'changes')} of {each['name']} "
-                f"{'is' if count == 1 else 'are'} stored, which has no handler in this app: what is stored waits until "
-                "it is back, or until `changes forget` removes it, and takes room under spill_bytes meanwhile.",
+                f"{'is' if count == 1 else 'are'} stored, which has no handler in this app. What is stored waits for "
+                f"one, or until `{line.changes('forget', each['name'])}` removes it. It takes room under "
+                "spill_bytes meanwhile.",
             )
 
 
@@ -123,13 +127,13 @@ def _partitions(spilled: Sequence[Mapping[str, Any]]) -> str:
     return number(len(spilled), "partition", "partitions")
 
 
-def _largest(spilled: Sequence[Mapping[str, Any]]) -> str:
+def _largest(spilled: Sequence[Mapping[str, Any]], line: CommandLine) -> str:
     largest_first = sorted(spilled, key=lambda each: each["spilled"]["bytes"] or 0, reverse=True)
     named = [f"partition {each['index']} of {each['subscription']} ({each['state']})" for each in largest_first]
-    return ", ".join(named[:_SHOWN]) or "`changes status` names them"
+    return ", ".join(named[:_SHOWN]) or f"`{line.changes('status', '--all')}` names them"
 
 
-def judge_storing(bytes_per_second: float, oplog_bytes: int) -> Finding:
+def judge_storing(bytes_per_second: float, oplog_bytes: int, line: CommandLine) -> Finding:
     """How long the oplog would hold what is stored at this rate: storing is written to it, too."""
     lasts = oplog_bytes / bytes_per_second
     text = (
@@ -140,6 +144,6 @@ def judge_storing(bytes_per_second: float, oplog_bytes: int) -> Finding:
         return ok("spill_oplog", f"{text}.")
     return warning(
         "spill_oplog",
-        f"{text}: whoever reads it has no longer than that. Free what stands (`changes status` names it), or enlarge "
-        "the oplog with replSetResizeOplog.",
+        f"{text}: whoever reads it has no longer than that. Free what stands (`{line.changes('status', '--all')}` "
+        "names it), or enlarge the oplog with replSetResizeOplog.",
     )

@@ -12,7 +12,6 @@ from mongo_celery.bridge.operations.reasons import (
     LAG_SECONDS,
     LAYOUT_SECONDS,
     PARKED_SECONDS,
-    CommandLine,
     Reason,
     cut,
     degraded,
@@ -21,10 +20,10 @@ from mongo_celery.bridge.operations.reasons import (
     summed,
     where,
 )
+from mongo_celery.command_line import CommandLine
 from mongo_celery.quantities import duration, moment, number
 
 _STANDING = frozenset({"halted", "paused", "waiting", "parked"})
-_ALL = "`status --all` shows them"
 
 Partition = Mapping[str, Any]
 Subscription = Mapping[str, Any]
@@ -48,11 +47,11 @@ def standing_reasons(status: Mapping[str, Any], line: CommandLine, running: Sequ
     yield from _paused(concerned, line)
     yield from _waiting(concerned, line)
     yield from _parked(concerned, line)
-    yield from _missing(concerned)
-    yield from _stopped(concerned)
+    yield from _missing(concerned, line)
+    yield from _stopped(concerned, line)
     yield from _histories(status, concerned, line)
     yield from _late(status, concerned, line, running)
-    yield from _layouts(status, served)
+    yield from _layouts(status, served, line)
     yield from _dead_letters(status, line)
     yield from _snapshots(status, line)
     yield from _unregistered(status, line)
@@ -76,6 +75,10 @@ def _snapshots(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
         )
 
 
+def _all(line: CommandLine) -> str:
+    return f"`{line.changes('status', '--all')}` shows them"
+
+
 def _in(partitions: Sequence[Partition], state: str) -> list[Partition]:
     return [each for each in partitions if each["state"] == state]
 
@@ -97,21 +100,23 @@ def _halted(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
             retried.append(_halt(each, kept, line))
         if gone:
             skipped.append(_lost_halt(each, gone, line))
-    yield from summed(retried, f"have halted partitions; {_ALL}.", line.changes("retry"))
-    yield from summed(skipped, f"have partitions that halted at changes whose history is lost; {_ALL}.", None)
+    yield from summed(retried, f"have halted partitions; {_all(line)}.", line.changes("retry"))
+    yield from summed(skipped, f"have partitions that halted at changes whose history is lost; {_all(line)}.", None)
 
 
 def _halt(subscription: Subscription, halted: Sequence[Partition], line: CommandLine) -> Reason:
     first, indexes = halted[0], _indexes(halted)
-    has, its, it_is = "has halted at", "Its", "it is"
+    has, its, it = "has halted at", "Its", "it"
     if len(halted) > 1:
-        has, its, it_is = "have halted, the first at", "Their", "they are"
+        has, its, it = "have halted, the first at", "Their", "them"
+    name = subscription["name"]
     reason = cut((first["retry"] or {}).get("error") or "no error is recorded")
     return failing(
         "halted",
-        f"{where(subscription, indexes)} {has} {_key(first)}: {reason}. {its} later changes wait until the "
-        f"cause is cured and {it_is} retried, or set aside.",
-        line.on("retry", subscription["name"], indexes),
+        f"{where(subscription, indexes)} {has} {_key(first)}: {reason}. {its} later changes wait. "
+        f"`{line.changes('head', name, str(indexes[0]))}` shows the change, `{line.on('set-aside', name, indexes)}` "
+        f"moves {it} to the dead letters. To run {it} again, fix the cause and retry {it}.",
+        line.on("retry", name, indexes),
     )
 
 
@@ -120,8 +125,9 @@ def _lost_halt(subscription: Subscription, halted: Sequence[Partition], line: Co
     has = "has halted at" if len(halted) == 1 else "have halted, the first at"
     return failing(
         "halted",
-        f"{where(subscription, indexes)} {has} {_key(halted[0])}, whose history is lost: unless `changes head {name} "
-        f"{indexes[0]}` has its bytes, it cannot run any more. Repair by hand what it stands for, then skip it.",
+        f"{where(subscription, indexes)} {has} {_key(halted[0])}, whose history is lost: unless "
+        f"`{line.changes('head', name, str(indexes[0]))}` has its bytes, it cannot run any more. "
+        "Repair what it stands for manually, then skip it.",
         line.changes("skip", name, "--partition", str(indexes[0])),
     )
 
@@ -154,7 +160,7 @@ def _paused(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
         for each, standing in paused
         if standing
     ]
-    yield from summed(found, f"have paused partitions; {_ALL}.", line.changes("resume"))
+    yield from summed(found, f"have paused partitions; {_all(line)}.", line.changes("resume"))
 
 
 def _waiting(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
@@ -171,7 +177,7 @@ def _waiting(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
                 "immediately when it is retried."
             )
             found.append(degraded("waiting", text, line.on("retry", each["name"], _indexes(standing))))
-    yield from summed(found, f"wait; {_ALL}.", line.changes("retry"))
+    yield from summed(found, f"wait; {_all(line)}.", line.changes("retry"))
 
 
 def _parked(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
@@ -183,32 +189,34 @@ def _parked(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
             text = (
                 f"{where(each, _indexes(late))} {'is' if len(late) == 1 else 'are'} parked for up to "
                 f"{duration(longest['retry']['due_seconds'])}, since the handler asked for a retry then, at "
-                f"{_key(longest)}: later changes wait. `changes head {each['name']} {longest['index']}` shows it."
+                f"{_key(longest)}: later changes wait. "
+                f"`{line.changes('head', each['name'], str(longest['index']))}` shows it."
             )
             found.append(degraded("parked", text, line.on("retry", each["name"], _indexes(late))))
-    yield from summed(found, f"have changes that are parked for long; {_ALL}.", line.changes("retry"))
+    yield from summed(found, f"have changes that are parked for long; {_all(line)}.", line.changes("retry"))
 
 
-def _missing(concerned: Concerned) -> Iterator[Reason]:
+def _missing(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
     found = []
     for each, partitions in concerned:
         bare = [one for one in partitions if (one["spilled"] or {}).get("missing")]
         if bare:
             text = (
                 f"{where(each, _indexes(bare))} stands still: what should be stored of it is not there. Restore the "
-                "collection spill of the state database from a backup; `changes check` says what to do without one."
+                f"collection spill of the state database from a backup. "
+                f"Without one: `{line.changes('check')}` says what to do."
             )
             found.append(failing("spill_missing", text))
-    yield from summed(found, f"have stored changes that are missing; {_ALL}.", None)
+    yield from summed(found, f"have stored changes that are missing; {_all(line)}.", None)
 
 
 # -- what is late ----------------------------------------------------------------------------------
 
 
-def _stopped(concerned: Concerned) -> Iterator[Reason]:
+def _stopped(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
     stopped = [each for each, _ in concerned if each["stopped"]]
     reasons = [failing("stopped", f"{each['name']} is stopped: {each['stopped']}") for each in stopped]
-    yield from summed(reasons, "are stopped; `status` shows them.", None)
+    yield from summed(reasons, f"are stopped; {_all(line)}.", None)
 
 
 def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
@@ -219,9 +227,9 @@ def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLin
             lost.append(_lost(each, line, leads=leads))
         elif each["oplog_share"] is not None and each["oplog_share"] >= THRESHOLDS[0]:
             near.append(_near(each, partitions, line, leads=leads))
-    yield from summed(lost, "have lost their history; `status` shows them.", None)
+    yield from summed(lost, f"have lost their history; {_all(line)}.", None)
     near.sort(key=lambda reason: reason.rank)
-    yield from summed(near, "are about to lose their history; `status` shows them.", None)
+    yield from summed(near, f"are about to lose their history; {_all(line)}.", None)
 
 
 def _lost(subscription: Subscription, line: CommandLine, *, leads: bool) -> Reason:
@@ -234,8 +242,8 @@ def _lost(subscription: Subscription, line: CommandLine, *, leads: bool) -> Reas
         )
     return failing(
         "history_lost",
-        f"{name} has lost its history before {moment(lost['oldest'])} and stands still: go on with the oldest entry of "
-        "the oplog, or with --from now, and repair by hand what lies between.",
+        f"{name} has lost its history before {moment(lost['oldest'])} and stands still. Go on with the oldest entry of "
+        f"the oplog, or with `{line.changes('go-on', name, '--from', 'now')}`, and repair what lies between manually.",
         line.changes("go-on", name, "--from", "oldest"),
     )
 
@@ -298,7 +306,7 @@ def _lag_of_flowing(subscription: Subscription, partitions: Sequence[Partition])
     return max((age or 0 for age in [*ages, None if blocked else subscription["lag_seconds"]]), default=0)
 
 
-def _layouts(status: Mapping[str, Any], served: Sequence[Subscription]) -> Iterator[Reason]:
+def _layouts(status: Mapping[str, Any], served: Sequence[Subscription], line: CommandLine) -> Iterator[Reason]:
     now = datetime.fromisoformat(status["at"])
     found = [
         degraded(
@@ -311,7 +319,7 @@ def _layouts(status: Mapping[str, Any], served: Sequence[Subscription]) -> Itera
         if each["new_layout"]
         and (now - datetime.fromisoformat(each["new_layout"]["since"])).total_seconds() >= LAYOUT_SECONDS
     ]
-    yield from summed(found, "wait for a new layout; `status` shows them.", None)
+    yield from summed(found, f"wait for a new layout; {_all(line)}.", None)
 
 
 # -- what is left over -----------------------------------------------------------------------------

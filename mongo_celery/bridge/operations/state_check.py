@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.spill_check import check_marks, judge_spill
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def judge_state(
     status: Mapping[str, Any], found: Sequence[Finding] = (), line: CommandLine | None = None
 ) -> Iterator[Finding]:
     """Findings from a status, as `read_status` gives it: what is well, then the reasons of the verdict."""
+    line = line or CommandLine()
     verdict = judge(status, found, line)
     codes = {reason.code for reason in verdict.reasons}
     if status["state"] == "leading":
@@ -47,8 +48,8 @@ def judge_state(
         if not codes & {"identity", "definitions"}:
             yield ok("definitions", "The listener that leads has every handler of this app.")
     if not codes & _STANDING:
-        yield ok("partitions", "None is halted or paused, waits for infrastructure, or is parked for long.")
-    yield from (each for each in judge_spill(status) if each.name not in codes)
+        yield ok("partitions", "None is halted or paused, waits for MongoDB or the broker, or is parked for long.")
+    yield from (each for each in judge_spill(status, line) if each.name not in codes)
     for reason in verdict.reasons:
         level = error if reason.severity == "failing" else warning
         yield level(reason.code, reason.sentence, reason.command)

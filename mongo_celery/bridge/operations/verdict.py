@@ -15,7 +15,6 @@ from mongo_celery.bridge.identity import ways_out
 from mongo_celery.bridge.operations.reasons import (
     UNLED_SECONDS,
     UNREAD_SECONDS,
-    CommandLine,
     Reason,
     cut,
     degraded,
@@ -26,6 +25,7 @@ from mongo_celery.bridge.operations.running_long import running_long, slots_of
 from mongo_celery.bridge.operations.spill_check import judge_spill
 from mongo_celery.bridge.operations.standing_reasons import standing_reasons
 from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, moment, number, size
 
@@ -89,7 +89,7 @@ def judge(
     line = line or CommandLine()
     asked = list(findings)
     idle = list(_working(status, asked, line))
-    running = running_long(status, slots_of(asked))
+    running = running_long(status, slots_of(asked), line)
     # Where nobody works everything is late: one cause, and one command.
     standing = (each for each in standing_reasons(status, line, running) if not (idle and each.code == "lag"))
     reasons = [
@@ -98,7 +98,7 @@ def judge(
         *_publishing(status),
         *idle,
         *standing,
-        *(_from_finding(each) for each in judge_spill(status) if each.name in _OF_SPILL),
+        *(_from_finding(each) for each in judge_spill(status, line) if each.name in _OF_SPILL),
         *(_from_finding(each, line) for each in asked if each.name in _ASKED and each.level != "ok"),
     ]
     return BridgeVerdict(status["bridge"], tuple(sorted(reasons, key=lambda reason: reason.rank)), _note(asked, line))

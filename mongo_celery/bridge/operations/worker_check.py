@@ -9,6 +9,7 @@ from mongo_celery.bridge.operations.reasons import listed
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.workers import WorkersSaid, ask_workers, consumed_queues, known_tasks, slots_of
+from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.redaction import short
 
@@ -28,7 +29,7 @@ def check_workers(wiring: Wiring) -> Iterator[Finding]:
     except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
         yield warning("workers", f"They cannot be asked over this broker: {short(failure)}")
         return
-    yield from judge_workers(_needed(wiring), said)
+    yield from judge_workers(_needed(wiring), said, wiring.line)
 
 
 def check_time_limits(wiring: Wiring) -> Finding:
@@ -53,13 +54,14 @@ def _needed(wiring: Wiring) -> dict[str, list[str]]:
     }
 
 
-def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid) -> Iterator[Finding]:
+def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid, line: CommandLine) -> Iterator[Finding]:
     """
     Findings from what workers answered.
 
     Args:
         needed: by queue of the bridge, names of the tasks that it sends there.
         said: what they said.
+        line: how the person who is told types commands.
     """
     if not said.queues and not said.tasks:
         yield warning(
@@ -75,11 +77,13 @@ def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid) -> I
         f"{len(concerned)} of {len(said.queues)} that answered consume this bridge's queues.",
         slots_of(said, concerned) if concerned else None,
     )
-    yield _missing_consumers(needed, consumed, sorted({*said.tasks, *said.pools} - said.queues.keys()))
+    yield _missing_consumers(needed, consumed, sorted({*said.tasks, *said.pools} - said.queues.keys()), line)
     yield from _missing_tasks(concerned, needed, known_tasks(said))
 
 
-def _missing_consumers(queue_names: Iterable[str], consumed: Mapping[str, set[str]], late: Sequence[str]) -> Finding:
+def _missing_consumers(
+    queue_names: Iterable[str], consumed: Mapping[str, set[str]], late: Sequence[str], line: CommandLine
+) -> Finding:
     everything = set().union(*consumed.values())
     alone = [name for name in queue_names if name not in everything]
     if not alone:
@@ -95,7 +99,7 @@ def _missing_consumers(queue_names: Iterable[str], consumed: Mapping[str, set[st
     return error(
         "consumers",
         f"No running worker consumes {shown}: changes of these partitions stand still. Start workers without -Q, or "
-        "with -Q from `changes queues`.",
+        f'so: {line.celery("worker")} -Q "$({line.changes("queues")})"',
     )
 
 

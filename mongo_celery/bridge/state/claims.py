@@ -127,7 +127,7 @@ class Claim:
         fence: the fencing token of this execution.
         retries: attempts of the first change that asked for a retry.
         crashes: attempts of the run that ended without an outcome.
-        waits: how often in a row its first change has waited for infrastructure.
+        waits: how often in a row its first change has waited for MongoDB or the broker.
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
         parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
         inline: whether no commit task follows: its success is written as the position.

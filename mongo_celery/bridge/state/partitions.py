@@ -458,7 +458,7 @@ class Partitions:
 
 
 def state_of(image: Image) -> str:
-    """The state of a partition as people see it: a flowing one may wait for infrastructure, or for its retry."""
+    """The state of a partition as people see it: a flowing one may wait for MongoDB or the broker, or for its retry."""
     if image.state != "flowing":
         return image.state
     if image.waiting is not None and not image.live and image.handled is None:

@@ -110,7 +110,7 @@ class ReplayRequest:
         crashes: how many of these ended without an outcome, in this replay.
         fence: of the claim under which it was started last; None behind an outcome.
         retries: attempts of this replay that asked for a retry.
-        waits: how often in a row it has waited for infrastructure, `doubts` of these in doubt.
+        waits: how often in a row it has waited for MongoDB or the broker, `doubts` of these in doubt.
         due_in: seconds until it may run again; 0 or less when it may.
         failed: whether it has failed for good, and the listener has yet to take notice.
         parked: whether its letter waits for a parked key: those behind it follow.

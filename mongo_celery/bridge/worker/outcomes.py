@@ -64,8 +64,8 @@ WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
 _KEEPING = {"dead_letter": FAILED, "skip": SKIPPED, "park_key": PARKED}
 _BEHIND = "Its key is parked: it waits behind an earlier change, and its handler was not started."
 _FULL = (
-    "{count} keys of this partition are parked, and there can be no more. Look at them with `changes dead-letters list "
-    "{name}`, replay or discard some, then `changes retry {name}`. The handler's error: {error}"
+    "{count} keys of this partition are parked, and there can be no more. Look at them with `{look}`, replay "
+    "or discard some, then run `{retry}`. The handler's error: {error}"
 )
 
 
@@ -205,7 +205,9 @@ class Outcomes:
     def _unparkable(self, error: str) -> str | None:
         """Why no key can be parked by this change; None where it can."""
         if len(self._claim.parked) >= PARKED_MAX:
-            return _FULL.format(count=len(self._claim.parked), name=self._run.subscription, error=error)
+            name, line = self._run.subscription, self._wiring.line
+            look, retry = line.changes("dead-letters", "list", name), line.changes("retry", name)
+            return _FULL.format(count=len(self._claim.parked), look=look, retry=retry, error=error)
         return None
 
     def wait_behind(self, raw: bytes) -> NoReturn:

@@ -256,8 +256,8 @@ def _hosts(given: str, port: str = _PORT) -> set[str]:
 
 def _asked_bridges(app: Celery) -> Iterator[CheckMessage]:
     from mongo_celery.bridge.operations.preflight import check
-    from mongo_celery.bridge.operations.reasons import CommandLine
     from mongo_celery.bridge.wiring import BRIDGES
+    from mongo_celery.command_line import CommandLine
 
     bridges = BRIDGES.of(app)
     for wiring in bridges:

@@ -50,7 +50,7 @@ def _page(name: str, one: str, many: str) -> type:
 class ChangeBridge(_Page):
     """The page of bridges, with their handlers and partitions."""
 
-    Meta = _page("changebridge", "change bridge", "change bridges")
+    Meta = _page("changebridge", "bridge", "bridges")
 
 
 class ChangeDeadLetter(_Page):

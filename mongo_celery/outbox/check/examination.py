@@ -16,6 +16,7 @@ from celery import Celery
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
 from mongo_celery.broker.workers import WorkersSaid
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.examining import guarded
@@ -107,7 +108,9 @@ def _parts(outbox: AnyOutbox, facts: AppFacts) -> Mapping[str, Callable[[], Iter
             max_pending=None if isinstance(backing, ParcelBacking) else options.max_pending,
         ),
         "sweep": lambda: _check_sweeping(outbox, facts),
-        "state": lambda: judge_state(outbox.status(), outbox.sweep_after, options.sweep_every),
+        "state": lambda: judge_state(
+            outbox.status(), outbox.sweep_after, options.sweep_every, CommandLine.of(outbox.app)
+        ),
     }
 
 
@@ -151,7 +154,9 @@ def _check_sweeping(outbox: AnyOutbox, facts: AppFacts) -> Iterable[Finding]:
     return judge_sweeping(sweeping, facts.said)
 
 
-def judge_state(status: OutboxStatus, sweep_after: float, sweep_every: float | None) -> Iterator[Finding]:
+def judge_state(
+    status: OutboxStatus, sweep_after: float, sweep_every: float | None, line: CommandLine
+) -> Iterator[Finding]:
     """What is pending, for how long, and what has failed."""
     oldest = status.oldest_seconds
     if oldest is not None and oldest > late_after(sweep_after, sweep_every):
@@ -181,5 +186,5 @@ def judge_state(status: OutboxStatus, sweep_after: float, sweep_every: float | N
             "dead_letters",
             f"{number(status.dead_letters, 'entry was', 'entries were')} set aside: look at them, then replay or "
             "discard them.",
-            "celery -A ... outbox dead-letters list",
+            line.celery("outbox", "dead-letters", "list"),
         )

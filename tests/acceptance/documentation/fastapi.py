@@ -7,6 +7,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import redis
@@ -42,6 +43,9 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         bodies = [json.loads(message)["body"] for message in broker.lrange("celery", 0, -1)]
         sent = {tuple(json.loads(b64decode(body))[0]) for body in bodies}
         assert sent == {(each, what) for each in (order, *many) for what in ("placed", "paid", "canceled")}, sent
+        last = [("_id", -1)]
+        deliver = lambda: namespace["show"](_change(shop.orders.find_one(sort=last), client))  # noqa: E731
+        namespace["test_an_order_gets_its_line"](SimpleNamespace(deliver=deliver))
 
 
 def _cancel_at_a_time(browser: TestClient) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from mongo_celery.app import Named, Registry
-from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.command_line import CommandLine
 from mongo_celery.contrib.django.project import celery_app, project_settings
 from mongo_celery.errors import CommandRefusedError
 
