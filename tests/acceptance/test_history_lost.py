@@ -91,6 +91,7 @@ class Rolled:
         return self.state["leases"].find_one({"_id": "project"}) or {}
 
     def position(self) -> Timestamp | None:
+        """Return the smallest place that all handlers have stored; None while one has none."""
         times = [each["clusterTime"] for each in self.state["subscriptions"].find()]
         return None if None in times else min(times, default=None)
 
@@ -152,7 +153,7 @@ def test_lost_history_stops_the_listener_until_somebody_decides(rolled: Rolled) 
     assert rolled.handled == {"before", "after"}
     assert [gap["policy"] for gap in rolled.lease["gaps"]] == ["now"]
 
-    wait_for(lambda: (rolled.position or Timestamp(0, 0)) > rolled.lease["gaps"][0]["until"])
+    wait_for(lambda: (rolled.position() or Timestamp(0, 0)) > rolled.lease["gaps"][0]["until"])
     going_on.terminate()
     assert going_on.wait() == 0
     again = rolled.start("listener")

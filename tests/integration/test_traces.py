@@ -103,7 +103,7 @@ def test_all_messages_of_a_canvas_carry_it_and_the_users_headers_stand(rig: Rig)
 def test_an_entry_without_a_trace_is_published_in_nobodys(
     rig: Rig, database: Database[Document], spans: InMemorySpanExporter
 ) -> None:
-    """Written by an earlier version, or with a trace that is none: not in the trace of who happens to publish it."""
+    """Written without tracing, or with a trace that is none: not in the trace of who happens to publish it."""
     outbox = rig.outbox(at_once=False)
     for number, stored in enumerate([None, 5, {"traceparent": "\x00"}, {"traceparent": ["x"]}]):
         outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])

@@ -71,7 +71,7 @@ def test_a_run_that_records_how_far_it_is_is_measured_where_it_ends() -> None:
     ],
 )
 def test_what_is_passed_over_or_damaged_is_counted_and_not_measured(left: Any) -> None:
-    """A dead letter, a skip, a commit of an earlier version, a field that somebody else has written."""
+    """A dead letter, a skip, a field that somebody else has written."""
     seen = HandlerActivity()
     seen.sent(dispatch(1, 2), 100.0, again=False)
     seen.observed(image(), image(committed=2, ran=left, read_at=NOON), 101.0)

@@ -450,7 +450,7 @@ def test_what_is_stored_is_shown_of_partitions_and_handlers_and_beside_the_bound
 
 
 def test_figures_that_nobody_knows_are_said_to_be_unknown() -> None:
-    """P16: a listener of an earlier version reports none, and counting may take too long."""
+    """P16: a listener may not have reported yet, and counting may take too long."""
     assert reported(IDLE_REPORT) is None
     unknown = StoredAmounts({("summarise", 0): Amount(2, 100)}, None, None, uncounted=1)
     status = shape(facts(images=[image(0, spilled=MARK), image(1, spilled=MARK)], stored=unknown))

@@ -205,7 +205,7 @@ def test_what_is_stored_is_bounded_and_the_trace_comes_first() -> None:
 
 @pytest.mark.parametrize("stored", [None, 5, [], "x", {"traceparent": 5}, {5: "x"}, {"a.b": "c"}, {"a": "\ud800"}])
 def test_an_entry_whose_trace_is_none_is_an_entry_without_one(stored: object) -> None:
-    """Of an earlier version, or written by somebody else: it is published all the same."""
+    """Written without tracing, or by somebody else: it is published all the same."""
     document = entry().to_document()
 
     assert Entry.from_document({**document, "trace": stored}).trace == {}

@@ -203,7 +203,7 @@ def test_a_stream_of_an_older_version_goes_on_without_a_gap_or_a_repetition(rig:
     assert first.terminate() == 0
     stored = rig.state["subscriptions"].find_one()
     assert stored is not None
-    rig.state["subscriptions"].update_one({"_id": stored["_id"]}, {"$set": {"fingerprint": "of an older version"}})
+    rig.state["subscriptions"].update_one({"_id": stored["_id"]}, {"$set": {"fingerprint": "of another stream"}})
     orders.insert_many([{"_id": number} for number in range(3, 6)])
 
     second = rig.listener(start_from="now")
