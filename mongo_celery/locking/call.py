@@ -30,15 +30,8 @@ from mongo_celery.arguments import Duration, check_flags, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking import freeing, holders
 from mongo_celery.locking.plans import Plan, Result, carried_out
-from mongo_celery.mongo.transaction.frames import (
-    Place,
-    Session,
-    Waits,
-    frame_of,
-    note_conflict,
-    note_locked,
-    waits_of,
-)
+from mongo_celery.locking.waits import Place, Waits, waits_of
+from mongo_celery.mongo.transaction.scopes import Session, scope_of
 from mongo_celery.mongo.verdicts import Code, said, standalone_refused
 
 Document = dict[str, Any]
@@ -181,23 +174,27 @@ def _conflicted(call: LockCall, error: OperationFailure) -> Plan[None]:
     if call.bound is None or waited < call.bound:
         if waited >= freeing.FIRST_LOOK_SECONDS:
             yield from freeing.free_dead(call.session.client)
-        yield from _note_suspects(call.session)
+        yield from _note_holders(call.session)
         return
     waits.ended(call.place)
     locked = yield from _locked(call, call.bound, error)
-    note_locked(call.session, locked)
+    scope = scope_of(call.session)
+    if scope is not None:
+        scope.rollback_reason = locked  # the server has ended the transaction, also if the body catches this
     raise locked from error
 
 
-def _note_suspects(session: Session) -> Plan[None]:
-    """See that the end of the time can name who may hold what was refused; a coroutine has to ask beforehand."""
-    if isinstance(session, ClientSession):
-        note_conflict(session, lambda refused: holders.in_words(carried_out(holders.candidates(refused))))
+def _note_holders(session: Session) -> Plan[None]:
+    """Have the error at the end of the time name the holders of a refused document; a coroutine asks beforehand."""
+    scope = scope_of(session)
+    if scope is None:
         return
-    frame = frame_of(session)
-    if frame is not None and frame.remaining < _LAST_SECONDS:
+    if isinstance(session, ClientSession):
+        scope.describe_holders = lambda refused: holders.in_words(carried_out(holders.candidates(refused)))
+        return
+    if scope.remaining < _LAST_SECONDS:
         yield from holders.candidates(session)
-    note_conflict(session, lambda refused: holders.in_words(holders.remembered(refused)))
+    scope.describe_holders = lambda refused: holders.in_words(holders.remembered(refused))
 
 
 def lock_call(

@@ -85,7 +85,7 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
         )
     if session.client is not client:
         raise ConfigurationError("The session is of another client than Django's: use transactional(django_client).")
-    if not after_commit(session, _nothing):
+    if not after_commit(_nothing, session):
         raise ConfigurationError(
             "`transactional` does not run this session's transaction, so nobody would call what on_commit has "
             "registered: give `joined` the session of transactional(django_client), or use Django's own atomic."
@@ -98,7 +98,7 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
         waiting, connection.run_on_commit = connection.run_on_commit, []
         connection.session, connection.in_atomic_block_mongo = None, False
         for _, function, _ in waiting:
-            after_commit(session, function)  # forgotten by whoever aborts the attempt
+            after_commit(function, session)  # forgotten by whoever aborts the attempt
 
 
 @contextmanager

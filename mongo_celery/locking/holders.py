@@ -38,7 +38,7 @@ from mongo_celery.locking.plans import Plan, carried_out
 from mongo_celery.locking.watches import watch_of
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import Allowed
-from mongo_celery.mongo.transaction.frames import Session
+from mongo_celery.mongo.transaction.scopes import Session
 from mongo_celery.quantities import duration, number
 
 logger = logging.getLogger("mongo_celery.locking")

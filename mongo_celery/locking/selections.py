@@ -13,7 +13,7 @@ from mongo_celery.locking.call import LockCall, LockOptions, judged, lock_call
 from mongo_celery.locking.many import among, lock_all, lock_these
 from mongo_celery.locking.plans import Plan
 from mongo_celery.locking.skipping import free_ids, tried
-from mongo_celery.mongo.transaction.frames import Session
+from mongo_celery.mongo.transaction.scopes import Session
 
 
 def one(call: LockCall, sort: Any, projection: Any) -> Plan[Any]:

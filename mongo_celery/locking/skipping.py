@@ -25,8 +25,9 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.locking.call import LockCall, judged
 from mongo_celery.locking.plans import Plan
+from mongo_celery.locking.waits import Waits
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.transaction.frames import Session, Waits
+from mongo_celery.mongo.transaction.scopes import Session
 from mongo_celery.mongo.verdicts import Code
 
 _CANDIDATES_MIN = 16

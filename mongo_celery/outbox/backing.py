@@ -226,7 +226,7 @@ class Backing:
             return
         if session is not None and session.in_transaction:
             after = [Written(written.document_id, matched=True) for written in writes]
-            if not after_commit(session, lambda: self.dispatch_all_at_once(after, None)):
+            if not after_commit(lambda: self.dispatch_all_at_once(after, None), session):
                 self.dispatcher.expect()  # nobody says when the transaction ends
             return
         if any(written.document_id is NO_ID for written in writes):

@@ -21,7 +21,7 @@ from celery.canvas import Signature
 from celery.utils import uuid
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.transaction.frames import belongs_to_transactions
+from mongo_celery.mongo.transaction.scopes import clear_in_callbacks
 
 Options = dict[str, Any]
 
@@ -50,7 +50,7 @@ class _Open:
 
 
 _OPEN: ContextVar[_Open | None] = ContextVar("mongo_celery_outbox_takers", default=None)
-belongs_to_transactions(_OPEN)
+clear_in_callbacks(_OPEN)
 _SEND_TASK = inspect.signature(Celery.send_task)
 
 _OF_THE_CALL = (

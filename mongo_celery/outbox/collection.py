@@ -15,7 +15,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.opening import Source
-from mongo_celery.mongo.transaction.frames import frame_of
+from mongo_celery.mongo.transaction.scopes import scope_of
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.entries import Entry, Home, asks_for_id, listed
@@ -211,21 +211,21 @@ class OutboxCollection(AnyOutbox):
         ids = self.backing.insert(contents, session)
         if session is None or not in_transaction:
             self.backing.dispatch_parcels(ids)
-        elif not after_commit(session, lambda: self.backing.dispatch_parcels(ids)):
+        elif not after_commit(lambda: self.backing.dispatch_parcels(ids), session):
             self.backing.dispatcher.expect()
 
     def _write_after_error(self, contents: Contents, session: ClientSession) -> None:
         """Write what goes with a transaction that may be committed yet; one that the server has ended cannot be."""
-        frame = frame_of(session)
-        if frame is not None and frame.is_inherited:  # whoever began it writes that, too
+        scope = scope_of(session)
+        if scope is not None and scope.is_inherited:  # whoever began it writes that, too
             return
         try:
             with suppress(OperationFailure), pymongo.timeout(_WRITE_SECONDS):  # any of these ends it there
                 self._write(contents, session)
         except PyMongoError as error:
-            if frame is None:
+            if scope is None:
                 raise
-            frame.failed(error)  # it is not committed without this, and ends by the block's own error
+            scope.mark_rollback_only(error)  # it is not committed without this, and ends by the block's own error
 
 
 def _refuse_ids(asked: Iterable[bool]) -> None:

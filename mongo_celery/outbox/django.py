@@ -20,7 +20,7 @@ from pymongo.errors import DuplicateKeyError
 from pymongo.results import InsertOneResult, UpdateResult
 
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
-from mongo_celery.mongo.transaction.frames import current, part_of
+from mongo_celery.mongo.transaction.scopes import current, join_transaction
 
 Insert = Callable[..., InsertOneResult]
 Update = Callable[..., UpdateResult]
@@ -48,7 +48,7 @@ def transaction(using: str | None) -> Iterator[ClientSession]:
     session = current(django_client(alias))
     with ExitStack() as stack:
         if session is not None:
-            stack.enter_context(part_of(session))
+            stack.enter_context(join_transaction(session))
             stack.enter_context(joined(session, alias))
         stack.enter_context(atomic(using=alias))
         yield connections[alias].session

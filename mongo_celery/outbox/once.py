@@ -47,7 +47,7 @@ from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.transaction import Collects, hide_session
-from mongo_celery.mongo.transaction.frames import Session, frame_of, innermost_session
+from mongo_celery.mongo.transaction.scopes import Session, innermost_session, scope_of
 from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
 from mongo_celery.outbox.idempotency_heartbeat import HEARTBEATS, RunningClaim, described
 
@@ -202,11 +202,11 @@ def _session_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClientSessi
 
 def _check_client(this: _Call, store: IdempotencyStore, joined: Session) -> None:
     if joined.client is not store.client:
-        frame = frame_of(joined)
+        scope = scope_of(joined)
         raise ConfigurationError(
             f"{this.name} is called inside a transaction of another client: its idempotency record would stay if that "
             "is aborted, and its effect would be lost. Call it after the commit, with after_commit, or give once a "
-            f"collection of the transaction's client, {frame.client_name if frame else 'session.client'}."
+            f"collection of the transaction's client, {scope.client_name if scope else 'session.client'}."
         )
 
 
@@ -227,7 +227,7 @@ def _run_in_transaction(
         try:
             result = run(session)
         except BaseException:
-            if identity is not None and frame_of(session) is None:  # the driver may commit what is there
+            if identity is not None and scope_of(session) is None:  # the driver may commit what is there
                 with suppress(PyMongoError):  # else the server has ended the transaction
                     store.free(identity, owner, session)
             raise

@@ -17,7 +17,7 @@ from pymongo.results import BulkWriteResult, DeleteResult, InsertManyResult, Ins
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.opening import Source
-from mongo_celery.mongo.transaction.frames import after_commit, current, innermost_session
+from mongo_celery.mongo.transaction.scopes import after_commit, current, innermost_session
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.deletes import Deletes

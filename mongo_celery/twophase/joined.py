@@ -19,13 +19,13 @@ from pymongo.client_session import ClientSession
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.cluster import is_same_cluster
 from mongo_celery.mongo.django_connections import connections_in_transaction
-from mongo_celery.mongo.transaction.frames import (
+from mongo_celery.mongo.transaction.scopes import (
     after_commit,
     current,
-    frame_of,
     innermost_session,
     is_beside_transaction,
-    part_of,
+    join_transaction,
+    scope_of,
 )
 from mongo_celery.twophase.compensation import Compensations
 from mongo_celery.twophase.completion import Completion, still_mine
@@ -127,7 +127,7 @@ class JoinedCalls:
 
     def _commit_hook(self) -> Callable[[Callable[[], object]], object] | None:
         """Return what has something called after the commit; None where nobody notices it."""
-        if frame_of(self._session) is not None:
+        if scope_of(self._session) is not None:
             return partial(after_commit, session=self._session)
         connection = next((each for each in connections_in_transaction() if each.session is self._session), None)
         return None if connection is None else partial(connection.on_commit, robust=True)
@@ -155,7 +155,7 @@ class JoinedCalls:
 @contextmanager
 def _part(session: ClientSession) -> Iterator[None]:
     """Inside, an error of a server fails the open transaction, also if it is caught; a refusal has changed nothing."""
-    with part_of(session):
+    with join_transaction(session):
         refusal = None
         try:
             yield
@@ -188,7 +188,7 @@ def session_to_join(client: MongoClient[Any], given: object) -> ClientSession | 
     around = innermost_session()
     is_apart = around is None and given is None and is_beside_transaction()
     # In one that was begun inside of the joined one, the call would be made again with each repetition of that.
-    if is_apart or (around is not None and around is not joined and (joined is None or frame_of(joined) is not None)):
+    if is_apart or (around is not None and around is not joined and (joined is None or scope_of(joined) is not None)):
         raise ConfigurationError(
             "The innermost transaction that is open around this call is of another client, thread or task, and the "
             "call cannot be a part of it: it would stay when that one is aborted, and be made again with it. Nothing "

@@ -11,7 +11,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.app import add_task
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.transaction.frames import outside
+from mongo_celery.mongo.transaction.scopes import outside_transactions
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase.coordinator import BusyError
 from mongo_celery.twophase.recoveries import Recovery
@@ -30,7 +30,7 @@ _PAUSES = Pauses(first=1.0, longest=60.0)
 def publish_step(app: Celery, name: str, transaction_id: Any, task_id: str) -> Any:
     """Ask for the first step of a transaction; the message carries its id, in BSON's own types."""
     task: Any = app.tasks[STEP_TASK]
-    with outside():  # it is noted as queued already, whatever becomes of a transaction that the caller is in
+    with outside_transactions():  # it is noted as queued already, whatever happens to a transaction around
         return task.apply_async((name, to_text(transaction_id), None), task_id=task_id, serializer="json")
 
 

@@ -87,7 +87,7 @@ def test_a_body_that_outlasts_the_limit_is_aborted_and_frees_its_documents(
     spied = client[things.database.name][things.name]
 
     def body(session: ClientSession) -> None:
-        after_commit(session, lambda: committed.append(1))
+        after_commit(lambda: committed.append(1), session)
         select_for_update(spied, {"_id": 1}, session=session)
         spied.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
         use_up_the_time(things)

@@ -1,5 +1,5 @@
 """
-Blocks of `transactional` that are left by hand, elsewhere, in another order or never: the right one, or none.
+Blocks of `transactional` that are left by hand, elsewhere, in another order or never.
 
 What is left by the generator in which it stands is in `test_transaction_parts.py`.
 """
@@ -9,12 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
-from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -30,8 +27,8 @@ from pymongo.uri_parser import parse_uri
 from mongo_celery import OutboxCollection, TwoPhaseCommit
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, transactional
-from mongo_celery.mongo.transaction import blocks, ending
-from mongo_celery.mongo.transaction.frames import Frame
+from mongo_celery.mongo.transaction import ending
+from mongo_celery.mongo.transaction.scopes import TransactionScope
 from mongo_celery.twophase.steps import STEP_TASK
 from tests.fixtures.forking import fork, holds_after_a_fork
 from tests.fixtures.process import wait_for
@@ -60,167 +57,22 @@ def texts(notes: Collection[Document]) -> list[Any]:
     return [note["text"] for note in notes.find().sort("_id", 1)]
 
 
-class Unit:
-    """A unit of work as applications write them, over an object that all share."""
-
-    def __init__(self, shared: AbstractContextManager[ClientSession], notes: Collection[Document], text: str) -> None:
-        self._shared, self._notes, self._text = shared, notes, text
-        self.session: Any = None
-
-    def __enter__(self) -> None:
-        self.session = self._shared.__enter__()
-        self.write("begun")
-
-    def __exit__(self, *details: object) -> None:
-        self._shared.__exit__(*details)  # type: ignore[arg-type]
-
-    def write(self, what: str) -> None:
-        self._notes.insert_one({"text": f"{self._text} {what}"}, session=self.session)
-
-
 def in_copy(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Any:
     """Run it as frameworks do: in whatever thread, in a copy of the context."""
     return pool.submit(copy_context().run, call, *args).result(GENEROUS)
 
 
-# -- which one is left -----------------------------------------------------------------------------
-
-
-def test_a_unit_of_work_that_another_thread_leaves_is_its_own(notes: Collection[Document], client: Client) -> None:
-    """The thread that leaves the one that has failed has entered the other one, which goes on and is committed."""
-    shared = transactional(client)
-    bad, good = Unit(shared, notes, "bad"), Unit(shared, notes, "good")
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        in_copy(one, bad.__enter__)
-        in_copy(other, good.__enter__)
-        in_copy(other, bad.__exit__, ZeroDivisionError, ZeroDivisionError(), None)
-        good.write("goes on")
-        assert texts(notes) == []
-        in_copy(one, good.__exit__, None, None, None)
-    assert texts(notes) == ["good begun", "good goes on"]
+# -- order -----------------------------------------------------------------------------------------
 
 
 def test_two_stacks_of_one_thread_may_be_left_in_any_order(notes: Collection[Document], client: Client) -> None:
     """Each ends its own."""
-    shared = transactional(client, own=True)
     bad, good = ExitStack(), ExitStack()
     for stack, text in ((bad, "bad"), (good, "good")):
-        notes.insert_one({"text": text}, session=stack.enter_context(shared))
+        notes.insert_one({"text": text}, session=stack.enter_context(transactional(client, own=True)))
     bad.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
     good.close()
     assert texts(notes) == ["good"]
-
-
-def test_what_may_be_another_threads_is_not_committed_and_joined_by_nobody(
-    notes: Collection[Document], client: Client
-) -> None:
-    """
-    A function that is no method says nothing of whose block it leaves; the thread was another one's before.
-
-    Later calls in the threads that have entered have transactions of their own, and the session says what it is.
-    """
-    shared = transactional(client)
-
-    def begin() -> ClientSession:
-        return shared.__enter__()
-
-    def end() -> None:
-        shared.__exit__(None, None, None)
-
-    def note(text: str, session: ClientSession | None = None) -> None:
-        transactional(client).run(lambda joined: notes.insert_one({"text": text}, session=joined), session=session)
-
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        sessions = [pool.submit(begin).result(GENEROUS) for pool in (one, other)]
-        for session in sessions:
-            notes.insert_one({"text": "lost"}, session=session)
-        with pytest.raises(TransactionError, match="Make an object for each block"):
-            one.submit(end).result(GENEROUS)
-        for pool in (one, other):
-            assert pool.submit(lambda: current(client)).result(GENEROUS) is None
-            pool.submit(note, "later").result(GENEROUS)
-        with pytest.raises(TransactionError, match="given up"):
-            note("with the lost", sessions[0])
-        begun = one.submit(begin).result(GENEROUS)
-        notes.insert_one({"text": "alone"}, session=begun)
-        other.submit(end).result(GENEROUS)  # there is only one again
-    assert texts(notes) == ["later", "later", "alone"]
-    for session in sessions:
-        session.abort_transaction()
-
-
-class Worker:
-    """A thread as frameworks keep them: one loop calls whatever it is handed, in a copy of the asker's context."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        answer: Future[Any] = Future()
-        self._jobs.put((partial(copy_context().run, function), args, answer))
-        return answer.result(GENEROUS)
-
-    def _run(self) -> None:
-        while job := self._jobs.get():
-            function, args, answer = job
-            try:
-                answer.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 - it is the asker's
-                answer.set_exception(error)
-
-    def end(self) -> None:
-        self._jobs.put(None)
-        self._thread.join(GENEROUS)
-
-
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["handed", "wrapped"])
-def test_what_a_pool_is_handed_to_leave_is_not_the_block_that_its_thread_has_entered(
-    notes: Collection[Document], client: Client, is_wrapped: bool
-) -> None:
-    """Its loop is the place of every block, and its thread is everybody's; alone, a block is known all the same."""
-    shared = transactional(client)
-    one, other = Worker(), Worker()
-
-    def leave(*details: Any) -> None:
-        shared.__exit__(*details)
-
-    end = leave if is_wrapped else shared.__exit__
-    try:
-        sessions = [worker.call(shared.__enter__) for worker in (one, other)]
-        for session, text in zip(sessions, ("bad", "good"), strict=True):
-            notes.insert_one({"text": text}, session=session)
-        with pytest.raises(TransactionError, match="Make an object for each block"):
-            other.call(end, ZeroDivisionError, ZeroDivisionError(), None)
-        assert sessions[1].in_transaction
-        with pytest.raises(TransactionError, match="Make an object for each block"):
-            one.call(end, None, None, None)
-        alone = transactional(client)
-        notes.insert_one({"text": "alone"}, session=one.call(alone.__enter__))
-        other.call(alone.__exit__, None, None, None)
-    finally:
-        one.end()
-        other.end()
-    assert texts(notes) == ["alone"]
-    for session in sessions:
-        session.abort_transaction()
-
-
-def test_a_pool_of_one_thread_does_not_end_the_last_block_for_the_first(
-    notes: Collection[Document], client: Client
-) -> None:
-    """As where two tasks have a single thread do their blocking calls."""
-    shared = transactional(client, own=True)
-    with ThreadPoolExecutor(1) as pool:
-        sessions = [pool.submit(shared.__enter__).result(GENEROUS) for _ in range(2)]
-        for session, text in zip(sessions, ("good", "bad"), strict=True):
-            notes.insert_one({"text": text}, session=session)
-        with pytest.raises(TransactionError, match="Make an object for each block"):
-            pool.submit(shared.__exit__, None, None, None).result(GENEROUS)
-    assert texts(notes) == []
-    for session in sessions:
-        session.abort_transaction()
 
 
 # -- parts that outlive the whole ------------------------------------------------------------------
@@ -238,7 +90,7 @@ def test_two_generators_side_by_side_are_not_committed_by_half(notes: Collection
     first, second = work("first"), work("second")
     next(first)
     next(second)
-    with pytest.raises(TransactionError, match="had not ended when its body returned"):
+    with pytest.raises(TransactionError, match="still running"):
         next(first)
     with pytest.raises(InvalidOperation):  # its session has ended
         next(second)
@@ -254,9 +106,9 @@ def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Collection[Doc
         notes.insert_one({"text": "half"}, session=session)
         left.enter_context(transactional(client))
 
-    with pytest.raises(TransactionError, match="had not ended when its body returned"):
+    with pytest.raises(TransactionError, match="still running"):
         transactional(client).run(body)
-    with pytest.raises(TransactionError, match="has ended before the part"):
+    with pytest.raises(TransactionError, match="has ended before"):
         left.close()
     assert texts(notes) == []
 
@@ -302,10 +154,10 @@ def test_a_part_that_failed_and_has_ended_the_transaction_is_no_success(
             give_up()
         return "success"
 
-    with pytest.raises(TransactionError, match="had been ended in its body") as caught:
+    with pytest.raises(TransactionError, match="had ended the transaction") as caught:
         transactional(client).run(body)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    with pytest.raises(TransactionError, match="had been ended in its body"), transactional(client) as session:
+    with pytest.raises(TransactionError, match="had ended the transaction"), transactional(client) as session:
         body(session)
     assert texts(notes) == []
 
@@ -480,14 +332,13 @@ def test_a_thread_that_stands_still_before_the_commit_is_told_that_the_time_is_u
     client: Client, notes: Collection[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that has passed by then is none that PyMongo takes."""
-    looked, is_last = ending.check_time, iter([False, True])
+    check_time = ending.check_time
 
-    def stand_still(frame: Frame, session: ClientSession) -> None:
-        looked(frame, session)
-        if next(is_last):
-            wait_for(lambda: frame.remaining < 0)
+    def stand_still(scope: TransactionScope, session: ClientSession) -> None:
+        check_time(scope, session)
+        wait_for(lambda: scope.remaining < 0)
 
-    monkeypatch.setattr(blocks, "check_time", stand_still)
+    monkeypatch.setattr(ending, "check_time", stand_still)
     block = transactional(client, timeout=1.0)
     with pytest.raises(TransactionTimeoutError) as caught, block as session:
         notes.insert_one({"text": "late"}, session=session)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import copy_context
-from threading import Barrier
 from typing import Any
 
 import pymongo
@@ -117,10 +116,9 @@ def test_a_call_inside_joins_without_being_handed_the_session(
 
 
 def test_a_call_inside_a_block_joins_it(notes: Collection[Document], client: Client, write: Write, sent: Sent) -> None:
-    """One object serves both."""
-    both = transactional(client)
-    with both as outer:
-        with both as inner:
+    """The session is the same."""
+    with transactional(client) as outer:
+        with transactional(client) as inner:
             assert inner is outer
             write("inner")
         assert texts(notes) == []
@@ -213,7 +211,7 @@ def test_the_current_session_is_known_inside_only(client: Client) -> None:
 
 
 @pytest.mark.parametrize("as_block", [False, True])
-def test_a_part_that_fails_dooms_the_whole_though_its_error_is_caught(
+def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_caught(
     notes: Collection[Document], client: Client, write: Write, sent: Sent, as_block: bool
 ) -> None:
     """Its partial writes would be committed; what is written after it goes to nowhere either."""
@@ -232,7 +230,7 @@ def test_a_part_that_fails_dooms_the_whole_though_its_error_is_caught(
     assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
 
 
-def test_a_block_inside_that_fails_dooms_the_whole(notes: Collection[Document], client: Client) -> None:
+def test_a_block_inside_that_fails_makes_the_whole_rollback_only(notes: Collection[Document], client: Client) -> None:
     """As a call does; a body that answers with an error of its own ends with that."""
 
     def caught() -> None:
@@ -295,7 +293,7 @@ def test_a_part_that_ends_the_transaction_is_told_so(notes: Collection[Document]
     assert texts(notes) == []
 
 
-def test_the_next_attempt_is_not_doomed_by_the_one_before(
+def test_the_next_attempt_is_not_rollback_only(
     notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
 ) -> None:
     """What a part of it failed with belongs to the attempt."""
@@ -370,10 +368,10 @@ def test_a_durable_one_refuses_to_join(notes: Collection[Document], client: Clie
             durable.run(lambda _: pytest.fail("not run"), session=session)
         with pytest.raises(ConfigurationError, match=r"durable=True"), durable:
             pytest.fail("not run")
-        write("not doomed")
+        write("committed")
     with client.start_session() as foreign, foreign.start_transaction(), pytest.raises(ConfigurationError):
         durable.run(lambda _: pytest.fail("not run"), session=foreign)
-    assert texts(notes) == ["outermost", "not doomed"]
+    assert texts(notes) == ["outermost", "committed"]
 
 
 def test_own_and_durable_exclude_each_other(client: Client) -> None:
@@ -491,15 +489,12 @@ def test_a_thread_keeps_no_time_limit_of_a_block_that_was_left_elsewhere(
     assert texts(notes) == ["inside"]
 
 
-def test_one_object_left_by_each_others_threads_commits_what_is_meant(
-    notes: Collection[Document], client: Client
-) -> None:
+def test_blocks_left_by_each_others_threads_commit_what_is_meant(notes: Collection[Document], client: Client) -> None:
     """The body that has raised is aborted and the good one committed, though each thread has entered the other one."""
-    shared = transactional(client)
 
     @contextmanager
     def dependency() -> Iterator[ClientSession]:
-        with shared as session:
+        with transactional(client) as session:
             yield session
 
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
@@ -512,19 +507,24 @@ def test_one_object_left_by_each_others_threads_commits_what_is_meant(
     assert texts(notes) == ["good"]
 
 
-def test_a_block_that_nobody_can_tell_from_others_is_not_committed(notes: Collection[Document], client: Client) -> None:
-    """By hand, on one object, by other threads: better nothing than the wrong one."""
-    shared = transactional(client)
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        sessions = [pool.submit(shared.__enter__).result(GENEROUS) for pool in (one, other)]
-        for session in sessions:
-            notes.insert_one({"text": "lost"}, session=session)
-        for _ in range(2):  # the second finds that all have been given up
-            with pytest.raises(TransactionError, match="Make an object for each block"):
-                shared.__exit__(None, None, None)
-    assert texts(notes) == []
-    for session in sessions:
-        session.abort_transaction()
+def test_an_object_serves_one_block_at_a_time(notes: Collection[Document], client: Client, write: Write) -> None:
+    """Inside, in other threads and after a failure to begin; functions that it decorates are not concerned."""
+    shared = transactional(client, durable=True)
+    with transactional(client), pytest.raises(ConfigurationError, match="durable"), shared:
+        pytest.fail("not run")
+    with shared as session:
+        notes.insert_one({"text": "first"}, session=session)
+        with pytest.raises(ConfigurationError, match=r"with transactional\(client\)"), shared:
+            pytest.fail("not run")
+        with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigurationError, match=r"with transactional\(client\)"):
+            pool.submit(shared.__enter__).result(GENEROUS)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(shared.run, lambda session: write("function", session=session)).result(GENEROUS)
+    with suppress(ZeroDivisionError), shared:
+        raise ZeroDivisionError
+    with shared:
+        write("last")
+    assert texts(notes) == ["first", "function", "last"]
 
 
 def test_a_thread_with_a_copy_of_the_context_is_in_no_transaction(
@@ -543,23 +543,6 @@ def test_a_thread_with_a_copy_of_the_context_is_in_no_transaction(
         assert current(client) is session
         raise ZeroDivisionError
     assert texts(notes) == ["beside"]
-
-
-def test_one_object_serves_threads_at_the_same_time(notes: Collection[Document], client: Client) -> None:
-    """Each with its own block; they leave in the order of their own."""
-    shared, both = transactional(client), Barrier(2, timeout=GENEROUS)
-
-    def work(text: str, error: Exception | None) -> None:
-        with suppress(ZeroDivisionError), ExitStack() as stack:
-            session = stack.enter_context(shared)
-            notes.insert_one({"text": text}, session=session)
-            both.wait()
-            if error:
-                raise error
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, ["good", "bad"], [None, ZeroDivisionError()]))
-    assert texts(notes) == ["good"]
 
 
 def test_a_generator_that_is_thrown_away_aborts(notes: Collection[Document], client: Client) -> None:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import Any
 
+import pymongo
 import pytest
 from pymongo import InsertOne, MongoClient, WriteConcern
 from pymongo.client_session import ClientSession
@@ -361,21 +362,22 @@ def test_transient_errors_end_with_the_time(counter: Counter, timeout: Any) -> N
 
 
 @pytest.mark.mongo_celery_sessionless
-@pytest.mark.parametrize("form", ["run", "with"])
+@pytest.mark.parametrize("form", ["run", "with", "with, limited by the caller"])
 def test_a_write_that_waits_for_its_own_transaction_is_named(counter: Counter, form: str) -> None:
     """One without `session=`, to a document that the body has written: nothing else would end the wait."""
-    call, things = transactional(counter.client, timeout=SHORT), counter.things
+    call, things = transactional(counter.client, timeout=SHORT if form in {"run", "with"} else None), counter.things
 
     def body(session: ClientSession) -> None:
         for given in (session, None):
             things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=given)
 
     def run_block() -> None:
-        with call as session:
+        with pymongo.timeout(SHORT), call as session:
             body(session)
 
-    with pytest.raises(TransactionTimeoutError if form == "run" else PyMongoError) as caught:
+    with pytest.raises((TransactionTimeoutError, PyMongoError)) as caught:
         call.run(body) if form == "run" else run_block()
+    assert isinstance(caught.value, TransactionTimeoutError) is (form in {"run", "with"})
     assert "session=" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert counter.n == 0
 

@@ -220,7 +220,7 @@ def test_a_standalone_server_is_named_as_the_cause(on_loop: Any, standalone_url:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def test_parts_join_and_doom_the_whole(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
+def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
     """As with threads: without being handed the session, as calls and as blocks."""
 
     async def work(notes: AsyncCollection[Document]) -> None:
@@ -271,29 +271,29 @@ def test_one_of_its_own_is_committed_for_itself(on_loop: OnLoop, texts: Texts) -
     assert texts() == ["own"]
 
 
-def test_two_tasks_on_one_object_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> None:
+def test_two_tasks_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> None:
     """The body that has raised was committed, and the good one lost, when blocks were kept by thread."""
 
     async def work(notes: AsyncCollection[Document]) -> None:
-        shared = transactional(notes.database.client)
+        client = notes.database.client
         both = asyncio.Barrier(2)
 
         async def bad() -> None:
             with suppress(ZeroDivisionError):
-                async with shared as session:
+                async with transactional(client) as session:
                     await notes.insert_one({"text": "bad"}, session=session)
                     await both.wait()
                     raise ZeroDivisionError
 
         async def good() -> None:
-            async with shared as session:
+            async with transactional(client) as session:
                 await notes.insert_one({"text": "good"}, session=session)
                 await both.wait()
                 await write(notes, "good part")
 
         async def stacked() -> None:
             async with AsyncExitStack() as stack:
-                session = await stack.enter_async_context(shared)
+                session = await stack.enter_async_context(transactional(client))
                 await notes.insert_one({"text": "stacked"}, session=session)
 
         await asyncio.wait_for(asyncio.gather(bad(), good()), GENEROUS)
@@ -303,6 +303,25 @@ def test_two_tasks_on_one_object_have_a_transaction_each(on_loop: OnLoop, texts:
     assert texts() == ["good", "good part", "stacked"]
 
 
+def test_an_object_serves_one_block_at_a_time(on_loop: OnLoop, texts: Texts) -> None:
+    """Also one that another task has entered; afterwards it is free again."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        shared = transactional(notes.database.client)
+
+        async def use(text: str) -> None:
+            async with shared as session:
+                await notes.insert_one({"text": text}, session=session)
+
+        async with shared:
+            with pytest.raises(ConfigurationError, match=r"with transactional\(client\)"):
+                await asyncio.create_task(use("refused"))
+        await use("free")
+
+    on_loop(work)
+    assert texts() == ["free"]
+
+
 def test_two_tasks_with_blocks_of_threads_have_a_transaction_each(
     on_loop: OnLoop, texts: Texts, database: Database[Document], mongo_client: MongoClient[Document]
 ) -> None:
@@ -310,11 +329,10 @@ def test_two_tasks_with_blocks_of_threads_have_a_transaction_each(
     plain = database["notes"]
 
     async def work(_: AsyncCollection[Document]) -> None:
-        shared = transactional(mongo_client)
         both = asyncio.Barrier(2)
 
         async def one(text: str, error: Exception | None) -> None:
-            with suppress(ZeroDivisionError), shared as session:
+            with suppress(ZeroDivisionError), transactional(mongo_client) as session:
                 plain.insert_one({"text": text}, session=session)
                 await both.wait()
                 if error is not None:

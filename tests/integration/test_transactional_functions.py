@@ -18,7 +18,7 @@ from pymongo.database import Database
 
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
-from mongo_celery.mongo.transaction.frames import Frame, owner_here
+from mongo_celery.mongo.transaction.scopes import TransactionScope, get_owner
 from tests.integration.locking_rig import Document, Sent, held
 
 Client = MongoClient[Document]
@@ -181,7 +181,7 @@ def _positional_only(session: Any, /) -> None: ...
         (_generator, "generators"),
         (_without_session, "_without_session must take session="),
         (_positional_only, "must take session="),
-        (Frame, "needs a function"),
+        (TransactionScope, "needs a function"),
         (5, "needs a function"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_callback_runs_once_after_the_commit(notes: Collection[Document], fail
 
     @transactional(notes.database.client)
     def body(*, session: ClientSession) -> None:
-        assert after_commit(session, lambda: seen.append(texts(notes)))
+        assert after_commit(lambda: seen.append(texts(notes)), session)
         notes.insert_one({"text": "a"}, session=session)
 
     with failpoint(mode={"times": 2}, **CONFLICT):
@@ -295,7 +295,7 @@ def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Coll
     notes.insert_one({"_id": 1, "text": "held"})
 
     def register(session: ClientSession, then: Callable[[ClientSession], object]) -> None:
-        after_commit(session, lambda: called.append(1))
+        after_commit(lambda: called.append(1), session)
         notes.insert_one({"text": "a"}, session=session)
         then(session)
 
@@ -323,8 +323,8 @@ def test_a_callback_that_fails_is_logged_and_stops_nothing(
 
     @transactional(notes.database.client)
     def body(*, session: ClientSession) -> str:
-        after_commit(session, lambda: 1 // 0)
-        after_commit(session, lambda: called.append(1))
+        after_commit(lambda: 1 // 0, session)
+        after_commit(lambda: called.append(1), session)
         return "done"
 
     with caplog.at_level(logging.ERROR, "mongo_celery.locking"):
@@ -337,20 +337,20 @@ def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Coll
     """Neither the driver's own transactions, nor a session that `transactional` has finished with."""
     with notes.database.client.start_session() as session:
         with session.start_transaction():
-            assert not after_commit(session, lambda: pytest.fail("never called"))
+            assert not after_commit(lambda: pytest.fail("never called"), session)
         writer(notes)("a", session=session)
-        assert not after_commit(session, lambda: pytest.fail("never called"))
+        assert not after_commit(lambda: pytest.fail("never called"), session)
 
 
 def test_pauses_grow_up_to_a_bound_and_differ() -> None:
     """Full jitter; also after so many attempts that the power would be too large for a number."""
 
-    def frame(failed: int) -> Frame:
-        return Frame(client=None, reference=None, deadline=0.0, owner=owner_here(), count=failed)  # type: ignore[arg-type]
+    def scope(pauses: int) -> TransactionScope:
+        return TransactionScope(client=None, reference=None, deadline=0.0, owner=get_owner(), pauses=pauses)  # type: ignore[arg-type]
 
-    early = [frame(0).next_pause() for _ in range(50)]
+    early = [scope(0).next_pause() for _ in range(50)]
     assert max(early) <= 0.005
-    late = [frame(10_000).next_pause() for _ in range(200)]
+    late = [scope(10_000).next_pause() for _ in range(200)]
     assert 0.25 < max(late) <= 0.5
     assert min(late) < 0.25
     assert len(set(late)) > 100

@@ -58,7 +58,7 @@ def book(seat: str, *, session: ClientSession) -> dict[str, Any] | None:
     found: dict[str, Any] | None = select_for_update(client.shop.seats, {"_id": seat}, session=session, nowait=True)
     others: list[dict[str, Any]] = select_many_for_update(client.shop.seats, {"row": 1}, session=session, limit=3)
     parcels.add([send_receipt.s(seat)], [Event("seat.booked", {"others": len(others)})], session=session, key=seat)
-    after_commit(session, lambda: None)
+    after_commit(lambda: None, session)
     return found
 
 

@@ -42,9 +42,9 @@ from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.transaction.ending import doom_of, raise_locked
-from mongo_celery.mongo.transaction.frames import current as open_session
-from mongo_celery.mongo.transaction.frames import entered, part_of
+from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
+from mongo_celery.mongo.transaction.scopes import current as open_session
+from mongo_celery.mongo.transaction.scopes import join_transaction, open_scope
 from mongo_celery.mongo.verdicts import is_transient, is_unanswered
 from mongo_celery.quantities import number
 from mongo_celery.tracing import committing, processing, received
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.handlers import Handler
-    from mongo_celery.mongo.transaction.frames import Frame
+    from mongo_celery.mongo.transaction.scopes import TransactionScope
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -328,9 +328,9 @@ def _commit_handled(
         return time.monotonic() - started >= seconds * _LIMIT_REACHED
 
     def body(session: ClientSession) -> None:
-        frame.begin()
+        scope.reset_attempt()
         try:
-            _handle_in(frame, session, lambda: function(*before, change.with_session(session)))
+            _handle_in(scope, session, lambda: function(*before, change.with_session(session)))
             execution.handle_in(session, change)
         except Exception as error:
             if not is_at_limit():
@@ -338,7 +338,7 @@ def _commit_handled(
             raise
 
     try:
-        with entered(session, seconds, "bridge.client") as frame, pymongo.timeout(seconds):
+        with open_scope(session, seconds, "bridge.client") as scope, pymongo.timeout(seconds):
             session.with_transaction(body, ReadConcern("snapshot"))
     except PyMongoError as error:
         # A commit without an answer was not kept from it by the body.
@@ -348,7 +348,7 @@ def _commit_handled(
             _end_later(wiring, execution.give_session())
         raise
     execution.transaction_committed()
-    frame.run_callbacks()
+    scope.run_callbacks()
 
 
 def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -361,19 +361,18 @@ def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: 
             "be repeated with those of the caller. Give the calling handler transactional=True, or move the common "
             "work into a plain function."
         )
-    with part_of(session):
+    with join_transaction(session):
         return function(*before, change.with_session(session))
 
 
-def _handle_in(frame: Frame, session: ClientSession, handle: Callable[[], object]) -> None:
-    """Run the handler as the body of a transaction of `transactional`, whose parts and locks may have doomed it."""
+def _handle_in(scope: TransactionScope, session: ClientSession, handle: Callable[[], object]) -> None:
+    """Run the handler as the body of `transactional`: its joined calls and locks may have made it rollback-only."""
     try:
         handle()
     except Exception as error:
-        raise_locked(frame, error)
+        raise_lock_error(scope, error)
         raise
-    if (doom := doom_of(frame, session)) is not None:
-        raise doom
+    raise_rollback_only(scope, session)
 
 
 def _end_later(wiring: Wiring, session: ClientSession) -> None:

@@ -1,15 +1,18 @@
 """
-What an error means for a transaction: once more, or the end. Decided in one place for threads and for asyncio.
+The end of an attempt: another attempt, a commit, or an error. Decided in one place for threads and for asyncio.
 
-| failure | what happens |
+PyMongo's `with_transaction` repeats the body, and pauses, until `pymongo.timeout` ends it. An attempt ends its own
+transaction: an abort has time also after the limit, and a commit has one judge for functions, blocks and asyncio.
+
+| failure | effect |
 |---|---|
 | write conflict, election, lost connection in the body | aborted, a pause, the body again |
-| the answer of the commit is lost | the commit again: the server knows whether it was done |
+| the answer of the commit is lost | the commit again: the server knows if it was done |
 | the commit finds the transaction gone | a pause, the body again |
 | any other error of the body | aborted, the error passes through unchanged |
-| a part that has joined fails, and the body catches that | aborted; again if it was transient, else TransactionError |
-| the same, and the transaction was ended in the body, too | TransactionError |
-| a part has not ended when the body returns | aborted, TransactionError |
+| a joined call fails, and the body catches that | aborted; again if it was transient, else TransactionError |
+| the same, and the body has ended the transaction | TransactionError |
+| a joined call runs when the body returns | aborted, TransactionError |
 | a lock is given up, and the body catches that | aborted, the DocumentLockedError all the same |
 | the time is used up before a commit is tried | aborted, TransactionTimeoutError with the outcome `aborted` |
 | the time is used up while no commit was answered | TransactionTimeoutError with the outcome `unknown` |
@@ -22,17 +25,17 @@ What an error means for a transaction: once more, or the end. Decided in one pla
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pymongo
 from pymongo.errors import ClientBulkWriteException, PyMongoError
 
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.mongo import verdicts
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.transaction.frames import Frame, Session
-
-ABORT_SECONDS = 2.0
-"""An abort's own time, also where that of the transaction is used up: one that is not aborted keeps its documents."""
+from mongo_celery.mongo.transaction.scopes import Session, TransactionScope
 
 _TRANSIENT = "TransientTransactionError"
 _UNKNOWN_RESULT = "UnknownTransactionCommitResult"
@@ -45,151 +48,154 @@ _SESSIONLESS = (
 )
 
 _COMMIT_MARGIN = 0.01
-"""Seconds, beside a round trip, that must be left for a commit: PyMongo sends none for which there is no time."""
+"""Seconds, beside a round trip, that a commit needs: PyMongo sends none without them."""
+
+_DRIVER_PAUSES = pymongo.version_tuple >= (4, 17)
+"""Older drivers repeat a body without a pause."""
 
 
-def pause_before_body(frame: Frame, error: BaseException) -> float | None:
+def begin_attempt(scope: TransactionScope) -> float:
     """
-    Seconds to wait before the body is run again, after an attempt that was aborted; None if its error is to pass.
+    Forget the attempt before; return the seconds to wait first.
 
     Raises:
-        DocumentLockedError: a lock was given up in it.
         TransactionTimeoutError: the time is used up.
     """
-    raise_locked(frame, error)
-    renew_connections(frame.client, error)
-    if _is_transient(error) or verdicts.is_refused_session(error):
-        return _pause(frame, error, "aborted")
-    raise_timed_out(frame, error)
-    return None
-
-
-def pause_before_commit(frame: Frame, error: PyMongoError) -> float | None:
-    """
-    Seconds to wait before a commit is tried again; None if its error is to pass. Labelled transient: not committed.
-
-    PyMongo knows a few errors after which the result is unknown. There are more: a commit whose wait for the majority
-    is ended by killOp or killSessions (Interrupted, beside what *is* committed). Sent again, the server says how it is.
-
-    Raises:
-        TransactionTimeoutError: the time is used up, and what became of the commit is unknown.
-    """
-    if _is_transient(error) or not (_has_label(error, _UNKNOWN_RESULT) or verdicts.is_transient(error)):
-        return None
-    renew_connections(frame.client, error)
-    if getattr(error, "code", None) == verdicts.Code.MaxTimeMSExpired:  # only the deadline limits a commit
-        raise _timed_out(frame, error, "unknown") from error
-    return _pause(frame, error, "unknown")
-
-
-def doom_of(frame: Frame, session: Session) -> BaseException | None:
-    """
-    The error by which a transaction ends whose body has returned, though a part has failed or goes on; else None.
-
-    One that was ended in the body cannot be aborted any more, nor may it be repeated: it may be committed.
-    """
-    doom, is_ended = frame.doom, not session.in_transaction
-    if frame.is_inherited:
-        return TransactionError(
-            "A forked process has come to the end of a transaction that its parent has begun: it is the parent's to "
-            "commit. End the process inside, as multiprocessing does, or fork it before."
-        )
-    if doom is None and frame.parts and not is_ended:
-        return TransactionError(
-            "The transaction was aborted: a part of it, as of a generator or another thread, had not ended when its "
-            "body returned. Have the part end first, or give it a transaction of its own, with own=True."
-        )
-    if doom is None:
-        return None
-    if doom is frame.locked:
-        return None if is_ended else doom
-    if _is_transient(doom) and not is_ended:
-        return doom
-    what = "The transaction had been ended in its body" if is_ended else "The transaction was aborted"
-    ended = TransactionError(
-        f"{what}: a part of it had failed, and the error was caught inside. Let it pass; or give the part a "
-        f"transaction of its own, with own=True. The error was {type(doom).__name__}: {short(doom)}.",
-    )
-    ended.__cause__ = doom
-    return ended
-
-
-def check_time(frame: Frame, session: Session) -> None:
-    """Raise TransactionTimeoutError where no commit could be sent any more; the transaction is to be aborted then."""
-    # Once PyMongo has refused a commit, it aborts no more, and the documents would stay locked.
-    if frame.remaining < _round_trip(session) + _COMMIT_MARGIN:
-        raise _timed_out(frame, None, "aborted") from frame.transient
-
-
-def note_waiting(error: BaseException) -> None:
-    """Name the likeliest cause in an error that passes, where a call has waited for its time."""
-    if isinstance(error, PyMongoError) and error.timeout:
-        error.add_note(_SESSIONLESS)
-
-
-def raise_timed_out(frame: Frame, error: BaseException) -> None:
-    """Raise TransactionTimeoutError for a call that the deadline has ended; the transaction is aborted by then."""
-    if isinstance(error, PyMongoError) and error.timeout and frame.remaining < _ROUND_TRIP:
-        raise _timed_out(frame, error, "aborted") from error
-
-
-def raise_locked(frame: Frame, error: BaseException) -> None:
-    """After a lock was given up, what the body sent fails as if to be repeated, and would only meet the lock again."""
-    if frame.locked is not None and _is_transient(error):
-        raise frame.locked
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Whether MongoDB asks for the body to be run again."""
-    return _has_label(error, _TRANSIENT)
-
-
-def _pause(frame: Frame, error: BaseException, outcome: str) -> float:
-    pause = frame.next_pause()
-    if pause >= frame.remaining:
-        raise _timed_out(frame, error, outcome) from error
-    frame.transient = error
+    scope.reset_attempt()
+    if scope.transient_error is None:
+        return 0.0
+    pause = 0.0 if _DRIVER_PAUSES else scope.next_pause()
+    if pause >= scope.remaining:
+        raise _timed_out(scope, None, "aborted") from scope.transient_error
     return pause
 
 
+def pause_before_commit(scope: TransactionScope, error: PyMongoError) -> float:
+    """
+    Return the seconds to wait before a commit is sent again.
+
+    PyMongo knows a few errors that leave the result unknown. There are more: killOp or killSessions end the wait for
+    the majority of a commit that is done (Interrupted). Sent again, the server tells the result.
+
+    Raises:
+        PyMongoError: the error, if the commit is not to be sent again.
+        TransactionTimeoutError: the time is used up, and the result of the commit is unknown.
+    """
+    if _is_transient(error) or not (error.has_error_label(_UNKNOWN_RESULT) or verdicts.is_transient(error)):
+        raise error
+    renew_connections(scope.client, error)
+    pause = scope.next_pause()
+    is_expired = getattr(error, "code", None) == verdicts.Code.MaxTimeMSExpired  # only the deadline limits a commit
+    if is_expired or pause >= scope.remaining:
+        raise _timed_out(scope, error, "unknown") from error
+    return pause
+
+
+def raise_rollback_only(scope: TransactionScope, session: Session) -> None:
+    """
+    Raise if a body returned whose transaction is not to be committed.
+
+    A transaction that ended in the body cannot be aborted any more. It is not repeated: it may be committed.
+    """
+    reason, has_ended = scope.rollback_reason, not session.in_transaction
+    if scope.is_inherited:
+        raise TransactionError(
+            "A forked process has reached the end of a transaction that its parent began. Only the parent may commit "
+            "it. End the process inside the body, as multiprocessing does, or fork it before."
+        )
+    if reason is None and scope.joined_calls and not has_ended:
+        raise TransactionError(
+            "The transaction was aborted: a joined call (of a generator or another thread) was still running when its "
+            "body returned. End that call first, or make it independent with own=True."
+        )
+    if reason is None or (reason is scope.lock_error and has_ended):
+        return
+    if reason is scope.lock_error or (_is_transient(reason) and not has_ended):
+        raise reason
+    fact = "The body had ended the transaction" if has_ended else "The transaction was aborted"
+    raise TransactionError(
+        f"{fact}: a joined call failed, and the body caught its error. Let the error pass, or make the call "
+        f"independent with own=True. The error was {type(reason).__name__}: {short(reason)}.",
+    ) from reason
+
+
+def check_time(scope: TransactionScope, session: Session) -> None:
+    """Raise TransactionTimeoutError if no commit could be sent any more; the transaction is to be aborted then."""
+    # Once PyMongo has refused a commit, it aborts no more, and the documents would stay locked.
+    if scope.remaining < _round_trip(session) + _COMMIT_MARGIN:
+        raise _timed_out(scope, None, "aborted") from scope.transient_error
+
+
+def raise_verdict(scope: TransactionScope, error: BaseException) -> None:
+    """
+    Raise in place of an attempt's error, after its abort, what names it better; else return, and it passes.
+
+    Raises:
+        DocumentLockedError: a lock was given up in it.
+        PyMongoError: a transient error with the label that PyMongo misses on it.
+        TransactionTimeoutError: the deadline has ended the call.
+    """
+    raise_lock_error(scope, error)
+    renew_connections(scope.client, error)
+    is_timeout = isinstance(error, PyMongoError) and error.timeout
+    if is_timeout and scope.remaining < _ROUND_TRIP:
+        raise _timed_out(scope, error, "aborted") from error
+    if _is_transient(error) or verdicts.is_refused_session(error):
+        scope.transient_error = error
+        if not isinstance(error, PyMongoError) or not error.has_error_label(_TRANSIENT):
+            raise PyMongoError(str(error), [_TRANSIENT]) from error
+    elif is_timeout:
+        error.add_note(_SESSIONLESS)
+
+
+def raise_lock_error(scope: TransactionScope, error: BaseException) -> None:
+    """Raise the error of a given-up lock: what the body sent after it fails as transient, and would meet it again."""
+    if scope.lock_error is not None and _is_transient(error):
+        raise scope.lock_error
+
+
+@contextmanager
+def ending_with_time(scope: TransactionScope) -> Iterator[None]:
+    """Raise TransactionTimeoutError if PyMongo has no time to repeat the block's transaction."""
+    try:
+        yield
+    except PyMongoError as error:
+        if not _is_transient(error):
+            raise
+        raise _timed_out(scope, None, "aborted") from scope.transient_error
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Return True if MongoDB asks for the body to be run again."""
+    if isinstance(error, ClientBulkWriteException) and isinstance(error.error, PyMongoError):
+        error = error.error  # PyMongo hides the label there
+    return isinstance(error, PyMongoError) and error.has_error_label(_TRANSIENT)
+
+
 def _round_trip(session: Session) -> float:
-    """Seconds that PyMongo takes a command to need for its way."""
+    """Return the seconds that PyMongo takes a command to need for its way."""
     servers = session.client.topology_description.server_descriptions().values()
     return max((server.min_round_trip_time for server in servers if server.is_writable), default=0.0)
 
 
-def _has_label(error: BaseException, label: str) -> bool:
-    if isinstance(error, ClientBulkWriteException) and isinstance(error.error, PyMongoError):
-        error = error.error
-    return isinstance(error, PyMongoError) and error.has_error_label(label)
-
-
-def _timed_out(frame: Frame, error: BaseException | None, outcome: str) -> TransactionTimeoutError:
+def _timed_out(scope: TransactionScope, error: BaseException | None, outcome: str) -> TransactionTimeoutError:
     ending = "was aborted" if outcome == "aborted" else "may or may not be committed: no commit was answered"
-    # A last attempt may have no time but to time out; what the ones before it met is the reason.
-    met = dict.fromkeys(short(each) for each in (frame.transient, error) if each is not None)
+    # A last attempt may have no time but to time out; the errors of those before it are the reason.
+    met = dict.fromkeys(short(each) for each in (scope.transient_error, error) if each is not None)
     reasons = []
-    if error is None:
-        reasons.append(
-            "When its body returned, no time was left to commit. Shorten the body, or give a larger timeout=."
-        )
-    if met:
+    if not met:
+        reasons.append("The body took all of it. Shorten the body, or give a larger timeout=.")
+    else:
         reasons.append(f"The last errors were: {'; '.join(met)}.")
     if outcome == "aborted" and isinstance(error, PyMongoError) and error.timeout:
         reasons.append(_SESSIONLESS)
     if met:
         reasons.append("Otherwise look for a holder that stands still, for contention, or for an election.")
-    if outcome == "aborted" and (found := _suspects(frame)):
-        reasons.append(found)
+    session = scope.reference()
+    if outcome == "aborted" and scope.describe_holders is not None and session is not None:
+        # In a context of its own: the time of this one is used up.
+        reasons.append(contextvars.Context().run(scope.describe_holders, session).strip())
     return TransactionTimeoutError(
-        f"The time for repeating the transaction is used up; it {ending}. {' '.join(reasons)}",
+        f"The time for repeating the transaction is used up; it {ending}. {' '.join(filter(None, reasons))}",
         outcome=outcome,
     )
-
-
-def _suspects(frame: Frame) -> str:
-    """Who may hold what its last lock was refused, in words; asked in a context whose time is not used up."""
-    session = frame.reference()
-    if frame.suspects is None or session is None:
-        return ""
-    return contextvars.Context().run(frame.suspects, session).strip()

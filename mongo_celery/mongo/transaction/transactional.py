@@ -1,13 +1,11 @@
 """
 The decorator and context manager.
 
-The loop is that of `withTransaction` in MongoDB's specifications ("Convenient API for Transactions"): an error
-labelled TransientTransactionError repeats the body, an unknown result of the commit repeats the commit, and
-whatever else the body raises ends the transaction and passes through. PyMongo's own has a fixed limit of 120
-seconds that does not bound a call to a server that hangs; here the limit is the caller's, and bounds those too.
+PyMongo's `with_transaction` repeats a function's body, under `pymongo.timeout`. `attempts` commits and aborts. A `with`
+is one attempt without the repetition.
 
-What is known of a transaction belongs to the call (`frames`), not to this object or to a thread: one object serves any
-number of calls, threads and asyncio tasks.
+The state of a transaction belongs to the call (`scopes`), not to this object or to a thread. One object decorates any
+number of functions, and serves one `with` at a time.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
-import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, ExitStack
-from types import FrameType, TracebackType
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 import pymongo
@@ -31,53 +27,64 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.arguments import Duration, check_flags, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import AsyncClient, Client, client_of
-from mongo_celery.mongo.transaction import asynchronous, blocking
-from mongo_celery.mongo.transaction.blocks import Block, Blocks, Call, call_at, leave, leave_async, limited
-from mongo_celery.mongo.transaction.frames import current, entered, part_of, prepare_current
+from mongo_celery.mongo.transaction.attempts import attempt, attempt_async, open_async_session, shield_callbacks
+from mongo_celery.mongo.transaction.ending import ending_with_time
+from mongo_celery.mongo.transaction.scopes import (
+    TransactionScope,
+    current,
+    join_transaction,
+    open_scope,
+    prepare_current,
+    refuse_coroutine,
+)
 
 Result = TypeVar("Result")
 
 TIMEOUT = 120.0
-"""Seconds for which a transaction is repeated by default, as long as the drivers' own."""
+"""Seconds for which a transaction is repeated by default, and at most: PyMongo's own limit."""
 
+_BODY = (
+    "The body has returned a coroutine, which would run after the transaction and outside of it. Make the body a "
+    "coroutine function with an AsyncMongoClient, or use arun."
+)
 
-class _HasSignature(Protocol):
-    __signature__: inspect.Signature
-    __wrapped__: object
+_ASYNC_KIND = "Coroutines, async with and arun need an AsyncMongoClient and its sessions."
+_PLAIN_KIND = (
+    "Plain functions, with and run need a MongoClient and its sessions; with an AsyncMongoClient use a coroutine "
+    "function, async with, or arun."
+)
 
 
 class Collects(Protocol):
-    """What gathers, while the body runs, what is to be written just before the commit: an `OutboxCollection`."""
+    """A collector of what is to be written just before the commit: an `OutboxCollection`."""
 
     def collect(self, session: ClientSession) -> AbstractContextManager[object]:
-        """Gather inside; it is written when the block ends, in the session's transaction unless that has ended."""
+        """Collect inside. The end of the block writes it in the session's transaction, unless that has ended."""
 
 
 def hide_session(call: Callable[..., Any], function: Callable[..., Any]) -> None:
     """
     Give a wrapper the signature of its function without `session`: Celery and FastAPI read a call's arguments from it.
 
-    Annotations that are text are evaluated where the function was written: FastAPI would look in the wrapper's module.
+    Annotations that are text are evaluated in the function's module: FastAPI would look in the wrapper's.
     """
     try:
         signature = inspect.signature(function, eval_str=True)
     except Exception:  # noqa: BLE001 - they may be whatever text, and names for type checkers only
         signature = inspect.signature(function)
-    shown = cast("_HasSignature", call)
     visible = [each for name, each in signature.parameters.items() if name != "session"]
-    shown.__signature__ = signature.replace(parameters=visible)
-    del shown.__wrapped__
+    call.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
+    del call.__wrapped__  # type: ignore[attr-defined]
 
 
 class transactional:  # noqa: N801 - a decorator and context manager, used like a function
     """
     Run a function in a transaction, repeated as long as MongoDB asks for it.
 
-    As a decorator: the function is called with `session=`, and must pass it to every operation. Afterwards its
-    writes are committed by a majority, all or none, and its return value is returned. Its body may run several
-    times, so whatever else it does must bear repetition (see `after_commit`). Errors that are not MongoDB's
-    abort the transaction and pass through, Celery's `Retry` too. A coroutine function is decorated in the same way,
-    with an `AsyncMongoClient`.
+    As a decorator, it calls the function with `session=`. Pass the session to every operation. When the call returns,
+    its writes are committed by a majority, all or none. The body may run several times, so its other effects must bear
+    repetition (see `after_commit`). Errors that are not MongoDB's abort the transaction and pass through, Celery's
+    `Retry` too. A coroutine function is decorated in the same way, with an `AsyncMongoClient`.
 
     ::
 
@@ -85,51 +92,52 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         @transactional(lambda: bridge.client)
         def book(seat, *, session): ...
 
-    As a context manager, `with transactional(client) as session:` or `async with`, a body cannot be repeated: a
-    commit whose result is unknown is, but transient errors pass to the caller with their labels. A block may be left
-    by another thread than the one that has entered it.
+    As a context manager, `with transactional(client) as session:` or `async with`, a body cannot be repeated. A
+    commit whose result is unknown is repeated. Transient errors pass to the caller with their labels. Another thread
+    than the one that entered a block may leave it.
 
-    Inside a transaction of the same client a call or a block *joins*: it is part of that one, which somebody else
-    repeats and commits, and gets its session. So does a call that is given the `session` of a transaction in
-    progress, in whatever thread. If a part fails, the whole is aborted, also if the error is caught on the way. What
-    a thread or an asyncio task does that the body has started is no part of it.
+    Inside a transaction of the same client, a call or a block *joins*: it becomes part of that transaction, and gets
+    its session. A call with the `session` of a transaction in progress joins that one, in any thread. If a joined call
+    fails, the whole is rollback-only: it is aborted also if the body catches the error. Threads and asyncio tasks
+    that the body starts do not join.
 
-    One object serves any number of calls, threads, tasks and functions.
+    One object decorates any number of functions, for any number of threads and tasks. A `with` needs an object that
+    no other `with` is using: write `with transactional(client) as session:` each time.
 
-    A `DocumentLockedError` is to be caught outside: the server has aborted the transaction by then. If the body
-    catches it and returns, or goes on with the session, the transaction ends with that error all the same.
+    Catch a `DocumentLockedError` outside: the server has aborted the transaction. If the body catches it and returns,
+    or continues with the session, the transaction still ends with that error.
 
     Args:
         client: the client, or a callable that returns it (prefork workers make theirs after the fork).
-        timeout: seconds or `timedelta` for all attempts, 120 by default; no attempt begins later, and no call to a
-            server inside lasts longer, by whatever client. Code that calls no server is not interrupted; if the time is
-            used up when the body returns, the transaction is aborted instead of committed. An abort has up to 2 s of
-            its own: a transaction that is not aborted keeps its documents locked; and so has the question who holds
-            what a lock has waited for, for the error. A shorter `pymongo.timeout` of the
-            caller's ends the calls earlier, but is not known here: a commit that it forbids is `unknown`.
-            The calls in the block of a `with` are bounded only if this is given; then it must be left by the thread
-            that has entered it, which else would keep the limit. What joins has the time that is left to the whole, or
-            less if it is given some here. An asyncio task that the body starts inherits the limit, as with
+        timeout: seconds or `timedelta` for all attempts, 120 by default. No attempt begins later, and no call to a
+            server inside lasts longer, by any client. PyMongo begins no attempt after 120 s, whatever is given. Code
+            that calls no server is not interrupted. If the time is used up when the body returns, the transaction is
+            aborted instead of committed. An abort, and the question who holds a document, have up to 2 s more: a
+            transaction that is not aborted keeps its documents locked. If your own, shorter `pymongo.timeout`
+            interrupts the commit, `outcome` is `unknown`.
+            The calls in the body of a `with` are bounded only if this is given. Then the thread that entered the block
+            must leave it, as otherwise it would keep the limit. A joined call has the time that is left to the
+            whole, or less if you give it less here. An asyncio task that the body starts inherits the limit, as with
             `pymongo.timeout`.
-        read_concern: by default snapshot. This, and all but `outbox` that follows, is of no account where it joins.
+        read_concern: by default snapshot. A joined call ignores this and all that follow, except `outbox`.
         write_concern: by default majority.
         read_preference: by default the primary.
-        outbox: an `OutboxCollection`: what the body sends with `delay` and its like is then stored by the transaction,
-            and dispatched after its commit; see its `collect`. Not with an `AsyncMongoClient`.
-        own: have a transaction of its own, also inside another one: committed for itself, whatever becomes of that,
-            and again at each repetition of it. What fails in it leaves the one around as it is. It ends by the
-            deadline of the one around. Documents that the one around has written are locked for it.
-        durable: refuse to join: when the call returns, what it has written is committed.
+        outbox: an `OutboxCollection`. The transaction then stores what the body sends with `delay` and its like, and
+            it is dispatched after the commit; see its `collect`. Not with an `AsyncMongoClient`.
+        own: run an independent transaction, also inside another one. It is committed whatever happens to the outer
+            transaction, and again with each repetition of that one. Its failure leaves the outer one as it is. It ends
+            by the deadline of the outer one. Documents that the outer one has written are locked for it.
+        durable: refuse to join. When the call returns, its writes are committed.
 
     Raises:
-        ConfigurationError: it decorates what it cannot run, such as a Celery task; or, from the call, the client is of
-            the other kind, or with `durable` there is a transaction around it.
+        ConfigurationError: it decorates something that it cannot run, such as a Celery task; or, from the call, the
+            client is of the other kind, another `with` uses the object, or with `durable` a transaction is open.
         TransactionTimeoutError: from the call, when the time is used up. Its attribute `outcome` is `aborted`, or
-            `unknown` when a commit was tried and not answered: it may be done, or may never have been sent, and
-            then the documents stay locked until the server ends the transaction. What has joined with a `timeout`
-            of its own, less than the whole has left, ends by PyMongo's error of the call that took too long.
+            `unknown` if a commit was tried and not answered: it may be done, or it may never have been sent. Then the
+            documents stay locked until the server ends the transaction. A joined call with a `timeout` of its own,
+            less than the whole has left, ends by PyMongo's error of the call that took too long.
         DocumentLockedError: from the call, when the body caught that of a lock inside.
-        TransactionError: from the call, when the body caught the error of a part that had joined; aborted.
+        TransactionError: from the call, when the body caught the error of a joined call; aborted.
         TopologyError: from the call, on a standalone server.
     """
 
@@ -166,9 +174,10 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             "read_preference": read_preference or ReadPreference.PRIMARY,
         }
         self._outbox = outbox
-        self._own = own
-        self._durable = durable
-        self._blocks = Blocks()
+        self._is_independent = own
+        self._is_durable = durable
+        self._busy = threading.Lock()
+        self._block: Any = None
 
     # -- functions ---------------------------------------------------------------------------------
 
@@ -197,26 +206,21 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
         Args:
             body: called with the session, maybe several times.
-            session: of a transaction in progress, to join; or to use. By default one is made.
+            session: of a transaction in progress, to join; or to use. By default a new one.
 
         Returns:
-            What the body has returned in the attempt that was committed.
+            The body's result in the attempt that was committed.
         """
-        joined, given, client = self._found(session, ClientSession)
-        with ExitStack() as stack:
-            if joined is not None:
-                stack.enter_context(part_of(joined))
-                if self._is_limited:
-                    stack.enter_context(pymongo.timeout(self._seconds))
-                stack.enter_context(self._collecting(joined))
-                return blocking.awaited_nowhere(body(joined))
-            if given is None:
-                given = blocking.begin_session(client, stack)
-            frame = stack.enter_context(entered(given, self._seconds))
-            stack.enter_context(pymongo.timeout(self._seconds))
-            result = blocking.repeat(frame, given, body, self._options, self._collecting)
-        frame.run_callbacks()
-        return result
+        with self._entered(session, is_limited=True) as (used, scope):
+            if scope is None:
+                return refuse_coroutine(body(used), _BODY)
+
+            def run_attempt(_: ClientSession) -> Result:
+                with attempt(scope, used, self._collecting):
+                    return refuse_coroutine(body(used), _BODY)
+
+            with ending_with_time(scope):
+                return used.with_transaction(run_attempt, **self._options)
 
     async def arun(
         self, body: Callable[[AsyncClientSession], Awaitable[Result]], *, session: AsyncClientSession | None = None
@@ -225,141 +229,168 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         Run a body in a transaction of an `AsyncMongoClient`, as the decorator of a coroutine function does.
 
         A task that is canceled in the body has its transaction aborted. During the commit the cancel is kept until the
-        answer has come, or the time is used up, and callbacks have run: it is committed then.
+        answer has come, or the time is used up, and callbacks have run. Then the transaction is committed.
 
         Args:
             body: called with the session and awaited, maybe several times.
-            session: of a transaction in progress, to join; or to use. By default one is made.
+            session: of a transaction in progress, to join; or to use. By default a new one.
 
         Returns:
-            What the body has returned in the attempt that was committed.
+            The body's result in the attempt that was committed.
         """
-        await prepare_current(self._client)
-        joined, given, client = self._found(session, AsyncClientSession)
-        if joined is not None:
-            with part_of(joined), limited(self._seconds) if self._is_limited else contextlib.nullcontext():
-                return await body(joined)
-        used = client.start_session() if given is None else given
-        try:
-            with entered(used, self._seconds) as frame, limited(self._seconds):
-                result, canceled = await asynchronous.repeat(frame, used, body, self._options)
-        except GeneratorExit:
-            asynchronous.abandon(used, is_own=given is None)
-            raise
-        except BaseException:
-            await _end(used, given)
-            raise
-        await _end(used, given)
-        with asynchronous.waiting_for_callbacks():
-            await frame.await_callbacks()
-        if canceled is not None:
-            raise canceled
-        return result
+        async with self._entered_async(session) as (used, scope):
+            if scope is None:
+                return await body(used)
+
+            async def run_attempt(_: AsyncClientSession) -> Result:
+                async with attempt_async(scope, used):
+                    return await body(used)
+
+            with ending_with_time(scope):
+                return await used.with_transaction(run_attempt, **self._options)
 
     # -- blocks ------------------------------------------------------------------------------------
 
     def __enter__(self) -> ClientSession:
-        place = sys._getframe(1)  # noqa: SLF001 - what alone is the same where the block is left
-        joined, _, client = self._found(None, ClientSession)
-        with ExitStack() as around:
-            frame = None
-            if joined is not None:
-                around.enter_context(part_of(joined))
-                session: ClientSession = joined
-            else:
-                session = blocking.begin_session(client, around)
-                frame = around.enter_context(entered(session, self._seconds if self._is_limited else math.inf))
-            if self._is_limited:
-                around.enter_context(limited(self._seconds))
-            if frame is not None:
-                session.start_transaction(**self._options)
-            block = Block(place, call_at(place), session, frame, self._seconds, around)
-            with pymongo.timeout(self._seconds):
-                block.box.enter_context(self._collecting(session))
-            self._blocks.add(block)
-            block.around = around.pop_all()
-        return block.session
+        block = self._run_block()
+        session = block.__enter__()
+        self._block = block
+        return session
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        leave(self._blocks.take(sys._getframe(1)), error)  # noqa: SLF001
+    def __exit__(self, *details: object) -> None:
+        self._block.__exit__(*details)
 
-    def __aenter__(self) -> Coroutine[Any, Any, AsyncClientSession]:
-        place = sys._getframe(1)  # noqa: SLF001
-        return self._enter_async(place, call_at(place))
+    async def __aenter__(self) -> AsyncClientSession:
+        block = self._run_block_async()
+        session = await block.__aenter__()
+        self._block = block
+        return session
 
-    def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> Coroutine[Any, Any, None]:
-        return leave_async(self._blocks.take(sys._getframe(1)), error)  # noqa: SLF001
+    async def __aexit__(self, *details: object) -> None:
+        await self._block.__aexit__(*details)
 
-    async def _enter_async(self, place: FrameType, entered_by: Call) -> AsyncClientSession:
-        await prepare_current(self._client)
-        joined, _, client = self._found(None, AsyncClientSession)
-        with ExitStack() as around:
-            frame = None
-            if joined is not None:
-                around.enter_context(part_of(joined))
-                session: AsyncClientSession = joined
-            else:
-                session = client.start_session()
-                frame = around.enter_context(entered(session, self._seconds))
-            if frame is not None or self._is_limited:
-                around.enter_context(limited(self._seconds))
-            if frame is not None:
+    @contextmanager
+    def _run_block(self) -> Iterator[ClientSession]:
+        with self._taken(), self._entered(None, is_limited=self._is_limited) as (session, scope):
+            if scope is None:
+                yield session
+                return
+            session.start_transaction(**self._options)
+            with attempt(scope, session, self._collecting):
+                yield session
+
+    @asynccontextmanager
+    async def _run_block_async(self) -> AsyncIterator[AsyncClientSession]:
+        with self._taken():
+            async with self._entered_async(None) as (session, scope):
+                if scope is None:
+                    yield session
+                    return
                 await session.start_transaction(**self._options)
-            block = Block(place, entered_by, session, frame, self._seconds, around.pop_all())
-        self._blocks.add(block)
-        return block.session
+                async with attempt_async(scope, session):
+                    yield session
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        """Take the object for one `with`."""
+        if not self._busy.acquire(blocking=False):
+            raise ConfigurationError(
+                "Another `with` uses this transactional object, so no transaction was begun. Make an object for each "
+                "block: with transactional(client) as session:"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     # -- which transaction -------------------------------------------------------------------------
 
-    def _found(self, given: Any, kind: type[Any]) -> tuple[Any, Any, Any]:
-        """The session to join, or the one to use, or else the client that makes one; as far as there are any."""
+    @contextmanager
+    def _entered(
+        self, given: ClientSession | None, *, is_limited: bool
+    ) -> Iterator[tuple[ClientSession, TransactionScope | None]]:
+        """Give the session of the joined transaction, or one with a new scope; run the callbacks of that afterwards."""
+        joined, given, client = self._find_session(given, ClientSession)
+        if joined is not None:
+            with join_transaction(joined), self._limited(self._is_limited), self._collecting(joined):
+                yield joined, None
+            return
+        with (
+            client.start_session() if given is None else contextlib.nullcontext(given) as session,
+            open_scope(session, self._seconds, is_limited=is_limited) as scope,
+            self._limited(is_limited),
+        ):
+            yield session, scope
+        scope.run_callbacks()
+
+    @asynccontextmanager
+    async def _entered_async(
+        self, given: AsyncClientSession | None
+    ) -> AsyncIterator[tuple[AsyncClientSession, TransactionScope | None]]:
+        """Do the same for asyncio, where a new scope always has a limit."""
+        await prepare_current(self._client)
+        joined, given, client = self._find_session(given, AsyncClientSession)
+        if joined is not None:
+            with join_transaction(joined), self._limited(self._is_limited):
+                yield joined, None
+            return
+        async with open_async_session(client, given) as session:
+            with open_scope(session, self._seconds) as scope, self._limited(is_limited=True):
+                yield session, scope
+        with shield_callbacks():
+            await scope.await_callbacks()
+        if scope.cancel is not None:
+            raise scope.cancel
+
+    def _find_session(self, given: Any, kind: type[Any]) -> tuple[Any, Any, Any]:
+        """Return the session to join, or the one to use, or the client of a new one."""
         is_async = kind is AsyncClientSession
         if is_async and self._outbox is not None:
             raise ConfigurationError(
                 "transactional(outbox=...) needs a MongoClient; with an AsyncMongoClient write with_tasks of an Outbox."
             )
-        if given is not None and not isinstance(given, kind):
-            raise _other_kind(is_async=is_async)
-        client: Any = client_of(self._client) if given is None else given.client
-        if isinstance(client, AsyncMongoClient) is not is_async:
-            raise _other_kind(is_async=is_async)
-        is_going_on = given is not None and given.in_transaction
-        around = given if is_going_on else None if self._own else current(client)
-        if self._durable and around is not None:
+        client: Any = client_of(self._client) if given is None else getattr(given, "client", None)
+        if isinstance(client, AsyncMongoClient) is not is_async or not isinstance(given, kind | None):
+            raise ConfigurationError(_ASYNC_KIND if is_async else _PLAIN_KIND)
+        is_open = given is not None and given.in_transaction
+        around = given if is_open else None if self._is_independent else current(client)
+        if self._is_durable and around is not None:
             raise ConfigurationError(
-                "transactional(durable=True) is committed when it returns, and here it stands inside another one; "
-                "call it outside of that, or without durable.",
+                "transactional(durable=True) is committed when it returns, but a transaction is open here. Nothing was "
+                "run. Call it outside of that transaction, or without durable.",
             )
-        if self._own or (given is not None and not is_going_on):
-            return None, None if is_going_on else given, client
+        if self._is_independent or (given is not None and not is_open):
+            return None, None if is_open else given, client
         return around, None, client
 
-    def _collecting(self, session: ClientSession) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._outbox is None else self._outbox.collect(session)
+    @contextmanager
+    def _limited(self, is_limited: bool) -> Iterator[None]:
+        """Bound calls inside. Left in another thread or task, there is no limit to take back."""
+        limit = pymongo.timeout(self._seconds) if is_limited else contextlib.nullcontext()
+        limit.__enter__()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # another context's
+                limit.__exit__(None, None, None)
 
-
-async def _end(used: AsyncClientSession, given: AsyncClientSession | None) -> None:
-    """End a session that was made here."""
-    if given is None:
-        await used.end_session()
-
-
-def _other_kind(*, is_async: bool) -> ConfigurationError:
-    if is_async:
-        return ConfigurationError("Coroutines, async with and arun need an AsyncMongoClient and its sessions.")
-    return ConfigurationError(
-        "Plain functions, with and run need a MongoClient and its sessions; with an AsyncMongoClient use a coroutine "
-        "function, async with, or arun."
-    )
+    @contextmanager
+    def _collecting(self, session: ClientSession) -> Iterator[None]:
+        """Collect for the outbox inside. Its own calls are bounded also in a block whose body is not."""
+        if self._outbox is None:
+            yield
+            return
+        with ExitStack() as box:
+            with pymongo.timeout(self._seconds):
+                box.enter_context(self._outbox.collect(session))
+            yield
+            with pymongo.timeout(self._seconds):
+                box.close()
 
 
 def check_function(function: object) -> None:
     """
-    Whatever else is given to the call, a transaction can be around it.
+    Check that a transaction can be around a function, whatever else is given to the call.
 
     Raises:
         ConfigurationError: it is no function or coroutine function.
