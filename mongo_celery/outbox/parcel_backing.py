@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,6 @@ _OLDEST = (5, 0)
 class ParcelBacking(Backing):
     """The parts of one `OutboxCollection`; each process makes each of them when it first needs it."""
 
-    _looked_at: Sequence[ParcelHead] = ()
     _is_new_enough = False
 
     @property
@@ -46,9 +46,13 @@ class ParcelBacking(Backing):
         return ParcelStore(self.plain, self.claims)
 
     @per_process
+    def _here(self) -> threading.local:
+        return threading.local()
+
+    @per_process
     def indexes(self) -> OutboxIndexes:
         """The indexes, which come with the first use."""
-        return OutboxIndexes(self.store.index, self.store.key_index)
+        return OutboxIndexes(self.store.index, self.store.due_index, self.store.key_index)
 
     def prepare(self) -> None:
         """
@@ -91,12 +95,13 @@ class ParcelBacking(Backing):
         seconds: float | None = None,  # noqa: ARG002 - the collection has nothing but what is pending
     ) -> list[Any]:
         """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
-        self._looked_at = self.store.due(older_than, limit, passing_over)
-        return [head.id for head in self._looked_at]
+        self._here.looked_at = self.store.due(older_than, limit, passing_over)
+        return [head.id for head in self._here.looked_at]
 
     def still_due(self, document_ids: Sequence[Any]) -> list[Any]:
         """Those of some parcels that this process may claim at once, and the heads that their keys have now."""
-        keys = {head.key for head in self._looked_at if head.key is not None and head.id in document_ids}
+        looked_at: Sequence[ParcelHead] = getattr(self._here, "looked_at", ())  # by this thread
+        keys = {head.key for head in looked_at if head.key is not None and head.id in document_ids}
         return self.store.still_due([*document_ids, *(head.id for head in self.store.heads(keys))])
 
     def is_indexed(self) -> bool | None:

@@ -212,7 +212,7 @@ class ParcelRelay(Relay):
         is_finalized = bool(self._publisher.app.finalized)  # type: ignore[attr-defined]
         until = time.monotonic() + self._claim_ttl / 2
         run = _Reading(ObjectId(), until, judge=judge and is_finalized)
-        claimable = {"_id": {"$in": list(ids)}, **self._store.claimable(older_than)}
+        claimable = self._store.claimable(older_than, _id={"$in": list(ids)})
         claim = self._claims.claimed(run.owner, self._claim_ttl)
         if not self._store.collection.update_many(claimable, claim).modified_count:
             return run

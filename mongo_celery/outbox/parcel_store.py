@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection as Some
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from bson import Timestamp
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
@@ -23,10 +23,11 @@ from mongo_celery.outbox.parcels import FIELD_OF_PARCELS, ORDER, ParcelHead, hea
 Document = dict[str, Any]
 
 INDEX = "parcels"
-_PAGE = 1000
-"""How many parcels are looked through at a time for the heads among them."""
+_PAGE = 200
+"""How many parcels that are due are looked through at a time for the heads of their keys."""
 
 _KEYS = [("key", 1), *ORDER]
+_DUE = [("key", 1), (FIELD_OF_PARCELS.until, 1)]
 _AT = [("at", 1)]
 _OF_KEYS = {"transactions": {"$exists": True}}
 _KEY_SECONDS = 86_400
@@ -47,14 +48,19 @@ class ParcelStore:
         self.keys = collection.database[f"{collection.name}_keys"].with_options(write_concern=collection.write_concern)
         self._local = collection.with_options(read_concern=ReadConcern("local"))
         self.claims = claims
+        self._lock = threading.Lock()
         self._after = ""
-        self._single_after: Timestamp | None = None
         self._is_singles_turn = False
 
     @property
     def index(self) -> OutboxIndex:
         """The index by which heads are found."""
         return OutboxIndex(self.collection, INDEX, _KEYS, "each sweep reads the whole collection")
+
+    @property
+    def due_index(self) -> OutboxIndex:
+        """The index by which parcels are found that are due, and no others."""
+        return OutboxIndex(self.collection, "due", _DUE, "each sweep reads the whole collection")
 
     @property
     def key_index(self) -> OutboxIndex:
@@ -111,53 +117,49 @@ class ParcelStore:
         Heads of keys that have waited so many seconds, and parcels without a key. Of both kinds there are half as many
         as asked for, if there are enough, and more where the other kind has fewer.
 
-        Keys have their turn one after the other, from where the last call ended, and so have parcels without one: those
-        that are held back or cannot be sent keep no others waiting, however many parcels stand behind them.
+        Keys have their turn one after the other, from where the last call ended: those that cannot be sent keep no
+        others waiting, however many parcels stand behind them. Parcels without one have theirs in the order of the
+        index: those that were never claimed first.
 
         Args:
             older_than: the seconds.
             limit: how many at most.
             passing_over: `_id`s of parcels that are not wanted; those behind them in their keys wait for them.
         """
-        claimable = self.claimable(older_than)
-        if passing_over:
-            claimable = {"$and": [claimable, {"_id": {"$nin": list(passing_over)}}]}
-        single = self._single(claimable, limit)
+        with self._lock:  # of the dispatcher and the sweeps of this process
+            return self._due(older_than, limit, {"_id": {"$nin": list(passing_over)}} if passing_over else {})
+
+    def _due(self, older_than: float, limit: int, wanted: Document) -> list[ParcelHead]:
+        found = self._local.find(self.claimable(older_than, key=None, **wanted), {"_id": 1}, limit=limit)
+        single = [ParcelHead(parcel["_id"], None) for parcel in found]
         self._is_singles_turn = not self._is_singles_turn
         share = limit // 2 or int(self._is_singles_turn)
         room = limit - min(len(single), share)
         keyed: list[ParcelHead] = []
         for begin in dict.fromkeys((self._after, "")):
             seen = {head.key for head in keyed}
-            behind = (head for head in self._behind(begin, claimable) if head.key not in seen)
+            behind = (head for head in self._behind(begin, older_than, wanted) if head.key not in seen)
             keyed += islice(behind, room - len(keyed))
         if room:
             self._after = next((head.key for head in reversed(keyed) if head.key is not None), "")
-        taken = list(islice(single, limit - len(keyed)))
-        last = taken[-1][1] if taken else None
-        self._single_after = last if isinstance(last, Timestamp) else None  # whatever a field can contain
-        return [*(ParcelHead(id, None) for id, _ in taken), *keyed]  # noqa: A001
+        return [*single[: limit - len(keyed)], *keyed]
 
-    def still_due(self, ids: Sequence[Any]) -> list[Any]:
-        """Those of some parcels that a relay may claim at once."""
-        these = {"_id": {"$in": list(ids)}, **self.claimable(None)}
+    def still_due(self, ids: Sequence[Any], older_than: float | None = None) -> list[Any]:
+        """Return those of some parcels that a relay may claim."""
+        these = self.claimable(older_than, _id={"$in": list(ids)})
         return [parcel["_id"] for parcel in self._local.find(these, {"_id": 1})]
 
-    def _single(self, claimable: Document, limit: int) -> list[tuple[Any, Any]]:
-        """Due parcels without a key, with their `seq`: from behind the last one that was taken, then from the first."""
-        found: list[tuple[Any, Any]] = []
-        first = {"$lte": self._single_after}
-        for place in ({"$gt": self._single_after}, first) if self._single_after else ({},):
-            if len(found) == limit:
-                break
-            behind = {"key": None, **({"seq": place} if place else {}), **claimable}
-            parcels = self._local.find(behind, {"seq": 1}).sort(ORDER).limit(limit - len(found))
-            found += [(parcel["_id"], parcel.get("seq")) for parcel in parcels]
-        return found
+    def claimable(self, older_than: float | None, **where: Any) -> Document:
+        """
+        Return a filter for parcels that a relay may claim, also where somebody has written over what was pending.
 
-    def claimable(self, older_than: float | None) -> Document:
-        """A filter for parcels that a relay may claim, also where somebody else has written over what was pending."""
-        return {"$or": [self.claims.claimable(older_than), {FIELD_OF_PARCELS.name: {"$not": {"$type": "object"}}}]}
+        Args:
+            older_than: seconds that the oldest entry must have waited.
+            where: more conditions; each branch has them, since each is a range of the index.
+        """
+        field = FIELD_OF_PARCELS
+        written_over = {field.until: None, field.name: {"$not": {"$type": "object"}}}
+        return {"$or": [{**where, **each} for each in (*self.claims.claimable(older_than)["$or"], written_over)]}
 
     def heads(self, keys: Some[str]) -> list[ParcelHead]:
         """The first parcels of keys, as this process sees them."""
@@ -168,16 +170,16 @@ class ParcelStore:
         stages: list[Document] = [{"$match": {"key": {"$in": list(keys)}}}, {"$sort": order}, first]
         return [ParcelHead(found["id"], found["_id"]) for found in self._local.aggregate(stages)]
 
-    def _behind(self, key: str, claimable: Document) -> Iterator[ParcelHead]:
-        """The due heads behind a key, in the order of keys."""
+    def _behind(self, key: str, older_than: float, wanted: Document) -> Iterator[ParcelHead]:
+        """Yield the due heads behind a key, in the order of keys."""
         while True:
-            parcels = list(self._local.find({"key": {"$gt": key}}, {"key": 1}).sort(_KEYS).limit(_PAGE))
-            heads: dict[str, ParcelHead] = {}
-            for parcel in parcels:
-                heads.setdefault(parcel["key"], head_of(parcel))
-            ids = [head.id for head in heads.values()]
-            due = {each["key"] for each in self._local.find({"_id": {"$in": ids}, **claimable}, {"key": 1})}
-            yield from (head for head in heads.values() if head.key in due)
+            due = self.claimable(older_than, key={"$gt": key})
+            parcels = list(self._local.find(due, {"key": 1}).sort(_DUE).limit(_PAGE))
+            heads = {head.id: head for head in self.heads({parcel["key"] for parcel in parcels})}
+            free = self._local.find(self.claimable(older_than, _id={"$in": list(heads)}), {"_id": 1})
+            unwanted = wanted.get("_id", {}).get("$nin", ())
+            found = [heads[each["_id"]] for each in free if each["_id"] not in unwanted]
+            yield from sorted(found, key=lambda head: str(head.key))
             if len(parcels) < _PAGE:
                 return
             key = parcels[-1]["key"]  # the rest of this key stands behind its head

@@ -425,6 +425,22 @@ def test_a_key_with_many_parcels_keeps_no_other_waiting(rig: ParcelRig) -> None:
     assert rig.sent() == [[2, 0]]
 
 
+def test_a_look_reads_what_is_due_and_no_parcel_that_is_held_back(rig: ParcelRig) -> None:
+    """With keys and without: 60 of each are there, and 5 of each are due."""
+    outbox, parcels = rig.parcels(), rig.database["outbox"]
+    for number in range(60):
+        outbox.add([rig.add.s(1, number)])
+        outbox.add([rig.add.s(2, number)], key=number)
+    for each in parcels.find({}, {"_id": 1}).limit(110):
+        hold(parcels, each["_id"], owner=NOBODY)
+    rig.database.command({"profile": 2})
+    assert len(outbox.backing.due(0.0, 100)) == 10
+    rig.database.command({"profile": 0})
+    looks = list(rig.database["system.profile"].find({"ns": parcels.full_name}))
+    assert sum(each["docsExamined"] for each in looks) <= 30
+    assert outbox.sweep(older_than=0).dispatched == 10
+
+
 def test_relays_at_the_same_time_send_each_entry_once_and_in_order(rig: ParcelRig) -> None:
     """Four relays on five keys with twenty parcels each, and forty without a key."""
     outbox = rig.parcels()

@@ -145,6 +145,23 @@ def test_a_poison_entry_holds_back_its_own_document_and_becomes_a_dead_letter_in
     assert "pendingEvents" not in (database["orders"].find_one({"_id": 1}) or {})
 
 
+@pytest.mark.parametrize("retention", [None, 3600])
+def test_dead_letters_are_found_by_an_index_and_expire_if_the_outbox_says_so(
+    rig: Rig, database: Database[Document], retention: float | None
+) -> None:
+    """By default one stays until it is replayed or discarded."""
+    outbox = rig.outbox(at_once=False, dead_letter_retention=retention, database=database.name)
+    for number in range(3):
+        outbox.dead_letters.add(number, {"id": f"e{number}"}, ValueError("no"))
+    letters = database["outbox_dead_letters"]
+    (first, *_), found = outbox.dead_letters.find(), letters.find({}, {"_id": 0, "at": 1, "expiresAt": 1})
+    ages = {each["expiresAt"] - each["at"] if "expiresAt" in each else None for each in found}
+    assert (first["document"], ages) == (0, {None if retention is None else timedelta(seconds=retention)})
+    assert letters.index_information()["expired"]["expireAfterSeconds"] == 0
+    look = letters.find({"outbox": outbox.collection.full_name}).sort([("at", 1), ("_id", 1)]).limit(1).explain()
+    assert look["executionStats"]["totalDocsExamined"] == 1
+
+
 def test_by_default_a_poison_entry_stays_and_is_said_to_be_stuck(
     rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
 ) -> None:
