@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mongo_celery.app import Named, Registry
+    from mongo_celery.bridge.wiring import Wiring
     from mongo_celery.mongo.verdicts import Concern
 
 T = TypeVar("T", bound="Named")
@@ -56,6 +57,20 @@ def say(text: object, *, err: bool = False) -> None:
 def json_option(each: str) -> Callable[[Any], Any]:
     """The option `--json`; the help says what has a line of its own."""
     return click.option("--json", "as_json", is_flag=True, help=f"One JSON object on one line for each {each}.")
+
+
+BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
+JSON = json_option("bridge")
+YES = click.option("--yes", is_flag=True, help="Skip the confirmation prompt.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
+REASON = click.option("--reason", metavar="TEXT", help="Why, for the audit record in `changes history`.")
+
+
+def one_bridge(ctx: click.Context, name: str | None) -> Wiring:
+    """Return the bridge that a command acts on."""
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    return one_of(ctx, BRIDGES, name, "--bridge")
 
 
 def app_of(ctx: click.Context, registry: Registry[Any]) -> Celery:

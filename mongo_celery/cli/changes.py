@@ -10,10 +10,20 @@ import click
 from celery.bin.base import handle_preload_options
 
 from mongo_celery.cli import dead_letters, positions
-from mongo_celery.cli.apps import FiniteRange, console_of, json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.apps import (
+    BRIDGE,
+    JSON,
+    REASON,
+    YES,
+    FiniteRange,
+    console_of,
+    one_bridge,
+    one_sentence_errors,
+    say,
+)
 from mongo_celery.cli.forget import forget
 from mongo_celery.cli.grants import grants
-from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
+from mongo_celery.cli.health import bridges_of, health, line_of
 from mongo_celery.cli.snapshot import snapshot
 from mongo_celery.cli.status import status
 from mongo_celery.cli.top import top
@@ -27,7 +37,6 @@ _SMALL_EVENT = 1000
 _REASONS = 5
 """Partitions whose reason is said when a command did not fit them."""
 
-JSON = json_option("bridge")
 PARTITION = click.option("--partition", type=click.IntRange(min=0), metavar="N", help="One partition only.")
 SUBSCRIPTION = click.argument("subscription", required=False)
 
@@ -124,7 +133,7 @@ def _queues_of(wiring: Wiring, groups: Collection[str | None]) -> list[str]:
 
 def _of_partitions(function: Callable[..., None]) -> click.Command:
     """A command on one partition, on those of one subscription, or on all of a bridge."""
-    for parameter in (click.pass_context, JSON, BRIDGE, PARTITION, SUBSCRIPTION):
+    for parameter in (click.pass_context, JSON, BRIDGE, REASON, PARTITION, SUBSCRIPTION):
         function = parameter(function)
     return changes.command()(function)
 
@@ -141,7 +150,7 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
 
     paused = _command(ctx, commands.pause, "paused", subscription, **given)
     if paused and not given["as_json"]:
-        line = line_of(ctx, _one_bridge(ctx, given["bridge"]))
+        line = line_of(ctx, one_bridge(ctx, given["bridge"]))
         if given["partition"] is not None:
             cure = line.on("resume", paused[0].subscription, [paused[0].index])
         else:
@@ -172,18 +181,19 @@ def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
 
 def _command(
     ctx: click.Context,
-    run: Callable[[Wiring, str | None, int | None], list[CommandResult]],
+    run: Callable[..., list[CommandResult]],
     past: str,
     subscription: str | None,
     *,
     partition: int | None,
+    reason: str | None,
     bridge: str | None,
     as_json: bool,
 ) -> list[CommandResult]:
     """Run it, and say what it did; returns what was done."""
-    chosen = _one_bridge(ctx, bridge)
+    chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
-        results = run(chosen, subscription, partition)
+        results = run(chosen, subscription, partition, reason=reason)
     _show_results(chosen.name, past, results, as_json)
     if any(each.result == "refused" for each in results):
         ctx.exit(1)
@@ -244,7 +254,7 @@ def head(ctx: click.Context, subscription: str, partition: int, most: int, bridg
     """
     from mongo_celery.bridge.operations.heads import read_head
 
-    chosen = _one_bridge(ctx, bridge)
+    chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
         found = read_head(chosen, subscription, partition)
     if as_json:
@@ -264,7 +274,8 @@ def head(ctx: click.Context, subscription: str, partition: int, most: int, bridg
 @BRIDGE
 @JSON
 @click.option("--discard", is_flag=True, help="Keep nothing of the change.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@REASON
+@YES
 @click.pass_context
 def skip(
     ctx: click.Context,
@@ -273,6 +284,7 @@ def skip(
     bridge: str | None,
     as_json: bool,
     discard: bool,
+    reason: str | None,
     yes: bool,
 ) -> None:
     """
@@ -284,7 +296,7 @@ def skip(
     from mongo_celery.bridge.operations import commands, heads
     from mongo_celery.cli.head_view import head_lines
 
-    chosen = _one_bridge(ctx, bridge)
+    chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
         head = heads.read_halted(chosen, subscription, partition)
     for line in head_lines(head, _SMALL_EVENT):  # to standard error: it may be the only trace of the change
@@ -293,7 +305,7 @@ def skip(
         question = "Pass over this change, and keep nothing of it?" if discard else "Pass over this change?"
         click.confirm(question, abort=True, err=True)
     with one_sentence_errors():
-        result = commands.skip(chosen, head.subscription, partition, token=head.token, discard=discard)
+        result = commands.skip(chosen, head.subscription, partition, token=head.token, discard=discard, reason=reason)
     _show_results(chosen.name, "skipped", [result], as_json)
 
 
@@ -309,10 +321,11 @@ def skip(
     metavar="SECONDS",
     help="How long the old key is accepted afterwards; 0 where others may know it.",
 )
+@REASON
 @BRIDGE
 @JSON
 @click.pass_context
-def rotate_key(ctx: click.Context, overlap: float, bridge: str | None, as_json: bool) -> None:
+def rotate_key(ctx: click.Context, overlap: float, reason: str | None, bridge: str | None, as_json: bool) -> None:
     """
     Exchange the key by which messages are signed.
 
@@ -321,9 +334,9 @@ def rotate_key(ctx: click.Context, overlap: float, bridge: str | None, as_json: 
     """
     from mongo_celery.bridge.operations import lease_commands
 
-    chosen = _one_bridge(ctx, bridge)
+    chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
-        at = lease_commands.rotate_key(chosen, overlap)
+        at = lease_commands.rotate_key(chosen, overlap, reason=reason)
     if as_json:
         click.echo(json.dumps({"bridge": chosen.name, "in_force_at": at.isoformat(), "overlap_seconds": overlap}))
         return
@@ -347,9 +360,18 @@ def rotate_key(ctx: click.Context, overlap: float, bridge: str | None, as_json: 
 )
 @BRIDGE
 @JSON
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@REASON
+@YES
 @click.pass_context
-def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None, as_json: bool, yes: bool) -> None:
+def go_on(
+    ctx: click.Context,
+    subscription: str,
+    policy: str,
+    bridge: str | None,
+    as_json: bool,
+    reason: str | None,
+    yes: bool,
+) -> None:
     """
     Let a subscription go on that has lost its history.
 
@@ -360,7 +382,7 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
     from mongo_celery.bridge.operations import going_on
     from mongo_celery.quantities import moment
 
-    chosen = _one_bridge(ctx, bridge)
+    chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
         lost = going_on.read_lost(chosen, subscription)
     say(f"{subscription} stands at {moment(lost.at.as_datetime().isoformat())}", err=True)
@@ -373,7 +395,7 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
     if not yes:
         click.confirm("Give up what it has not read?", abort=True, err=True)
     with one_sentence_errors():
-        going_on.go_on(chosen, lost, policy)
+        going_on.go_on(chosen, lost, policy, reason=reason)
     if as_json:
         click.echo(json.dumps({"bridge": chosen.name, "subscription": subscription, "from": policy}))
     else:
@@ -413,12 +435,3 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
 
             console_of(ctx).print(check_view(each.name, findings), crop=False)
     ctx.exit(1 if failed else 0)
-
-
-# -- inside ----------------------------------------------------------------------------------------
-
-
-def _one_bridge(ctx: click.Context, name: str | None) -> Wiring:
-    from mongo_celery.bridge.wiring import BRIDGES
-
-    return one_of(ctx, BRIDGES, name, "--bridge")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.apps import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.letter_commands import Found, LetterResult
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 _LISTED, _CHANGED = 50, 1000
 _SMALL_EVENT = 1000
-
-BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
-JSON = json_option("bridge")
-YES = click.option("--yes", is_flag=True, help="Do not ask.")
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
 
 
 def _moment(_ctx: click.Context, _option: click.Parameter, value: str | None) -> datetime | None:
@@ -126,6 +121,7 @@ def show(ctx: click.Context, /, *, as_json: bool, **given: Any) -> None:
     is_flag=True,
     help="Let them write over what newer changes have written through fenced(); without it that is refused.",
 )
+@REASON
 @YES
 @DRY_RUN
 @_selecting(_CHANGED)
@@ -135,6 +131,7 @@ def replay(
     *,
     everything: bool,
     over_newer: bool,
+    reason: str | None,
     yes: bool,
     dry_run: bool,
     as_json: bool,
@@ -160,7 +157,7 @@ def replay(
         fit = {each.id for each in ahead if each.result == "requested"}
         _ask([each for each in found.letters if each.id in fit], "Run the handler again?", yes=yes)
         with one_sentence_errors():
-            results = commands.replay(wiring, found.letters, over_newer=over_newer, dry_run=False)
+            results = commands.replay(wiring, found.letters, over_newer=over_newer, dry_run=False, reason=reason)
     words = "would be replayed" if dry_run else "are to be replayed"
     _show(wiring, found, results, "requested", words, dry_run=dry_run, as_json=as_json)
     if not as_json and not dry_run and not found.leads and any(each.result == "requested" for each in results):
@@ -170,10 +167,21 @@ def replay(
 
 @dead_letters.command()
 @click.option("--all", "everything", is_flag=True, help="All of the bridge.")
+@REASON
 @YES
 @DRY_RUN
 @_selecting(_CHANGED)
-def discard(ctx: click.Context, /, *, everything: bool, yes: bool, dry_run: bool, as_json: bool, **given: Any) -> None:
+def discard(
+    ctx: click.Context,
+    /,
+    *,
+    everything: bool,
+    reason: str | None,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """
     Throw dead letters away.
 
@@ -195,7 +203,7 @@ def discard(ctx: click.Context, /, *, everything: bool, yes: bool, dry_run: bool
             question = "Throw it away?" if len(found.letters) == 1 else "Throw them away?"
             _ask(found.letters, f"{question}{more}", yes=yes)
             with one_sentence_errors():
-                results = commands.discard(wiring, found.letters, dry_run=False)
+                results = commands.discard(wiring, found.letters, dry_run=False, reason=reason)
     words = "would be discarded" if dry_run else "were discarded"
     _show(wiring, found, results, "discarded", words, dry_run=dry_run, as_json=as_json)
     ctx.exit(1 if any(each.result == "refused" for each in results) else 0)
@@ -207,6 +215,7 @@ def discard(ctx: click.Context, /, *, everything: bool, yes: bool, dry_run: bool
 @click.command("set-aside")
 @click.argument("handler")
 @click.option("--partition", type=click.IntRange(min=0), metavar="N", help="One partition only.")
+@REASON
 @YES
 @DRY_RUN
 @BRIDGE
@@ -216,6 +225,7 @@ def set_aside(
     ctx: click.Context,
     handler: str,
     partition: int | None,
+    reason: str | None,
     yes: bool,
     dry_run: bool,
     bridge: str | None,
@@ -230,11 +240,12 @@ def set_aside(
     from dataclasses import asdict
 
     from mongo_celery.bridge.operations import commands, heads
+    from mongo_celery.bridge.operations.acts import audited
     from mongo_celery.cli.head_view import head_lines
     from mongo_celery.errors import CommandRefusedError
     from mongo_celery.quantities import number
 
-    wiring = _one_bridge(ctx, bridge)
+    wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
         found = heads.read_all_halted(wiring, handler, partition)
     for head in found:
@@ -243,8 +254,9 @@ def set_aside(
     if found and not dry_run and not yes:
         click.confirm("Move to the dead letters, and go on?", abort=True, err=True)
     done, refused = [], []
-    for head in [] if dry_run else found:
-        with one_sentence_errors():
+    act = audited(wiring, "set-aside", handler, partition=partition, reason=reason, dry_run=dry_run)
+    with one_sentence_errors(), act:
+        for head in [] if dry_run else found:
             try:
                 done.append(commands.set_aside(wiring, handler, head.index, token=head.token))
             except CommandRefusedError as error:
@@ -289,7 +301,7 @@ def _found(
     from mongo_celery.bridge.operations import letter_commands as commands
     from mongo_celery.bridge.state.dead_letters import Selection
 
-    wiring = _one_bridge(ctx, bridge)
+    wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
         keys = commands.keys_of(key) if key is not None else []
         selection = Selection(subscription=handler, ids=ids, keys=keys, since=since, until=until)
@@ -354,9 +366,3 @@ def _followers(count: int) -> str:
     from mongo_celery.quantities import number
 
     return f"{number(count, 'dead letter', 'dead letters')} behind {'it' if count == 1 else 'them'}"
-
-
-def _one_bridge(ctx: click.Context, name: str | None) -> Wiring:
-    from mongo_celery.bridge.wiring import BRIDGES
-
-    return one_of(ctx, BRIDGES, name, "--bridge")

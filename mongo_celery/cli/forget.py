@@ -6,8 +6,7 @@ import json
 
 import click
 
-from mongo_celery.cli.apps import one_sentence_errors, say
-from mongo_celery.cli.positions import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge
+from mongo_celery.cli.apps import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge, one_sentence_errors, say
 
 
 @click.command()

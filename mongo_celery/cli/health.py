@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from mongo_celery.cli.apps import all_of, console_of, json_option, sentence_for
+from mongo_celery.cli.apps import BRIDGE, all_of, console_of, json_option, sentence_for
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.verdict import BridgeVerdict
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mongo_celery.command_line import CommandLine
 
 T = TypeVar("T")
-
-BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
 
 
 class UnreadableError(click.ClickException):

@@ -21,6 +21,7 @@ class _Start:
     bridges: tuple[str, ...]
     on_history_lost: str | None
     take_over: bool
+    reason: str | None
 
 
 @click.command(cls=CeleryDaemonCommand)
@@ -49,6 +50,13 @@ class _Start:
     "for a second environment.",
 )
 @click.option(
+    "--reason",
+    metavar="TEXT",
+    cls=CeleryOption,
+    help_group="Listener Options",
+    help="Why, for the audit record of --take-over in `changes history`.",
+)
+@click.option(
     "-l",
     "--loglevel",
     default="INFO",
@@ -73,6 +81,7 @@ def listener(
     bridges: tuple[str, ...],
     on_history_lost: str | None,
     take_over: bool,
+    reason: str | None,
     http: str | None,
     loglevel: int,
     detach: bool,
@@ -95,7 +104,7 @@ def listener(
     from mongo_celery.cli.apps import app_of
 
     app = app_of(ctx, BRIDGES)
-    chosen = _Start(bridges, on_history_lost, take_over)
+    chosen = _Start(bridges, on_history_lost, take_over, reason)
     beside = _serving(ctx, http)
     if not detach:
         maybe_drop_privileges(uid=uid, gid=gid)
@@ -139,7 +148,14 @@ def _run(
         with ExitStack() as stack:
             if pidfile:
                 stack.callback(create_pidlock(pidfile).release)
-            return run_listeners(app, start.bridges, start.on_history_lost, take_over=start.take_over, beside=beside)
+            return run_listeners(
+                app,
+                start.bridges,
+                start.on_history_lost,
+                take_over=start.take_over,
+                reason=start.reason,
+                beside=beside,
+            )
     except MongoCeleryError as error:
         click.secho(f"Error: {visible(without_credentials(str(error)))}", fg="red", err=True)
         return 1

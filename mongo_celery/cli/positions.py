@@ -1,31 +1,15 @@
-"""`celery -A app changes rewind | replay | history`: where handlers stand, and what they do again."""
+"""`celery -A app changes rewind | history`: where handlers stand, and who has changed what."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
-from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.apps import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge, one_sentence_errors, say
 
-if TYPE_CHECKING:
-    from mongo_celery.bridge.wiring import Wiring
-
-BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
-JSON = json_option("bridge")
-YES = click.option("--yes", is_flag=True, help="Do not ask.")
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
-REASON = click.option("--reason", metavar="TEXT", help="Why, for those who read `changes history`.")
 KEY = click.option("--key", metavar="JSON|TEXT", help="A document's _id; with partition_by, what that gives.")
 SOURCE = click.option("--source", metavar="DB.COLLECTION", help="That of the key, where the handler has several.")
-
-
-def one_bridge(ctx: click.Context, name: str | None) -> Wiring:
-    """The bridge that a command acts on."""
-    from mongo_celery.bridge.wiring import BRIDGES
-
-    return one_of(ctx, BRIDGES, name, "--bridge")
 
 
 @click.command()
@@ -92,23 +76,24 @@ def rewind(
 
 @click.command()
 @click.argument("handler", required=False)
+@click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Maximum number to show.")
 @BRIDGE
 @JSON
 @click.pass_context
-def history(ctx: click.Context, handler: str | None, bridge: str | None, as_json: bool) -> None:
+def history(ctx: click.Context, handler: str | None, limit: int, bridge: str | None, as_json: bool) -> None:
     """
-    Show who has moved positions, when and why.
+    Show who has changed the state of a bridge, when, how and why.
 
-    Rewinds, replays, take-overs, and handlers that were forgotten; the last 50 of the bridge, the latest last.
+    One audit record for each command that has changed something; of one HANDLER, or of all; the latest last.
     """
-    from mongo_celery.bridge.operations.rewinding import read_history
+    from mongo_celery.bridge.operations.acts import read_history
     from mongo_celery.cli.positions_view import history_lines
 
     wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
-        found = read_history(wiring, handler)
+        found = read_history(wiring, handler, limit)
     if as_json:
-        click.echo(json.dumps({"bridge": wiring.name, "interventions": found}))
+        click.echo(json.dumps({"bridge": wiring.name, "audit_records": found}))
         return
     for line in history_lines(wiring.name, found):
         say(line)

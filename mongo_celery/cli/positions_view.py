@@ -114,21 +114,17 @@ def holding_lines(plan: ForgetPlan) -> Iterator[str]:
     yield from wrapped(f"{plan.name} has {', '.join(found)}")
 
 
-def history_lines(bridge: str, interventions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Who has moved what, when and why."""
-    if not interventions:
-        yield f"{bridge}: nobody has moved a position"
-    for each in interventions:
-        yield from wrapped(f"{moment(each['at'])}  {each['act']} {each['subscription']}{_detail(each)}  {each['by']}")
-        if each.get("reason"):
-            yield from wrapped(f"  {each['reason']}")
+def history_lines(bridge: str, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield who has done what, when, with what effect and why."""
+    from mongo_celery.bridge.operations.acts import effect_text
 
-
-def _detail(each: Mapping[str, Any]) -> str:
-    if each["act"] in ("rewind", "forward"):
-        key = f" --key {each['key']}" if each.get("key") else ""
-        return f" to {moment(each['to'])}{key}, from {moment(each.get('from'))}"
-    return "".join(f" {name} {each[name]}" for name in ("to", "from", "until", "key", "count") if each.get(name))
+    if not records:
+        yield f"{bridge}: no command has changed anything"
+    for each in records:
+        yield from wrapped(f"{moment(each['at'])}  {each['command']}  {each['by']}")
+        yield from wrapped(f"  {effect_text(each['effect'] or {})}", "    ")
+        if each["reason"]:
+            yield from wrapped(f"  {each['reason']}", "    ")
 
 
 def _indexes(found: Iterable[int]) -> str:

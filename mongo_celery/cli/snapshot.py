@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import FiniteRange, json_option, one_of, one_sentence_errors, say
+from mongo_celery.cli.apps import BRIDGE, DRY_RUN, JSON, REASON, YES, FiniteRange, one_bridge, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.snapshot_commands import PlannedSnapshot
@@ -29,10 +29,11 @@ _STOPPED = (
 @click.option("--list", "is_list", is_flag=True, help="Show snapshots and how far they are, and begin none.")
 @click.option("--stop", "stopped", metavar="ID", help="Let this one stop where it is.")
 @click.option("--resume", "resumed", metavar="ID", help="Let this one, stopped or failed, go on where it is.")
-@click.option("--dry-run", is_flag=True, help="Say what would be read, and change nothing.")
-@click.option("--yes", is_flag=True, help="Begin without asking.")
-@click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
-@json_option("bridge")
+@REASON
+@YES
+@DRY_RUN
+@BRIDGE
+@JSON
 @click.pass_context
 def snapshot(
     ctx: click.Context,
@@ -42,6 +43,7 @@ def snapshot(
     is_list: bool,
     stopped: str | None,
     resumed: str | None,
+    reason: str | None,
     yes: bool,
     bridge: str | None,
     as_json: bool,
@@ -58,36 +60,35 @@ def snapshot(
     further; `operations` and `fields` do not.
     """
     from mongo_celery.bridge.operations import snapshot_commands
-    from mongo_celery.bridge.wiring import BRIDGES
 
     asked = [is_list, stopped is not None, resumed is not None]
     starting = any(given[name] for name in ("sources", "match", "rate", "dry_run"))
     if sum(asked) > 1 or (any(asked) and starting):
         raise click.UsageError("--list, --stop and --resume stand alone: each is a command of its own.")
-    wiring = one_of(ctx, BRIDGES, bridge, "--bridge")
+    wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
         if is_list:
             _show_list(wiring, snapshot_commands.listed(wiring), handler, as_json)
         elif stopped is not None or resumed is not None:
-            _change(wiring, stopped, resumed, as_json)
+            _change(wiring, stopped, resumed, reason, as_json)
         else:
             if not (yes or given["dry_run"]):
                 for line in _planned_lines(snapshot_commands.start(wiring, handler, **{**given, "dry_run": True})):
                     say(line, err=True)
                 click.confirm("Begin?", abort=True, err=True)
-            found = snapshot_commands.start(wiring, handler, **given)
+            found = snapshot_commands.start(wiring, handler, reason=reason, **given)
             _show_started(wiring, found, as_json, dry_run=given["dry_run"])
 
 
-def _change(wiring: Wiring, stopped: str | None, resumed: str | None, as_json: bool) -> None:
+def _change(wiring: Wiring, stopped: str | None, resumed: str | None, reason: str | None, as_json: bool) -> None:
     from mongo_celery.bridge.operations import snapshot_commands
     from mongo_celery.cli.snapshot_view import progress_line
 
-    act: Callable[[Wiring, str], dict[str, Any]] = snapshot_commands.stop
+    act: Callable[..., dict[str, Any]] = snapshot_commands.stop
     chosen, after = stopped or "", _STOPPED
     if resumed is not None:
         act, chosen, after = snapshot_commands.resume, resumed, "It goes on when a listener leads."
-    found = act(wiring, chosen)
+    found = act(wiring, chosen, reason=reason)
     if as_json:
         click.echo(json.dumps({"bridge": wiring.name, "snapshots": [found]}))
         return

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import FiniteRange, console_of, json_option
-from mongo_celery.cli.health import BRIDGE, UnreadableError, bridges_of, line_of, told, unreadable_errors, worst
+from mongo_celery.cli.apps import BRIDGE, FiniteRange, console_of, json_option
+from mongo_celery.cli.health import UnreadableError, bridges_of, line_of, told, unreadable_errors, worst
 
 if TYPE_CHECKING:
     from rich.console import Console

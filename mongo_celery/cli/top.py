@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import FiniteRange, console_of
-from mongo_celery.cli.health import BRIDGE, bridges_of, line_of
+from mongo_celery.cli.apps import BRIDGE, FiniteRange, console_of
+from mongo_celery.cli.health import bridges_of, line_of
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.rates import Rates

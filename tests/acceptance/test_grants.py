@@ -19,10 +19,11 @@ from mongo_celery.bridge.operations import (
     letter_commands,
     snapshot_commands,
 )
+from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_name
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
-from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
+from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.bridge.state.dead_letters import Letter, Selection

@@ -14,6 +14,7 @@ from uuid import uuid4
 import pytest
 from pymongo import MongoClient
 
+from mongo_celery.bridge.state.audit import make_record
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.forked import run_on_a_terminal
@@ -64,8 +65,8 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
         for name in ("halting", "giving_up"):
             data[name].insert_one({"_id": f"k {TEXT}", "text": TEXT, TEXT.replace("\n", " "): TEXT})
         runner.deliver(raises=False)
-        move = {"at": datetime.now(UTC), "act": "forget", "subscription": TEXT, "by": TEXT, "reason": TEXT}
-        state["leases"].update_one({}, {"$push": {"interventions": move}})
+        record = make_record("forget", [TEXT], TEXT, TEXT, [TEXT], {TEXT: TEXT})
+        project.bridge.wiring.store.audit.add(record)
         snapshots = project.bridge.wiring.store.snapshots
         snapshots.insert([{"_id": snapshots.id_of("halting"), "source": data["halting"].full_name, "by": TEXT}])
         state["snapshots"].update_one({}, {"$set": {"state": "failed", "sentence": TEXT}})

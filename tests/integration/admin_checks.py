@@ -40,6 +40,7 @@ from django.test.utils import override_settings, setup_test_environment
 from django.urls import path
 
 from mongo_celery import Bridge, Outbox, Participant
+from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.status import read_status
@@ -325,11 +326,14 @@ def test_an_action_is_asked_about_then_done_and_logged() -> None:
     assert states()["stop"] == "flowing"
     assert not LogEntry.objects.exists()
 
-    assert said(confirmed(browser, BRIDGES, **pause)) == ["Paused: stop 0."]
+    assert said(confirmed(browser, BRIDGES, **pause, reason="night <b>")) == ["Paused: stop 0."]
+    record = read_history(project.bridge.wiring)[-1]
+    assert (record["command"], record["reason"]) == ("pause stop", "night <b>")
+    assert record["by"] == "operator (Django)"
     assert states() == {"collect": "flowing", "stop": "paused"}
     (entry,) = LogEntry.objects.all()
     assert (entry.user.username, entry.object_repr) == ("operator", "shop: stop")
-    assert entry.get_change_message() == "pause: Paused: stop 0."
+    assert entry.get_change_message() == "pause: Paused: stop 0. Reason: night <b>"
 
     confirmed(browser, BRIDGES, action="resume", bridge="shop", handler="stop", partition="0")
     assert states()["stop"] == "flowing"

@@ -127,8 +127,9 @@ class Stage:
         return plan
 
     def everything(self) -> Document:
-        """The whole state."""
-        return {name: list(self.state[name].find()) for name in sorted(self.state.list_collection_names())}
+        """The whole state, without collections in which nothing is stored."""
+        found = {name: list(self.state[name].find()) for name in sorted(self.state.list_collection_names())}
+        return {name: documents for name, documents in found.items() if documents}
 
 
 def bridge_on(url: str, data: Database[Document], state: str, *handlers: str) -> Bridge:

@@ -182,15 +182,14 @@ def test_release_keeps_the_document_and_everything_in_it(leases: Leases, documen
 
 
 def test_an_identity_that_was_not_compared_is_not_replaced(leases: Leases, documents: Collection[Document]) -> None:
-    """P1: two environments begin at the same moment. Only what was read may be replaced, and a take-over notes it."""
+    """P1: two environments begin at the same moment. Only what was read may be replaced."""
     other = {**IDENTITY, "app": "billing"}
     assert leases.release(acquired(leases))
     assert leases.acquire(other) is None
     assert leases.acquire(other, {**IDENTITY, "app": "third"}) is None
     assert stored(documents)["identity"] == IDENTITY
-    assert leases.acquire(other, IDENTITY, intervention={"act": "take-over"}) is not None
+    assert leases.acquire(other, IDENTITY) is not None
     assert stored(documents)["identity"] == other
-    assert [each["act"] for each in stored(documents)["interventions"]] == ["take-over"]
 
 
 def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, documents: Collection[Document]) -> None:

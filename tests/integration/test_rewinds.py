@@ -14,8 +14,9 @@ from mongo_celery import CommandRefusedError
 from mongo_celery.bridge.existing import token_at
 from mongo_celery.bridge.listener.starts import open_position, read_starts
 from mongo_celery.bridge.operations import commands
+from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.places import parse_place
-from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
+from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
 from mongo_celery.bridge.state.positions import Moved, Positions
 from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
@@ -67,7 +68,7 @@ def test_behind_a_token_everything_runs_again_and_nothing_before_it(stage: Stage
     assert open_position(starts, "f").token is None, "a place opens no stream"
     assert [stage.handle(event) for event in stage.events] == [False] * 4 + [True] * (len(stage.events) - 4)
     (act,) = read_history(stage.bridge.wiring)
-    assert (act["act"], act["reason"], act["subscription"]) == ("rewind", "the summary was wrong", HANDLER)
+    assert (act["act"], act["reason"], act["handlers"]) == ("rewind", "the summary was wrong", [HANDLER])
     assert "@" in act["by"]
     assert act["at"]
 
@@ -218,7 +219,7 @@ def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Stage) -
         assert (data_of(document["resumeToken"]), document["spilled"]) == (data_of(plan.to.token), None)
     (gap,) = stage.subscription["gaps"]
     assert (gap["from"], gap["until"], gap["policy"]) == (stage.events[-1]["clusterTime"], plan.to.time, "now")
-    assert read_history(stage.bridge.wiring)[0]["act"] == "forward"
+    assert read_history(stage.bridge.wiring)[0]["command"] == f"rewind {HANDLER} --to now"
 
 
 def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: Stage) -> None:

@@ -21,8 +21,8 @@ from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.state.audit import make_record, user_at_host
 from mongo_celery.bridge.state.leases import Leases, Term
-from mongo_celery.bridge.state.positions import make_intervention
 from mongo_celery.bridge.stream.refused_matches import find_refused_matches
 from mongo_celery.bridge.stream.source import Scope, Selector
 from mongo_celery.broker.connection import reach_broker
@@ -61,15 +61,23 @@ class Listener:
         wiring: of the bridge to listen for.
         on_history_lost: takes the place of the option, for this process.
         take_over: lead once also where the lease has the identity of another environment or app.
+        reason: why, for the audit record.
 
     Attributes:
         activity: what it does, for whoever looks on; callable from any thread.
     """
 
-    def __init__(self, wiring: Wiring, on_history_lost: str | None = None, *, take_over: bool = False) -> None:
+    def __init__(
+        self,
+        wiring: Wiring,
+        on_history_lost: str | None = None,
+        *,
+        take_over: bool = False,
+        reason: str | None = None,
+    ) -> None:
         self._wiring = wiring
         self._on_history_lost = on_history_lost
-        self._takes_over = take_over
+        self._takes_over, self._reason = take_over, reason
         self._options = wiring.options
         self._stopping = threading.Event()
         self._leader: Leader | None = None
@@ -199,8 +207,7 @@ class Listener:
         lease: Mapping[str, Any],
         difference: str | None,
     ) -> Term | None:
-        note = make_intervention("take-over", self._wiring.name, difference, {}) if difference else None
-        term = leases.acquire(identity.plain(), lease.get("identity"), intervention=note)
+        term = leases.acquire(identity.plain(), lease.get("identity"))
         if term is not None:
             self._takes_over, self._waits_for = False, None
         if term is not None and difference:
@@ -210,7 +217,23 @@ class Listener:
                 difference,
                 extra={"event": "bridge_taken_over"},
             )
+            self._keep_record(difference)
         return term
+
+    def _keep_record(self, difference: str) -> None:
+        """Store the audit record of a take-over; the bridge is led also where that cannot be."""
+        audit = self._wiring.store.audit
+        handlers, effect = identity_of(self._wiring).handlers, {"difference": difference}
+        record = make_record("listener", ["--take-over"], self._reason, user_at_host(), handlers, effect)
+        try:
+            audit.prepare()
+            audit.add(record)
+        except PyMongoError as error:
+            logger.error(
+                "the audit record of this take-over could not be stored: %s. `changes history` does not show it",
+                short(error),
+                extra={"event": "audit_record_failed"},
+            )
 
     def _log_standby(self, lease: Mapping[str, Any], identity: Identity) -> None:
         """Log once for each term of another listener that this one stands by."""

@@ -128,6 +128,7 @@ def run_listeners(
     on_history_lost: str | None = None,
     *,
     take_over: bool = False,
+    reason: str | None = None,
     pauses: Pauses = FAILED_BRIDGE,
     beside: Beside | None = None,
 ) -> int:
@@ -145,6 +146,7 @@ def run_listeners(
         names: of bridges; none for all.
         on_history_lost: takes the place of the option of that name.
         take_over: lead once also where a bridge is that of another environment or app.
+        reason: why, for the audit record of that.
         pauses: before a failed bridge is started again.
         beside: runs as long as the listeners do.
 
@@ -156,7 +158,8 @@ def run_listeners(
     """
     app.finalize()
     listeners = [
-        (wiring.name, Listener(wiring, on_history_lost, take_over=take_over)) for wiring in BRIDGES.named(app, names)
+        (wiring.name, Listener(wiring, on_history_lost, take_over=take_over, reason=reason))
+        for wiring in BRIDGES.named(app, names)
     ]
     threads = ListenerThreads(listeners, pauses, ends_with_all=True)
 

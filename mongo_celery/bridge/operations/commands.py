@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bson.errors import BSONError
-from pymongo.errors import DocumentTooLarge, OperationFailure, PyMongoError
+from pymongo.errors import DocumentTooLarge, OperationFailure
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import letter_name
+from mongo_celery.bridge.operations.acts import audited
 from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, forms_of
 from mongo_celery.bridge.state.partitions import MOVING, Image, Partitions, state_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import is_out_of_reach, layouts_in_force, name_in
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.verdicts import is_transient
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ class _Command:
     runs: bool = False
 
 
-def pause(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
+def pause(
+    wiring: Wiring, subscription: str | None = None, partition: int | None = None, *, reason: str | None = None
+) -> list[CommandResult]:
     """
     Let no new execution begin; what runs may finish, and nothing is lost.
 
@@ -94,21 +96,26 @@ def pause(wiring: Wiring, subscription: str | None = None, partition: int | None
     Args:
         subscription: which one; all by default.
         partition: which one; all by default. It needs a subscription, unless there is only one.
+        reason: why, for the audit record.
 
     Raises:
         CommandRefusedError: the named partition does not allow it, or nothing has that name.
     """
     command = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
-    return _run(wiring, command, subscription, partition)
+    return _run(wiring, command, subscription, partition, reason)
 
 
-def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
+def resume(
+    wiring: Wiring, subscription: str | None = None, partition: int | None = None, *, reason: str | None = None
+) -> list[CommandResult]:
     """Let paused partitions flow again. Arguments and errors as for `pause`."""
     command = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
-    return _run(wiring, command, subscription, partition)
+    return _run(wiring, command, subscription, partition, reason)
 
 
-def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
+def retry(
+    wiring: Wiring, subscription: str | None = None, partition: int | None = None, *, reason: str | None = None
+) -> list[CommandResult]:
     """
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
@@ -117,7 +124,7 @@ def retry(wiring: Wiring, subscription: str | None = None, partition: int | None
     errors as for `pause`.
     """
     command = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)
-    return _run(wiring, command, subscription, partition)
+    return _run(wiring, command, subscription, partition, reason)
 
 
 def skip(
@@ -127,7 +134,7 @@ def skip(
     *,
     token: str | None,
     discard: bool = False,
-    cause: str = SKIPPED,
+    reason: str | None = None,
 ) -> CommandResult:
     """
     Pass over the change at which a partition has halted: it becomes a dead letter, and the partition goes on.
@@ -135,14 +142,14 @@ def skip(
     Args:
         token: of the change that the operator has seen, from `read_halted`; another one is not passed over.
         discard: keep nothing of it.
-        cause: what the dead letter says of who set it aside.
+        reason: why, for the audit record.
 
     Raises:
         CommandRefusedError: the partition is not halted, or halted at another change; or nothing is stored that could
             be kept.
     """
-    command = _passing(token, "skip", Partitions.discard if discard else _keeping(wiring, cause))
-    return _run(wiring, command, subscription, partition)[0]
+    command = _passing(token, "skip", Partitions.discard if discard else _keeping(wiring, SKIPPED))
+    return _run(wiring, command, subscription, partition, reason, discard=discard)[0]
 
 
 def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], bool]:
@@ -186,36 +193,40 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
     return write
 
 
-def set_aside(wiring: Wiring, subscription: str | None, partition: int, *, token: str | None) -> CommandResult:
+def set_aside(
+    wiring: Wiring, subscription: str | None, partition: int, *, token: str | None, reason: str | None = None
+) -> CommandResult:
     """
     Move the change at which a partition has halted to the dead letters; the partition goes on.
 
     Arguments and errors as for `skip`; nothing is ever thrown away by it.
     """
-    return skip(wiring, subscription, partition, token=token, cause=SET_ASIDE)
+    command = _passing(token, "set-aside", _keeping(wiring, SET_ASIDE))
+    return _run(wiring, command, subscription, partition, reason)[0]
 
 
-def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[CommandResult]:
+def _run(
+    wiring: Wiring,
+    command: _Command,
+    subscription: str | None,
+    partition: int | None,
+    reason: str | None,
+    *,
+    discard: bool = False,
+) -> list[CommandResult]:
     served = {handler.name for handler in wiring.handlers}
-    try:
-        wiring.reach()
+    with audited(wiring, command.name, subscription, partition=partition, discard=discard, reason=reason) as act:
         store = wiring.store
         generations, images = choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
             raise CommandRefusedError(f"Subscription {subscription} {UNSERVED}.")
         unable = _unable_to_run(store, generations, images, served) if command.runs else {}
-        results = [
-            _apply(
-                store.partitions,
-                command,
-                generations[image.subscription],
-                image,
-                unable.get((image.subscription, image.index)),
-            )
-            for image in images
-        ]
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
+        results = []
+        for image in images:
+            objection = unable.get((image.subscription, image.index))
+            results.append(_apply(store.partitions, command, generations[image.subscription], image, objection))
+            if results[-1].result == "done":
+                act.count("partitions", image.subscription)
     if partition is not None and results[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(results[0].reason)
     return results

@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.operations.rewinding import (
-    LOCKED,
-    leader_in,
-    reached,
-    refuse_unknown,
-)
+from mongo_celery.bridge.operations.acts import audited, reached
+from mongo_celery.bridge.operations.rewinding import LOCKED, leader_in, refuse_unknown
 from mongo_celery.bridge.state.names import Holdings
-from mongo_celery.bridge.state.positions import is_locked, make_intervention
+from mongo_celery.bridge.state.positions import is_locked
 from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.errors import CommandRefusedError
 
@@ -77,7 +73,7 @@ def plan_forget(wiring: Wiring, name: str, *, letters: bool) -> ForgetPlan:
 
 
 def forget(
-    wiring: Wiring, plan: ForgetPlan, *, letters: bool, reason: str | None, progress: Progress = lambda _: None
+    wiring: Wiring, plan: ForgetPlan, *, letters: bool, reason: str | None = None, progress: Progress = lambda _: None
 ) -> None:
     """
     Remove everything of a handler. Killed at any point it can be repeated.
@@ -88,10 +84,10 @@ def forget(
         CommandRefusedError: the listener that leads serves it; nothing is changed.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
-    details = {"count": plan.holdings.stored + plan.holdings.letters}
-    with reached(wiring) as store:
+    with audited(wiring, "forget", plan.name, dead_letters=letters, reason=reason) as act:
+        store = wiring.store
         try:
-            version = store.names.forget(plan.name, make_intervention("forget", plan.name, reason, details))
+            version = store.names.forget(plan.name, act.record(plan.name, **asdict(plan.holdings)))
         except PyMongoError as error:
             if is_locked(error):
                 raise CommandRefusedError(LOCKED) from error

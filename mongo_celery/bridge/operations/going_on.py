@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
-from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
+from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import operation_time, read_oplog
 
 if TYPE_CHECKING:
@@ -58,12 +57,9 @@ def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
         ServerUnavailableError: MongoDB did not answer.
         DeploymentError: it cannot serve a bridge, or a right is missing.
     """
-    try:
-        wiring.reach()
-        documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
-        stored = _stored(wiring.store, subscription) if subscription in documents else ()
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
+    with reached(wiring) as store:
+        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        stored = _stored(store, subscription) if subscription in documents else ()
     if subscription not in documents:
         raise CommandRefusedError(
             f"Bridge {wiring.name} has no subscription {subscription!r}{nearest(subscription, list(documents))}; "
@@ -84,7 +80,7 @@ def _stored(store: Store, subscription: str) -> tuple[int, ...]:
     return tuple(sorted(image.index for image in images if image.spilled))
 
 
-def go_on(wiring: Wiring, lost: LostPlace, policy: str) -> None:
+def go_on(wiring: Wiring, lost: LostPlace, policy: str, *, reason: str | None = None) -> None:
     """
     Decide that a subscription goes on; what lies between its place and there, and is not stored, will not be handled.
 
@@ -94,21 +90,19 @@ def go_on(wiring: Wiring, lost: LostPlace, policy: str) -> None:
     Args:
         lost: as the operator has seen it.
         policy: `oldest`, from the oldest entry of the oplog when a listener acts on it; `now`, from this moment.
+        reason: why, for people.
 
     Raises:
         CommandRefusedError: it is no longer as it was seen.
         ServerUnavailableError, DeploymentError: as for `read_lost`.
     """
-    try:
-        client = wiring.reach()
+    with audited(wiring, "go-on", lost.subscription, from_=policy, reason=reason) as act:
         if policy == "oldest":
-            read_oplog(client)
-        now = operation_time(client)
+            read_oplog(wiring.client)
+        now = operation_time(wiring.client)
         later = Timestamp(now.time, now.inc + 1)
-        done = wiring.store.subscriptions.decide(lost.subscription, lost.seen, policy, later)
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
-    if not done:
-        raise CommandRefusedError(
-            f"Subscription {lost.subscription} has changed meanwhile; look at status, then repeat the command.",
-        )
+        if not wiring.store.subscriptions.decide(lost.subscription, lost.seen, policy, later):
+            raise CommandRefusedError(
+                f"Subscription {lost.subscription} has changed meanwhile; look at status, then repeat the command.",
+            )
+        act.count("handlers", lost.subscription)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.existing import SNAPSHOT
+from mongo_celery.bridge.state.audit import COLLECTION as AUDIT
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.signing import COLLECTION as KEYS
 from mongo_celery.errors import ConfigurationError
@@ -41,6 +42,7 @@ _FIND = ("find",)
 _UPDATE = ("find", "update")
 _UPSERT = ("find", "insert", "update")
 _FIND_UPDATE_REMOVE = ("find", "update", "remove")
+_RECORD = ("insert", "createIndex")  # nobody changes or removes an audit record
 _ALL = ("find", "insert", "update", "remove")
 
 
@@ -116,6 +118,7 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
         Right(state, "replays", _FIND_UPDATE_REMOVE, "dispatching replays of dead letters; a new layout moves them"),
         Right(state, "snapshots", _UPSERT, "how far snapshots are, and those with which handlers begin"),
+        Right(state, AUDIT, _RECORD, "the audit record of `--take-over`", "`history` does not show a `--take-over`"),
         _watching(scope, "the change stream, and the look-up of full documents"),
         _collections_of_listener(wiring, scope),
         _oplog_of_listener(wiring),
@@ -188,6 +191,7 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "replays", _ALL, "`replay` asks for them; `list` shows it, `discard` takes it back"),
         Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `forget` removes some"),
+        Right(state, AUDIT, ("find", *_RECORD), "`history`; whatever changes the state leaves an audit record"),
         Right(None, "", ("serverStatus",), "how far the oplog reaches back; `go-on --from oldest`, `rewind`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
         _watching(scope, "`changes check` and tokens for `rewind` open the change stream", stream),
@@ -213,6 +217,7 @@ def _of_viewer(state: str) -> list[Right]:
         Right(state, "dead_letters", _FIND, "dead letters, with their documents"),
         Right(state, "replays", _FIND, "replays that are under way"),
         Right(state, "snapshots", _FIND, "how far snapshots are"),
+        Right(state, AUDIT, _FIND, "`history`"),
         Right(None, "", ("serverStatus",), "how far the oplog reaches back", "status shows no window of the oplog"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "a young oplog counts as a full one"),
     ]

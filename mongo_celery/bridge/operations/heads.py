@@ -15,15 +15,14 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
-from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import FLAGS, decoded, describe, token_data
+from mongo_celery.bridge.operations.acts import reached
 from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import translated
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -107,20 +106,15 @@ def read_all_halted(wiring: Wiring, subscription: str, partition: int | None) ->
     """
     if partition is not None:
         return [read_halted(wiring, subscription, partition)]
-    try:
-        wiring.reach()
-        _, images = choose(wiring.store, wiring.name, subscription, None)
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
+    with reached(wiring) as store:
+        _, images = choose(store, wiring.name, subscription, None)
     halted = [image.index for image in images if image.state == "halted" and image.head is not None]
     return [read_halted(wiring, subscription, index) for index in halted]
 
 
 def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Image, StoredChange | None]:
     """A partition, and what is stored where it stands; once more where it has moved on between the two."""
-    try:
-        wiring.reach()
-        store = wiring.store
+    with reached(wiring) as store:
         generations, (image,) = choose(store, wiring.name, subscription, partition)
         partition_id = store.partitions.partition_id(image.subscription, generations[image.subscription], image.index)
         for _ in range(_ROUNDS):
@@ -128,8 +122,6 @@ def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Ima
             if change is not None or image.spilled is None:
                 break
             image = next(iter(store.partitions.look([partition_id])), image)
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
     return image, change
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pymongo.errors import PyMongoError
-
+from mongo_celery.bridge.operations.acts import audited
 from mongo_celery.bridge.state.signing import ANNOUNCED_SECONDS
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import translated
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
-T = TypeVar("T")
 
-
-def rotate_key(wiring: Wiring, overlap: float) -> datetime:
+def rotate_key(wiring: Wiring, overlap: float, *, reason: str | None = None) -> datetime:
     """
     Announce a new signing key, which the listener puts in force a little later.
 
@@ -28,6 +23,7 @@ def rotate_key(wiring: Wiring, overlap: float) -> datetime:
     Args:
         wiring: of the bridge.
         overlap: seconds for which the old key is accepted after the exchange; 0 for a key that others know.
+        reason: why, for people.
 
     Returns:
         When the new key comes into force; later, where no listener leads then.
@@ -35,11 +31,11 @@ def rotate_key(wiring: Wiring, overlap: float) -> datetime:
     Raises:
         CommandRefusedError: there is no key yet, or one is announced already.
     """
-
-    def announce() -> datetime:
+    with audited(wiring, "rotate-key", overlap=overlap, reason=reason) as act:
         keys = wiring.store.signing
         at = keys.announce(overlap)
         if at is not None:
+            act.count("keys")
             return at
         if keys.read() is None:
             raise CommandRefusedError(f"Bridge {wiring.name} has never been led, so it has no key: start a listener.")
@@ -47,13 +43,3 @@ def rotate_key(wiring: Wiring, overlap: float) -> datetime:
             f"Bridge {wiring.name} has a new key announced already: a listener that leads puts it in force within "
             f"{ANNOUNCED_SECONDS:.0f} s and a renewal of its lease; repeat the command then.",
         )
-
-    return _asked(wiring, announce)
-
-
-def _asked(wiring: Wiring, ask: Callable[[], T]) -> T:
-    try:
-        wiring.reach()
-        return ask()
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error

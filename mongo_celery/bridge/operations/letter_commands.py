@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,10 +18,10 @@ import bson
 from bson import ObjectId, Regex, json_util
 from bson.binary import UuidRepresentation
 from bson.codec_options import CodecOptions
-from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.operations.acts import Act, audited, reached
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
 from mongo_celery.bridge.partitioning import document_hash
@@ -29,7 +29,6 @@ from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, ParkedKe
 from mongo_celery.bridge.state.replays import REQUESTS_MAX, ReplayRequest
 from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force
 from mongo_celery.errors import CommandRefusedError, ConfigurationError
-from mongo_celery.mongo.opening import translated
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
@@ -123,7 +122,7 @@ def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> 
         CommandRefusedError: the bridge has no such subscription, or an id names several letters.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
-    with _reached(wiring):
+    with reached(wiring):
         store = wiring.store
         names = _names(wiring)
         if selection.subscription is not None and selection.subscription not in names:
@@ -146,7 +145,7 @@ def named(wiring: Wiring, document_ids: Sequence[str]) -> Found:
     Raises:
         ServerUnavailableError, DeploymentError: as for the commands.
     """
-    with _reached(wiring):
+    with reached(wiring):
         letters = wiring.store.dead_letters.headers(document_ids)
         return _found(wiring, letters, len(letters))
 
@@ -158,7 +157,9 @@ def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:
     return Found(count, letters, replays, leads, store.dead_letters.parked(letters))
 
 
-def replay(wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_run: bool) -> list[LetterResult]:
+def replay(
+    wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_run: bool, reason: str | None = None
+) -> list[LetterResult]:
     """
     Ask for the replay of dead letters; those that cannot be replayed are refused, and the others are not kept by it.
 
@@ -167,9 +168,11 @@ def replay(wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_r
     Args:
         over_newer: let them write over what newer changes have written.
         dry_run: only say what would be done.
+        reason: why, for the audit record.
     """
-    with _reached(wiring):
-        asking = _Asking(wiring, over_newer=over_newer, dry_run=dry_run)
+    ids = [letter.id for letter in letters]
+    with audited(wiring, "dead-letters replay", id=ids, over_newer=over_newer, reason=reason, dry_run=dry_run) as act:
+        asking = _Asking(wiring, act, over_newer=over_newer, dry_run=dry_run)
         keys = wiring.store.dead_letters.parked(letters)
         firsts: dict[str, LetterResult] = {}
         results = []
@@ -204,9 +207,10 @@ def _behind(letter: Letter, first: LetterResult) -> LetterResult:
 class _Asking:
     """The requests of one command."""
 
-    def __init__(self, wiring: Wiring, *, over_newer: bool, dry_run: bool) -> None:
+    def __init__(self, wiring: Wiring, act: Act, *, over_newer: bool, dry_run: bool) -> None:
         store = wiring.store
         asked = store.replays.read()
+        self._act = act
         self._wiring = wiring
         self._over_newer = over_newer
         self._dry_run = dry_run
@@ -233,7 +237,9 @@ class _Asking:
                 "when `dead-letters list` shows fewer"
             )
         result = _ask(self._wiring, letter, found, over_newer=over_newer, dry_run=self._dry_run)
-        self._room[name] = room - (result.result == "requested")
+        if result.result == "requested":
+            self._room[name] = room - 1
+            self._act.count("dead_letters", name)
         return result
 
     def _is_overtaking(self, letter: Letter, request: _Request) -> bool:
@@ -246,14 +252,20 @@ class _Asking:
         return request.hash in self._parked[name]
 
 
-def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list[LetterResult]:
+def discard(
+    wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool, reason: str | None = None
+) -> list[LetterResult]:
     """
     Throw dead letters away, also damaged ones; not while they are being replayed.
 
     Where the first letter that waits for a parked key goes, and not all of them, the others are replayed. So the last
     one of a key goes first: none of those that are to go may be replayed in between.
+
+    Args:
+        reason: why, for the audit record.
     """
-    with _reached(wiring):
+    ids = [letter.id for letter in letters]
+    with audited(wiring, "dead-letters discard", id=ids, reason=reason, dry_run=dry_run) as act:
         store = wiring.store
         keys = store.dead_letters.parked(letters)
         layouts = layouts_in_force(store.subscriptions.read_all())
@@ -263,6 +275,8 @@ def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list
             layout = layouts.get(letter.subscription)
             outcome = "done" if dry_run else store.replays.discard(letter.document_id, layout)
             result = _discarded(letter, outcome)
+            if result.result == "discarded":
+                act.count("dead_letters", letter.subscription)
             key = None if letter.parked is None else keys.get((letter.subscription, letter.parked))
             if key is not None and result.result == "discarded":
                 count = gone[key.subscription, key.hash] = gone.get((key.subscription, key.hash), 0) + 1
@@ -280,7 +294,7 @@ def _discarded(letter: Letter, outcome: str) -> LetterResult:
 
 def change_of(wiring: Wiring, letter: Letter) -> dict[str, Any]:
     """Of the change of a letter: `event` as relaxed extended JSON, or `raw`, its bytes in base64; or neither."""
-    with _reached(wiring):
+    with reached(wiring):
         found = wiring.store.dead_letters.read(letter.document_id)
     raw = None if found is None else found[1]
     event = event_as_json(raw) if raw is not None else None
@@ -425,13 +439,3 @@ def _check_id(wiring: Wiring, selection: Selection, names: Sequence[str]) -> Non
         raise CommandRefusedError(
             f"{id_!r} begins the ids of several dead letters: give more of it, or name the handler too."
         )
-
-
-@contextmanager
-def _reached(wiring: Wiring) -> Iterator[None]:
-    """Inside, the primary has answered once, and errors name what the state needs."""
-    try:
-        wiring.reach()
-        yield
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error

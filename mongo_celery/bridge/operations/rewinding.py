@@ -11,10 +11,8 @@ running before cannot write over it. Forward: what lies between is passed over, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -22,14 +20,14 @@ from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
+from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked, make_intervention
+from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import time_of_token
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ class RewindPlan:
         staying: how many are left as they are.
         dead_letters: how many of its dead letters are of changes behind the place; they stay.
         replays: how many replays of these that were asked for would be withdrawn.
-        key: whose partition it is, for people; None for all.
+        key: whose partition it is, for people; None for all. `typed_key` is how it was typed.
         leader: who leads, which keeps it from being done; None where nobody does.
     """
 
@@ -97,6 +95,7 @@ class RewindPlan:
     documents: int = 0
     snapshots: int = 0
     passed_from: Timestamp | None = None
+    typed_key: str | None = None
     reread: Sequence[int] = ()
 
     def plain(self) -> dict[str, Any]:
@@ -172,39 +171,33 @@ def plan_rewind(
             reread=reread,
             staying=len(others) - len(reread),
             key=None if key is None else shown(key_of(key)),
+            typed_key=key,
             leader=leader_in(lease),
             move=move,
             **around,
         )
 
 
-def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None) -> Moved:
+def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None = None) -> Moved:
     """
     Do what was planned, all of it or nothing.
 
-    Afterwards the next listener reads from there. Who did it and why is kept, and shown by `changes history`.
+    Afterwards the next listener reads from there, and the audit record is stored.
 
     Args:
-        asked: the place as it was given, for the record.
+        asked: the place as it was given, for the audit record.
         reason: why, for people.
 
     Raises:
         CommandRefusedError: a listener leads, or has led since; or a partition is locked. Nothing is changed.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
-    details = {
-        "to": plan.to.iso,
-        "token": plan.to.token["_data"],
-        "asked": asked,
-        "from": iso(plan.passed_from) or plan.at,
-        "partitions": [each.index for each in plan.partitions],
-        "key": plan.key,
-    }
-    with reached(wiring) as store:
+    with audited(wiring, "rewind", plan.subscription, to=asked, key=plan.typed_key, reason=reason) as act:
+        store = wiring.store
         refuse_led(wiring, store)
-        note = make_intervention("forward" if plan.forward else "rewind", plan.subscription, reason, details)
+        way = {"from": iso(plan.passed_from) or plan.at, "to": plan.to.iso, "reread": len(plan.reread)}
         try:
-            moved = store.positions.move(plan.move, note)
+            moved = store.positions.move(plan.move, act.record(plan.subscription, **way))
         except PyMongoError as error:
             if is_locked(error):
                 raise CommandRefusedError(LOCKED) from error
@@ -216,26 +209,6 @@ def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None) 
                 "command.",
             )
         return moved
-
-
-def read_history(wiring: Wiring, subscription: str | None = None) -> list[dict[str, Any]]:
-    """
-    What people did with the positions of a bridge, the latest last, as JSON has it.
-
-    Args:
-        subscription: what was done with this one only.
-    """
-    with reached(wiring) as store:
-        found = store.positions.interventions()
-    return [
-        {**each, "at": _when(each.get("at"))}
-        for each in found
-        if subscription in (None, each.get("subscription"), each.get("to"))
-    ]
-
-
-def _when(at: object) -> str | None:
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).isoformat() if isinstance(at, datetime) else None
 
 
 # -- what commands on positions share --------------------------------------------------------------
@@ -259,16 +232,6 @@ def refuse_led(wiring: Wiring, store: Store) -> None:
             f"Bridge {wiring.name} is led by {leader}: nothing is changed. Stop all its listeners (workers may stay), "
             "repeat the command, and start them again.",
         )
-
-
-@contextmanager
-def reached(wiring: Wiring) -> Iterator[Store]:
-    """The store, after the primary has answered once; errors name what the state needs."""
-    try:
-        wiring.reach()
-        yield wiring.store
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
 
 
 def refuse_unknown(wiring: Wiring, subscription: str, known: Sequence[str]) -> CommandRefusedError:

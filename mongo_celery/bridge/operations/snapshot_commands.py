@@ -7,19 +7,17 @@ one that the handler does not watch, a condition that the server cannot judge.
 
 from __future__ import annotations
 
-import getpass
-import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp, json_util
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import is_number, nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, estimate, facts_of, shape_of
 from mongo_celery.bridge.listener.owed import collections_of
+from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
 from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
@@ -27,7 +25,7 @@ from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.stream.condition import find_objection
 from mongo_celery.bridge.stream.source import source_of
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import strict, translated
+from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
 
 if TYPE_CHECKING:
@@ -59,6 +57,7 @@ def start(
     match: str | None = None,
     rate: float | None = None,
     dry_run: bool = False,
+    reason: str | None = None,
 ) -> list[PlannedSnapshot]:
     """
     Have a handler be given the documents that exist, one snapshot a collection. They begin when a listener leads.
@@ -69,6 +68,7 @@ def start(
         match: a condition on events, as extended JSON.
         rate: documents a second at most.
         dry_run: only say what would be asked for.
+        reason: why, for the audit record.
 
     Raises:
         CommandRefusedError: something of it cannot be; then nothing is asked for.
@@ -76,7 +76,9 @@ def start(
     """
     if rate is not None and not (is_number(rate) and rate > 0):
         raise CommandRefusedError(f"rate={rate!r} must be a number of documents a second.")
-    with _reached(wiring):
+    with audited(
+        wiring, "snapshot", name, source=sources, match=match, rate=rate, reason=reason, dry_run=dry_run
+    ) as act:
         handler = _handler(wiring, name)
         condition = _condition(match)
         found = _facts(wiring, handler, sources)
@@ -91,13 +93,14 @@ def start(
             )
             asked.append(planned)
             if not dry_run:
-                store.insert([_record(planned, facts, condition, rate)])
+                store.insert([_record(planned, facts, condition, rate, act.by)])
+                act.count("snapshots", handler.name)
         if not dry_run:
             store.remove_ended(handler.name)
     return asked
 
 
-def stop(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
+def stop(wiring: Wiring, snapshot_id: str, *, reason: str | None = None) -> dict[str, Any]:
     """
     Let a snapshot begin no chunk any more; how far it is.
 
@@ -106,30 +109,32 @@ def stop(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
     Raises:
         CommandRefusedError: there is none of this id, or several, or it does not run.
     """
-    with _reached(wiring):
+    with audited(wiring, "snapshot", stop=snapshot_id, reason=reason) as act:
         found = _one(wiring, snapshot_id)
         if not wiring.store.snapshots.stop(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: there is nothing to stop.")
+        act.count("snapshots", found.subscription)
         return progress_of(_one(wiring, found.id), _around(wiring))
 
 
-def resume(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
+def resume(wiring: Wiring, snapshot_id: str, *, reason: str | None = None) -> dict[str, Any]:
     """
     Let a snapshot that was stopped, or has failed, go on where it is; how far that is.
 
     Raises:
         CommandRefusedError: there is none of this id, or several, or it is neither.
     """
-    with _reached(wiring):
+    with audited(wiring, "snapshot", resume=snapshot_id, reason=reason) as act:
         found = _one(wiring, snapshot_id)
         if found.state not in (STOPPED, FAILED) or not wiring.store.snapshots.resume(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: it cannot be resumed.")
+        act.count("snapshots", found.subscription)
         return progress_of(_one(wiring, found.id), _around(wiring))
 
 
 def listed(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
     """How far all snapshots are that are kept, or those of one handler, as `status` shows them."""
-    with _reached(wiring):
+    with reached(wiring):
         around = _around(wiring)
         found = wiring.store.snapshots.read()
     return [progress_of(each, around) for each in found if name in (None, each.subscription)]
@@ -238,7 +243,7 @@ def _refuse_running(wiring: Wiring, handler: Handler, found: Mapping[str, object
 
 
 def _record(
-    planned: PlannedSnapshot, facts: CollectionFacts | None, condition: str | None, rate: float | None
+    planned: PlannedSnapshot, facts: CollectionFacts | None, condition: str | None, rate: float | None, by: str
 ) -> dict[str, Any]:
     known = {"uuid": facts.uuid, "at": facts.at} if facts is not None else {}
     return {
@@ -247,16 +252,9 @@ def _record(
         "match": condition,
         "rate": rate,
         "estimated": planned.estimated,
-        "by": _who(),
+        "by": by,
         **known,
     }
-
-
-def _who() -> str:
-    try:
-        return f"{getpass.getuser()}@{socket.gethostname()}"
-    except Exception:  # noqa: BLE001 - a user without a name, in a container
-        return f"somebody at {socket.gethostname()}"
 
 
 def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:
@@ -272,13 +270,3 @@ def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:
             f"{', '.join(sorted(names[each.id] for each in found))}."
         )
     return found[0]
-
-
-@contextmanager
-def _reached(wiring: Wiring) -> Iterator[None]:
-    """Inside, the primary has answered once, and errors name what the state needs."""
-    try:
-        wiring.reach()
-        yield
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error

@@ -42,7 +42,6 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
-from mongo_celery.bridge.state.positions import noted
 from mongo_celery.bridge.state.signing import installation_kept
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
@@ -112,8 +111,6 @@ class Leases:
         self,
         identity: Mapping[str, Any],
         known: Mapping[str, Any] | None = None,
-        *,
-        intervention: Mapping[str, Any] | None = None,
     ) -> Term | None:
         """
         Take the lease if it is free or expired, and has no identity, this one, or the one that was compared.
@@ -121,7 +118,6 @@ class Leases:
         Args:
             identity: of the new term; the lease keeps it, also after the term.
             known: the identity that the caller has read and compared.
-            intervention: what `changes history` keeps of it.
 
         Returns:
             The new term, or None while somebody else holds the lease.
@@ -135,8 +131,6 @@ class Leases:
             "$expr": free,
         }
         stages = [*_acquisition(listener_id, self._ttl), {"$set": {"identity": literal(dict(identity))}}]
-        if intervention is not None:
-            stages.append({"$set": {"interventions": noted(intervention)}})
         started = time.monotonic()
         document = self._table.find_and_update(compared, stages)
         if document is None:

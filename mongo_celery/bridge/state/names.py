@@ -18,7 +18,8 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery.bridge.state.positions import Positions, noted
+from mongo_celery.bridge.state.audit import AuditRecords
+from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.stored import ids_under
 
 _SECONDS = 30.0
@@ -59,7 +60,10 @@ class Names:
         positions: its moves.
     """
 
-    def __init__(self, database: Database[dict[str, Any]], bridge: str, positions: Positions) -> None:
+    def __init__(
+        self, database: Database[dict[str, Any]], bridge: str, positions: Positions, audit: AuditRecords
+    ) -> None:
+        self._audit = audit
         self._database = database
         self._bridge = bridge
         self._positions = positions
@@ -73,7 +77,7 @@ class Names:
             ]
         return Holdings(*counts)
 
-    def forget(self, name: str, intervention: Mapping[str, Any]) -> int | None:
+    def forget(self, name: str, record: Mapping[str, Any]) -> int | None:
         """
         Remove a subscription and its partitions; what is left (`remove`) is in force for nobody then.
 
@@ -86,11 +90,8 @@ class Names:
             is_free = {"$lte": ["$expiresAt", "$$NOW"]}
             is_not_served = {"$eq": [{"$type": f"$identity.handlers.{name}"}, "missing"]}
             guard = {"_id": self._bridge, "$expr": {"$or": [is_free, is_not_served]}}
-            note: list[dict[str, Any]] = [
-                {"$set": {"interventions": noted(intervention)}},
-                {"$unset": f"identity.handlers.{name}"},
-            ]
-            lease = self._database["leases"].find_one_and_update(guard, note, {"version": 1}, session=session)
+            gone = [{"$unset": f"identity.handlers.{name}"}]
+            lease = self._database["leases"].find_one_and_update(guard, gone, {"version": 1}, session=session)
             if lease is None:
                 session.abort_transaction()
                 return None
@@ -102,6 +103,7 @@ class Names:
             if subscriptions.find_one({"_id": ids_under(self._bridge)}, {"_id": 1}, session=session) is None:
                 again = {"$set": {"startAtOperationTime": None}}  # a bridge without positions starts for the first time
                 self._database["leases"].update_one({"_id": self._bridge}, again, session=session)
+            self._audit.add(record, session)
             return int(lease["version"])
 
         return self._positions.together(remove)

@@ -3,7 +3,7 @@ Positions that a person moves: a subscription is sent back or forward, gets anot
 
 Each move is a term of its own: it takes the lease's next version while nobody leads, and writes that version into what
 it moves. So no listener of before moves anything back, no message of before is claimed, and an execution of before is
-refused by its fence. What moved, who did it and why is noted in the lease, the last `INTERVENTIONS_KEPT` times.
+refused by its fence. The audit record of a move is stored in its transaction.
 
 A rewind is one transaction, so it is killed at no point between. Its rules were found by a search of schedules
 (`tests/property/spill_faults.py`, `snapshot_faults.py`), which has each of them as a broken variant:
@@ -22,8 +22,6 @@ A rewind is one transaction, so it is killed at no point between. Its rules were
 
 from __future__ import annotations
 
-import getpass
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,8 +34,8 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.existing import LETTER
+from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.partitions import moved_stages
 from mongo_celery.bridge.state.stored import ids_under, past
 from mongo_celery.mongo.expressions import literal, next_number
@@ -46,8 +44,6 @@ from mongo_celery.mongo.opening import open_session
 
 T = TypeVar("T")
 
-INTERVENTIONS_KEPT = 50
-_REASON_CHARS = 500
 _SECONDS = 15.0
 _GAPS_KEPT = 20
 _LAST = chr(0x10FFFF)
@@ -99,18 +95,20 @@ class Positions:
     Args:
         database: the state database, with majority writes and majority reads.
         bridge: its name.
+        audit: its audit records.
     """
 
-    def __init__(self, database: Database[dict[str, Any]], bridge: str) -> None:
+    def __init__(self, database: Database[dict[str, Any]], bridge: str, audit: AuditRecords) -> None:
+        self._audit = audit
         self._database = database
         self._bridge = bridge
 
-    def move(self, to: Move, intervention: Mapping[str, Any]) -> Moved | None:
+    def move(self, to: Move, record: Mapping[str, Any]) -> Moved | None:
         """
         Send a subscription somewhere, all of it or nothing.
 
         Args:
-            intervention: what is noted of it.
+            record: its audit record, to which the effect in numbers is added.
 
         Returns:
             None where somebody leads, or has led since it was seen, or the layout is another one: nothing is changed.
@@ -121,13 +119,16 @@ class Positions:
         subscription = f"{self._bridge}/{to.subscription}"
 
         def write(session: ClientSession) -> Moved | None:
-            version = self.take_version(session, intervention, seen=to.version)
+            version = self.take_version(session, seen=to.version)
             guard = {"_id": subscription, "layout.generation": to.generation}
             stages = _subscription_moved(to, Int64(version or 0))
             if version is None or not self._update("subscriptions", guard, stages, session):
                 session.abort_transaction()
                 return None
-            return self._move_partitions(f"{subscription}/{to.generation}", to, version, session)
+            moved = self._move_partitions(f"{subscription}/{to.generation}", to, version, session)
+            effect = {**record["effect"], "partitions": len(moved.partitions), "withdrawn": moved.withdrawn}
+            self._audit.add({**record, "effect": effect}, session)
+            return moved
 
         return self.together(write)
 
@@ -169,14 +170,13 @@ class Positions:
 
     # -- the lease ---------------------------------------------------------------------------------
 
-    def take_version(self, session: ClientSession, intervention: Mapping[str, Any] | None, *, seen: int) -> int | None:
+    def take_version(self, session: ClientSession, *, seen: int) -> int | None:
         """
-        Take the lease's next version, which is above every epoch, for the transaction of this session; note why.
+        Take the lease's next version, which is above every epoch, for the transaction of this session.
 
         Who leads, or begins to lead meanwhile, is in conflict with it.
 
         Args:
-            intervention: what is noted; None for nothing yet.
             seen: the version that the lease must have.
 
         Returns:
@@ -189,24 +189,10 @@ class Positions:
             "listenerId": None,
             "expiresAt": None,
         }
-        if intervention is not None:
-            change["interventions"] = noted(intervention)
         found = self._database["leases"].find_one_and_update(
             guard, [{"$set": change}], {"version": 1}, return_document=ReturnDocument.AFTER, session=session
         )
         return None if found is None else int(found["version"])
-
-    def note(self, intervention: Mapping[str, Any]) -> None:
-        """Note what moves no position of its own."""
-        with pymongo.timeout(_SECONDS):
-            change = [{"$set": {"interventions": noted(intervention)}}]
-            self._database["leases"].update_one({"_id": self._bridge}, change)
-
-    def interventions(self) -> list[dict[str, Any]]:
-        """What people did with positions, the oldest first, each with its time `at`."""
-        with pymongo.timeout(_SECONDS):
-            found = self._database["leases"].find_one({"_id": self._bridge}, {"interventions": 1})
-        return list((found or {}).get("interventions") or ())
 
     def _largest_epoch(self, session: ClientSession) -> int:
         epochs = [0]
@@ -251,33 +237,6 @@ def existing_behind(bridge: str, subscription: str, data: str) -> dict[str, Any]
 def is_locked(error: PyMongoError) -> bool:
     """Whether a move met a partition that an open transaction has written: then nothing is changed."""
     return is_lock(error)
-
-
-def make_intervention(act: str, subscription: str, reason: str | None, details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `changes history` keeps of an act: who, what, and why."""
-    return {
-        "act": act,
-        "subscription": subscription,
-        "by": _who(),
-        "reason": None if reason is None else storable(reason)[:_REASON_CHARS],
-        **details,
-    }
-
-
-def _who() -> str:
-    """Return the user of this process, and its machine."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # of a user without a name
-        user = "unknown"
-    return storable(f"{user}@{socket.gethostname()}")
-
-
-def noted(intervention: Mapping[str, Any]) -> dict[str, Any]:
-    """The interventions that are kept, and this one, as an expression on the lease."""
-    known = {"$ifNull": ["$interventions", []]}
-    one = {"$mergeObjects": [literal(dict(intervention)), {"at": "$$NOW"}]}
-    return {"$slice": [{"$concatArrays": [known, [one]]}, -INTERVENTIONS_KEPT]}
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:

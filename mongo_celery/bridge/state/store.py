@@ -9,6 +9,8 @@ from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.audit import COLLECTION as AUDIT
+from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import DeadLetters
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
@@ -55,8 +57,9 @@ class Store:
             database["replays"], database["partitions"], database["dead_letters"], bridge, options.claim_ttl
         )
         self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)
-        self.positions = Positions(database, bridge)
-        self.names = Names(database, bridge, self.positions)
+        self.audit = AuditRecords(database[AUDIT], bridge, options.lease_ttl)
+        self.positions = Positions(database, bridge, self.audit)
+        self.names = Names(database, bridge, self.positions, self.audit)
 
     def start_session(self) -> ClientSession:
         """A causally consistent session: what it reads is never older than what it has read or written before."""

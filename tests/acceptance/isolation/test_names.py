@@ -115,14 +115,17 @@ def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain:
     chain.wait_done()
     chain.judge()
 
-    moved = chain.run("listener", "--take-over", name="moved", CHAIN_APP="billing", **OLD)
+    moved = chain.run(
+        "listener", "--take-over", "--reason", "the broker moved", name="moved", CHAIN_APP="billing", **OLD
+    )
     moved.wait_for_output("standing by")
     assert first.terminate() == 0
     moved.wait_for_output("reading from")
     chain.write("plain", "key", 3)
     assert chain.run("listener", name="former", **OLD).wait() == 1
-    noted = chain.changes("history")["interventions"][-1]
-    assert (noted["act"], "app billing" in noted["reason"]) == ("take-over", True)
+    record = chain.changes("history")["audit_records"][-1]
+    assert (record["command"], record["reason"]) == ("listener --take-over", "the broker moved")
+    assert "app billing" in record["effect"]["difference"]
     assert worker.running
 
 

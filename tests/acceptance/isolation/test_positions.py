@@ -80,5 +80,5 @@ def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_re
         assert [each["n"] for each in second] == numbers
         assert all(earlier["fence"] < later["fence"] for earlier, later in pairwise(second))
     assert _copies(chain) == {keys[0]: 4, keys[1]: 3}
-    (act,) = chain.changes("history")["interventions"]
+    (act,) = chain.changes("history")["audit_records"]
     assert (act["act"], act["reason"]) == ("rewind", "a wrong sum")

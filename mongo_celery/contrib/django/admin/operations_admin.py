@@ -29,6 +29,7 @@ from django.urls import path, reverse
 from django.views.decorators.clickjacking import xframe_options_deny
 
 from mongo_celery.app import Registry
+from mongo_celery.bridge.operations.acts import on_behalf_of
 from mongo_celery.cli.apps import sentence_for
 from mongo_celery.contrib.django.admin.words import line, shown
 from mongo_celery.contrib.django.project import celery_app
@@ -321,9 +322,12 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
         target = line(action.target(request.POST))  # databases refuse some of what is hidden
         several = _several(request.POST, action.names)
+        reason = request.POST.get("reason", "").strip() or None
+        several += f" Reason: {line(reason)}" if reason else ""
         entry = self._begun(request, name, target, several)
         try:
-            outcome, sentence = self._told(request, lambda: action.run(request))
+            with on_behalf_of(f"{request.user.get_username()} (Django)", reason):
+                outcome, sentence = self._told(request, lambda: action.run(request))
         except BaseException as error:
             self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.{several}")
             raise

@@ -1,0 +1,86 @@
+"""
+Audit records: who has changed the state of a bridge, when, by which command, with what effect, and why.
+
+Each is a document of its own that nobody changes. The server removes it after `KEPT_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import getpass
+import shlex
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+
+from mongo_celery.bridge.error_text import storable
+from mongo_celery.mongo.table import Table, call_timeout
+
+COLLECTION = "audit_records"
+KEPT_SECONDS = 365 * 24 * 3600
+_TEXT_CHARS = 1000
+_FIELDS = ("at", "by", "act", "command", "handlers", "effect", "reason")
+
+
+class AuditRecords:
+    """The audit records of one bridge."""
+
+    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
+        self._table = Table(collection, call_timeout(ttl))
+        self._bridge = bridge
+
+    def prepare(self) -> None:
+        """Make sure that records can be stored, and that the server removes old ones."""
+        with self._table.limit():
+            self._table.collection.create_index("at", expireAfterSeconds=KEPT_SECONDS)
+
+    def add(self, record: Mapping[str, Any], session: ClientSession | None = None) -> None:
+        """Store a record, with the server's time; with a session in its transaction."""
+        collection = self._table.collection
+        with self._table.limit():
+            at = collection.database.client.admin.command("hello")["localTime"]
+            collection.insert_one({"bridge": self._bridge, "at": at, **record}, session=session)
+
+    def read(self, handler: str | None, limit: int) -> list[dict[str, Any]]:
+        """Return the last records, the oldest first; those of one handler, or all."""
+        query = {"bridge": self._bridge} if handler is None else {"bridge": self._bridge, "handlers": handler}
+        with self._table.limit():
+            found = self._table.collection.find(query, dict.fromkeys(_FIELDS, 1)).sort([("at", -1), ("_id", -1)])
+            return [{name: each.get(name) for name in _FIELDS} for each in found.limit(limit)][::-1]
+
+
+def make_record(
+    act: str, words: Iterable[str], reason: str | None, by: str, handlers: Iterable[str], effect: Mapping[str, Any]
+) -> dict[str, Any]:
+    """
+    Return an audit record without its time.
+
+    Args:
+        act: the command's name.
+        words: its arguments, as they are typed behind the name.
+        by: who acts.
+        effect: what it has changed, in numbers.
+    """
+    return {
+        "act": act,
+        "command": _text(f"{act} {shlex.join(words)}".rstrip()),
+        "by": _text(by),
+        "reason": None if reason is None else _text(reason),
+        "handlers": sorted(set(handlers)),
+        "effect": dict(effect),
+    }
+
+
+def _text(text: str) -> str:
+    return storable(text)[:_TEXT_CHARS]
+
+
+def user_at_host() -> str:
+    """Return the user of this process, and its machine."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # of a user without a name
+        user = "unknown"
+    return storable(f"{user}@{socket.gethostname()}")

@@ -1,0 +1,213 @@
+"""Audit records: each command that changes the state says who did it, when, with what effect and why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import bson
+import click
+import pytest
+from pymongo.database import Database
+from pymongo.errors import OperationFailure
+
+from mongo_celery import CommandRefusedError, DeploymentError
+from mongo_celery.bridge.operations import commands
+from mongo_celery.bridge.operations.acts import on_behalf_of, read_history
+from mongo_celery.bridge.state.audit import COLLECTION, KEPT_SECONDS, AuditRecords
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.cli.changes import changes
+from mongo_celery.cli.listener import listener
+from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, staged
+from tests.integration.test_position_commands import plain, run
+from tests.integration.test_replays import letter_of
+
+Document = dict[str, Any]
+
+READING = {
+    "check", "dead-letters list", "dead-letters show", "grants", "head", "health", "history", "queues", "status", "top",
+}  # fmt: skip
+"""Commands that change nothing. All others need an example below."""
+
+
+@pytest.fixture
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+    """Give a stage that is led."""
+    with staged(mongo_url, database, state_database) as made:
+        yield made
+
+
+def commands_of(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Yield all commands of a group by their names, also those of groups in it."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands_of(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", command
+
+
+# -- an example of each ----------------------------------------------------------------------------
+
+
+def halted(stage: Stage) -> None:
+    """Let a partition halt at a change of which the bytes are stored."""
+    with stage.data["orders"].watch() as stream:
+        stage.data["orders"].insert_one({})
+        event = dict(stream.next())
+    where = stage.partition_id(stage.index(event))
+    assert stage.store.claims.halt(stage.claims_at(event), event["_id"], "orders insert 1", "ValueError: no")
+    change = StoredChange(event["_id"]["_data"], bson.encode(event))
+    stage.store.spill.insert(where, [change], stage.version)
+
+
+def with_letter(stage: Stage) -> None:
+    letter = letter_of(1, 1)
+    name = {"_id": f"{NAME}/{HANDLER}/{letter['resumeToken']['_data']}", "subscription": HANDLER}
+    stage.state["dead_letters"].replace_one({"_id": name["_id"]}, {**letter, **name}, upsert=True)
+
+
+def lost(stage: Stage) -> None:
+    stage.store.subscriptions.mark_lost(HANDLER, stage.version, stage.events[-1]["clusterTime"], None, "gone")
+
+
+def found(stage: Stage) -> None:
+    stage.state["subscriptions"].update_one({}, {"$set": {"lost": None}})
+    stage.release()
+
+
+def with_key(stage: Stage) -> None:
+    assert stage.term is not None
+    stage.store.signing.sealing(stage.term.document)
+
+
+def resumed(stage: Stage) -> None:
+    run(stage.bridge, changes, "resume", HANDLER)
+
+
+def nothing(_: Stage) -> None:
+    """Nothing has to be prepared."""
+
+
+Example = tuple[Callable[[Stage], None], list[str], int]
+EXAMPLES: dict[str, Example] = {
+    "pause": (nothing, [HANDLER], 2),
+    "resume": (nothing, [HANDLER, "--partition", "1"], 1),
+    "snapshot": (resumed, [HANDLER, "--rate", "5", "--yes"], 1),
+    "retry": (halted, [], 1),
+    "rotate-key": (with_key, ["--overlap", "60"], 1),
+    "dead-letters replay": (with_letter, [HANDLER, "--over-newer", "--yes"], 1),
+    "dead-letters discard": (nothing, ["--all", "--yes"], 1),
+    "skip": (halted, [HANDLER, "--partition", "N", "--discard", "--yes"], 1),
+    "set-aside": (halted, [HANDLER, "--yes"], 1),
+    "go-on": (lost, [HANDLER, "--from", "now", "--yes"], 1),
+    "rewind": (found, [HANDLER, "--to", "oldest", "--yes"], 2),
+    "forget": (nothing, [HANDLER, "--dead-letters", "--yes"], 2),
+}
+"""What comes before a command, its arguments, and how many things it changes; in this order."""
+
+
+def test_every_command_that_changes_something_leaves_a_record(stage: Stage) -> None:
+    """P9: by introspection; a new command has to be listed as one that reads, or be an example."""
+    every = dict(commands_of(changes))
+    assert set(every) == READING | set(EXAMPLES)
+    assert [name for name, command in every.items() if ("reason" in _options(command)) is (name in READING)] == []
+    assert "reason" in _options(listener)
+    emptied = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, "others")
+    for name, (prepare, arguments, count) in EXAMPLES.items():
+        prepare(stage)
+        index = next((str(each) for each in (0, 1) if stage.partition(each).get("state") == "halted"), "0")
+        given = [index if each == "N" else each for each in arguments]
+        before = len(read_history(stage.bridge.wiring, limit=1000))
+        bridge = emptied if name == "forget" else stage.bridge
+        result = run(bridge, changes, *name.split(), *given, "--reason", f"why {name} \x1b[2J")
+        assert result.exit_code == 0, (name, result.output)
+        (record,) = read_history(stage.bridge.wiring, limit=1000)[before:]
+        assert (record["act"], record["reason"]) == (name, f"why {name} \x1b[2J")
+        assert record["command"].startswith(name)
+        assert "@" in record["by"]
+        assert record["at"]
+        assert count in record["effect"].values(), (name, record)
+        assert record["handlers"] or name == "rotate-key"
+    emptied.client.close()
+    shown = " ".join(run(stage.bridge, changes, "history", "--limit", "100").stdout.split())
+    assert [shown.count(f"why {name}") for name in EXAMPLES] == [1] * len(EXAMPLES)
+    assert "\x1b" not in shown
+    listed = plain(stage.bridge, changes, "history", HANDLER)["audit_records"]
+    assert [each["act"] for each in listed] == [name for name in EXAMPLES if name != "rotate-key"]
+
+
+def _options(command: click.Command) -> set[str | None]:
+    return {parameter.name for parameter in command.params}
+
+
+# -- what a record promises ------------------------------------------------------------------------
+
+
+def test_what_changes_nothing_leaves_no_record(stage: Stage) -> None:
+    """Neither what is refused, nor a dry run, nor a second pause."""
+    wiring = stage.bridge.wiring
+    commands.pause(wiring, HANDLER)
+    commands.pause(wiring, HANDLER)
+    with pytest.raises(CommandRefusedError):
+        commands.retry(wiring, HANDLER, 0)
+    run(stage.bridge, changes, "snapshot", HANDLER, "--dry-run")
+    run(stage.bridge, changes, "rewind", HANDLER, "--to", "oldest", "--yes")
+    assert [each["command"] for each in read_history(wiring)] == [f"pause {HANDLER}"]
+    indexes = stage.state[COLLECTION].index_information()
+    assert indexes["at_1"]["expireAfterSeconds"] == KEPT_SECONDS
+
+
+def test_a_command_that_ends_halfway_leaves_a_record_of_what_it_did(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first partition is paused, the second is not: the error comes, and so does the record."""
+    original, calls = Partitions.pause, []
+
+    def pause_one(self: Any, *arguments: Any) -> bool:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Partitions, "pause", pause_one)
+    with on_behalf_of("ann (Django)", "hot \ud800 fix"), pytest.raises(KeyboardInterrupt):
+        commands.pause(stage.bridge.wiring, HANDLER)
+    (record,) = read_history(stage.bridge.wiring)
+    assert (record["by"], record["reason"], record["effect"]) == ("ann (Django)", "hot ? fix", {"partitions": 1})
+
+
+def test_a_record_that_cannot_be_stored_is_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the right nothing is changed; where the write fails after the change, the error says what was done."""
+
+    def fails(*_: Any) -> None:
+        raise OperationFailure("not authorized", 13)
+
+    wiring = stage.bridge.wiring
+    with monkeypatch.context() as patch:
+        patch.setattr(AuditRecords, "prepare", fails)
+        with pytest.raises(DeploymentError):
+            commands.pause(wiring, HANDLER)
+    assert stage.partition(0)["state"] == "flowing"
+    monkeypatch.setattr(AuditRecords, "add", fails)
+    with pytest.raises(DeploymentError, match=rf"`pause {HANDLER}` was carried out \(partitions 2\)"):
+        commands.pause(wiring, HANDLER)
+    assert stage.partition(0)["state"] == "paused"
+    stage.release()
+    position = stage.subscription["resumeToken"]
+    with pytest.raises(DeploymentError):
+        stage.rewind("oldest")
+    assert stage.subscription["resumeToken"] == position, "its record is part of the transaction"
+
+
+def test_a_print_that_fails_loses_no_record(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stored before anything is printed."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys.modules["mongo_celery.cli.changes"], "say", fails)
+    with pytest.raises(AssertionError):
+        run(stage.bridge, changes, "pause", HANDLER, "--reason", "night")
+    assert [each["reason"] for each in read_history(stage.bridge.wiring)] == ["night"]
