@@ -82,7 +82,7 @@ def rewind(
 @click.pass_context
 def history(ctx: click.Context, handler: str | None, limit: int, bridge: str | None, as_json: bool) -> None:
     """
-    Show who has changed the state of a bridge, when, how and why.
+    Show who has changed a bridge, when, how and why.
 
     One audit record for each command that has changed something; of one HANDLER, or of all; the latest last.
     """

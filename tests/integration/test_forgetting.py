@@ -10,7 +10,7 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge, CommandRefusedError
 from mongo_celery.bridge.operations import forgetting
-from mongo_celery.bridge.operations.rewinding import read_history
+from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.state.names import Names
 from mongo_celery.bridge.state.spill import StoredChange
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged

@@ -146,7 +146,8 @@ def test_the_help_names_all_roles() -> None:
 def test_what_a_user_lacks_is_named_by_role() -> None:
     """Rights on a database hold for its collections; what is optional is not asked for."""
     wiring = wiring_on("a.b", database="own")
-    readwrite = {"resource": {"db": "own", "collection": ""}, "actions": ["find", "insert", "update", "remove"]}
+    actions = ["find", "insert", "update", "remove", "createIndex"]
+    readwrite = {"resource": {"db": "own", "collection": ""}, "actions": actions}
     found = lacking(wiring, Allowed([readwrite]))
     assert found["worker"] == []
     assert found["listener"] == ["changeStream on a.b", "find on a.b", "serverStatus on the cluster"]
@@ -155,7 +156,7 @@ def test_what_a_user_lacks_is_named_by_role() -> None:
     assert roles_of(wiring, Allowed([readwrite])) == [], "a listener that lacks something is no worker"
     commanding = [{**readwrite, "actions": ["find", "update"]}, _OPLOG]
     assert roles_of(wiring, Allowed(commanding)) == ["viewer"], "an operator replays and discards dead letters, too"
-    moved = ("dead_letters", "partitions", "replays", "snapshots", "spill", "subscriptions")
+    moved = ("dead_letters", "audit_records", "partitions", "replays", "snapshots", "spill", "subscriptions")
     moving = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in moved]
     assert roles_of(wiring, Allowed([*commanding, *moving])) == ["worker", "operator", "viewer"], (
         "who moves positions may claim"
