@@ -155,16 +155,6 @@ def _update(table: Table, session: ClientSession, query: Mapping[str, Any], chan
 
 
 def _in_transaction(table: Table, session: ClientSession, write: Callable[[], _T], limit: float) -> _T:
-    """Write in a transaction. Its commit has the whole time of a call: no lock holds it up any more."""
-    session.start_transaction()
-    try:
-        with pymongo.timeout(limit):
-            result = write()
-        with table.limit():
-            session.commit_transaction()
-    except PyMongoError:
-        if session.in_transaction:
-            with table.limit():
-                session.abort_transaction()
-        raise
-    return result
+    """Write in a transaction. Its end has the whole time of a call: no lock holds that up any more."""
+    with pymongo.timeout(limit + table.timeout), session.start_transaction(), pymongo.timeout(limit):
+        return write()
