@@ -258,7 +258,8 @@ def test_the_lag_before_the_first_watermark_counts_from_the_start() -> None:
 def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() -> None:
     """One that no handler serves is shown, but it will not move, so it is no lag."""
     late = subscription("audit", clusterTime=Timestamp(SECOND - 20, 1))
-    gone = subscription("retired", clusterTime=Timestamp(SECOND - 9000, 1), epoch=Int64(1))
+    moved = {"clusterTime": Timestamp(SECOND - 9000, 1), "startAtOperationTime": Timestamp(1, 1)}
+    gone = subscription("retired", epoch=Int64(1), **moved)
     status = shape(
         facts(
             registered=("audit", "fresh", "summarise"),
