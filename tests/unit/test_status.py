@@ -247,6 +247,13 @@ def test_without_a_listener_claims_count_as_outstanding() -> None:
     assert status["lag_seconds"] == 10
 
 
+def test_a_lease_that_keeps_no_identity_is_shown() -> None:
+    """A listener that was killed before its first report: nothing is known of its app, and nothing differs."""
+    stored = {name: value for name, value in lease(report={}).items() if name != "identity"}
+    status = shape(facts(lease=stored))
+    assert (status["listener"]["app"], status["difference"]) == (None, None)
+
+
 def test_the_lag_before_the_first_watermark_counts_from_the_start() -> None:
     """Nothing has been done since then."""
     fresh = subscription(resumeToken=None, clusterTime=None)
