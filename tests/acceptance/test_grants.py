@@ -267,7 +267,8 @@ def test_the_role_of_a_listener_is_enough(clean: Setting, said: Said) -> None:
 def test_the_role_of_a_worker_is_enough(clean: Setting, said: Said, processes: Processes) -> None:
     """Claims, commits, dead letters and replays, runs by reference, halting: without what is optional."""
     clean.only("worker")
-    text = work(clean, said, processes)
+    lines = work(clean, said, processes).splitlines()
+    text = "\n".join(line for line in lines if "gets no indexes" not in line)  # which is optional
     assert not lacks(text), text
     assert _refusals(text) == []
 

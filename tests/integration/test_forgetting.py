@@ -76,6 +76,20 @@ def test_a_handler_that_is_gone_is_forgotten(stage: Stage, emptied: Bridge) -> N
         forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
 
 
+def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(stage: Stage, emptied: Bridge) -> None:
+    """Targets would keep one of each handler that ever was; it is repeated where only stamps are left."""
+    mine, others = f"{NAME}/{HANDLER}", f"{NAME}/{OTHER}"
+    totals = stage.data["totals"]
+    stamps = {each: {"g": 1, "p": {"0": 5}} for each in (mine, others)}
+    for _ in range(2):
+        totals.replace_one({"_id": 1}, {"_id": 1, "sum": 3, "_fence": stamps}, upsert=True)
+        plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True, stamps=[totals.full_name])
+        forgetting.forget(emptied.wiring, plan, letters=True, reason=None, stamps=[totals.full_name])
+        assert totals.find_one() == {"_id": 1, "sum": 3, "_fence": {others: stamps[others]}}
+    with pytest.raises(CommandRefusedError, match="--stamps"):
+        forgetting.plan_forget(emptied.wiring, HANDLER, letters=True, stamps=["totals"])
+
+
 def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The subscription goes first: what is left is in force for nobody, and is found."""
 

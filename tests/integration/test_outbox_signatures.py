@@ -277,6 +277,18 @@ def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
     assert fresh.sweep(older_than=0).dispatched == 1
 
 
+def test_a_writer_signs_with_a_key_that_was_exchanged_meanwhile(
+    rig: Rig, outbox: Outbox, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that only writes reads the keys again: its entries would be dead letters once the old key is gone."""
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    keys(database).update_one({}, {"$set": {"keys": [new_key()]}})
+    monkeypatch.setattr("mongo_celery.outbox.signing._REREAD_SECONDS", 0.0)
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
+    swept = rig.outbox(name="fresh", at_once=False, database=database.name).sweep(older_than=0)
+    assert (swept.dead, swept.dispatched) == (1, 1)
+
+
 def test_a_key_that_was_dropped_is_stored_again_by_a_process_that_has_it(
     rig: Rig, outbox: Outbox, database: Database[Document]
 ) -> None:

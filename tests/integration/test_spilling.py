@@ -95,6 +95,20 @@ def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     assert events(caplog).count("spill_begun") == events(caplog).count("spill_ended") == 1
 
 
+def test_what_a_failed_bulk_has_stored_is_counted(begin: Begin, failpoint: Failpoint) -> None:
+    """P16: the repetition finds its documents there, and adds nothing; the bound must know of them all the same."""
+    term = begin()
+    halted(term, 1)
+    term.turn()
+    term.turn_until(lambda: term.spilling.report()["spilledCount"] == 1, later=_BEGUN)
+    term.read(2, 3)
+    unknown = {"code": 50, "errmsg": "the time is over"}  # it has happened
+    with failpoint(failCommands=["insert"], writeConcernError=unknown, appName=APP, mode={"times": 1}):
+        term.turn_until(lambda: term.marked() == token_data(3))
+    assert term.stored() == [1, 2, 3]
+    term.turn_until(lambda: term.spilling.report()["spilledCount"] == len(term.stored()))
+
+
 def test_what_comes_behind_stored_changes_is_stored_too(begin: Begin) -> None:
     """P13: in the order of the stream, and the watermark goes on."""
     term = begin()

@@ -8,10 +8,12 @@ from typing import Any, cast
 import pytest
 from celery import Celery
 
+from mongo_celery.bridge.listener import evidence
 from mongo_celery.bridge.listener.evidence import BrokerWatch, Lane, MessageEvidence, Sighting
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.occupancy import Occupancy
+from tests.fixtures.process import wait_for
 from tests.fixtures.samples import image
 from tests.unit.test_subscription import PARTITIONS, subscription
 
@@ -236,3 +238,32 @@ def test_a_lane_knows_who_was_taken_before_and_after() -> None:
     assert lane.has_passed(2.9)
     assert not lane.has_passed(3.0)
     assert not Lane([]).has_passed(0.0)
+
+
+def test_a_watch_that_ends_takes_no_connection_from_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: a connection that is pulled away counts as an outage, and its return as a sign of life for all."""
+    monkeypatch.setattr(evidence, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(evidence, "_ASK_SECONDS", 0.01)
+    watch = BrokerWatch(Celery("shop", broker="memory://", set_as_current=False))
+    released: list[Any] = []
+    release = evidence._release
+
+    def release_late(connection: Any) -> None:
+        if not released:  # meanwhile somebody asks again
+            watch.sightings = {}
+            watch.ask({"shop.0"})
+            wait_for(lambda: watch.sightings)
+        released.append(connection)
+        release(connection)
+
+    monkeypatch.setattr(evidence, "_release", release_late)
+    try:
+        watch.ask({"shop.0"})
+        wait_for(lambda: watch.sightings)
+        watch.ask(())
+        wait_for(lambda: released)
+        assert released[0] is not None
+        assert watch._connection not in (None, released[0])
+        assert watch.returned_at == float("-inf")
+    finally:
+        watch.close()

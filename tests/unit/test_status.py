@@ -247,6 +247,13 @@ def test_without_a_listener_claims_count_as_outstanding() -> None:
     assert status["lag_seconds"] == 10
 
 
+def test_a_lease_that_keeps_no_identity_is_shown() -> None:
+    """A listener that was killed before its first report: nothing is known of its app, and nothing differs."""
+    stored = {name: value for name, value in lease(report={}).items() if name != "identity"}
+    status = shape(facts(lease=stored))
+    assert (status["listener"]["app"], status["difference"]) == (None, None)
+
+
 def test_the_lag_before_the_first_watermark_counts_from_the_start() -> None:
     """Nothing has been done since then."""
     fresh = subscription(resumeToken=None, clusterTime=None)
@@ -258,7 +265,8 @@ def test_the_lag_before_the_first_watermark_counts_from_the_start() -> None:
 def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() -> None:
     """One that no handler serves is shown, but it will not move, so it is no lag."""
     late = subscription("audit", clusterTime=Timestamp(SECOND - 20, 1))
-    gone = subscription("retired", clusterTime=Timestamp(SECOND - 9000, 1), epoch=Int64(1))
+    moved = {"clusterTime": Timestamp(SECOND - 9000, 1), "startAtOperationTime": Timestamp(1, 1)}
+    gone = subscription("retired", epoch=Int64(1), **moved)
     status = shape(
         facts(
             registered=("audit", "fresh", "summarise"),

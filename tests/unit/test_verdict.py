@@ -96,7 +96,7 @@ def behind(share: float) -> dict[str, Any]:
 
 def late(seconds: int, **report: Any) -> dict[str, Any]:
     """A subscription whose watermark is so old, and a listener that has something to do."""
-    stored = subscription(clusterTime=Timestamp(SECOND + 10 - seconds, 1))
+    stored = subscription(clusterTime=Timestamp(SECOND + 10 - seconds, 1), startAtOperationTime=Timestamp(1, 1))
     return {"subscriptions": [stored], "lease": reporting(buffered=1, **report)}
 
 
@@ -543,6 +543,14 @@ def test_what_stands_is_not_called_late_too() -> None:
     """The lag of a handler that stands is no second reason, and more workers would not cure it."""
     codes = [reason.code for reason in judge(shape(calm(images=[halted()], **late(LAG_SECONDS)))).reasons]
     assert codes == ["halted"]
+
+
+def test_a_stopped_handler_is_neither_late_nor_without_workers() -> None:
+    """P16: its one reason says what to do; its position is old since nothing is read for it."""
+    stopped = [{"subscription": "summarise", "reason": "no rule"}]
+    behind = shape(calm(**late(LAG_SECONDS, stopped=stopped)))
+    assert [reason.code for reason in judge(behind).reasons] == ["stopped"]
+    assert behind["subscriptions"][0]["lag_seconds"] >= LAG_SECONDS
 
 
 def test_that_nobody_works_is_not_told_as_lag_too() -> None:

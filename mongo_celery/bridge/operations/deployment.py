@@ -16,9 +16,8 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.grants import roles_of
 from mongo_celery.bridge.operations.spill_check import judge_storing
-from mongo_celery.bridge.operations.status import place_in
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in, position_in
 from mongo_celery.bridge.stream.cursor import Position, open_cursor
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
@@ -298,7 +297,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}
     found = []
     for name in names:
-        place = place_in(documents[name])
+        place = position_in(documents[name])
         if place is not None:
             holder = _holder(reported.get(name), [image for image in images if image.subscription == name])
             found.append(History(name, place, lost_in(documents[name]) is not None, *holder))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.rewinding import LOCKED, leader_in, refuse_unknown
 from mongo_celery.bridge.state.names import Holdings
@@ -42,15 +43,17 @@ class ForgetPlan:
         return {"subscription": self.name, "leader": self.leader, **asdict(self.holdings)}
 
 
-def plan_forget(wiring: Wiring, name: str, *, letters: bool) -> ForgetPlan:
+def plan_forget(wiring: Wiring, name: str, *, letters: bool, stamps: Sequence[str] = ()) -> ForgetPlan:
     """
     Look at what forgetting a handler would remove. Changes nothing.
 
     Args:
         letters: whether its dead letters may go, too.
+        stamps: namespaces of the collections whose documents lose the handler's stamps.
 
     Raises:
-        CommandRefusedError: the handler is in this app, nothing of it is stored, or dead letters are left.
+        CommandRefusedError: the handler is in this app, nothing of it is stored, or dead letters are left; or one of
+            `stamps` names no collection.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     if name in {handler.name for handler in wiring.handlers}:
@@ -58,11 +61,14 @@ def plan_forget(wiring: Wiring, name: str, *, letters: bool) -> ForgetPlan:
             f"{name} is a handler of this app: only one that is gone from it is forgotten. Take it out of the code, "
             "leave the bridge in it, and repeat the command.",
         )
+    for each in stamps:
+        if not all(each.partition(".")):
+            raise CommandRefusedError(f"--stamps {each} is no collection: write DATABASE.COLLECTION.")
     with reached(wiring) as store:
         lease = store.leases.read() or {}
         documents = {name_in(document): document for document in store.subscriptions.read_all()}
         holdings = store.names.holdings(name)
-        if name not in documents and not holdings.any:
+        if name not in documents and not holdings.any and not stamps:  # else a part of them may be left
             raise refuse_unknown(wiring, name, sorted(documents))
         if holdings.letters and not letters:
             raise CommandRefusedError(
@@ -73,7 +79,13 @@ def plan_forget(wiring: Wiring, name: str, *, letters: bool) -> ForgetPlan:
 
 
 def forget(
-    wiring: Wiring, plan: ForgetPlan, *, letters: bool, reason: str | None = None, progress: Progress = lambda _: None
+    wiring: Wiring,
+    plan: ForgetPlan,
+    *,
+    letters: bool,
+    reason: str | None = None,
+    stamps: Sequence[str] = (),
+    progress: Progress = lambda _: None,
 ) -> None:
     """
     Remove everything of a handler. Killed at any point it can be repeated.
@@ -84,7 +96,7 @@ def forget(
         CommandRefusedError: the listener that leads serves it; nothing is changed.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
-    with audited(wiring, "forget", plan.name, dead_letters=letters, reason=reason) as act:
+    with audited(wiring, "forget", plan.name, dead_letters=letters, stamps=stamps, reason=reason) as act:
         store = wiring.store
         try:
             version = store.names.forget(plan.name, act.record(plan.name, **asdict(plan.holdings)))
@@ -97,6 +109,11 @@ def forget(
                 f"The listener that leads ({plan.leader or 'it has just begun'}) serves {plan.name}: nothing is "
                 "changed. Deploy the code without the handler there, then repeat the command.",
             )
+        stamp = f"{FIELD}.{wiring.name}/{plan.name}"
+        for namespace in stamps:
+            database, _, collection = namespace.partition(".")
+            targets = wiring.client[database][collection]
+            targets.update_many({stamp: {"$exists": True}}, {"$unset": {stamp: ""}})
         done = 0
         for count in store.names.remove(plan.name, version, letters=letters):
             progress(done := done + count)

@@ -26,7 +26,7 @@ from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in, position_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.oplog import time_of_token
 
@@ -165,7 +165,7 @@ def plan_rewind(
         return RewindPlan(
             subscription=subscription,
             to=to,
-            at=iso(place_in(documents[subscription])),
+            at=iso(position_in(documents[subscription])),
             forward=forward,
             partitions=sorted(moved, key=lambda each: each.index),
             reread=reread,
@@ -244,12 +244,6 @@ def refuse_unknown(wiring: Wiring, subscription: str, known: Sequence[str]) -> C
     )
 
 
-def place_in(document: Mapping[str, Any]) -> Timestamp | None:
-    """The cluster time at which a stored subscription stands."""
-    times = [time for time in (document.get("startAtOperationTime"), document.get("clusterTime")) if time is not None]
-    return max(times, default=None)
-
-
 # -- inside ----------------------------------------------------------------------------------------
 
 
@@ -286,7 +280,7 @@ def _stands(image: Image) -> bool:
 
 
 def _moves_watermark(document: Mapping[str, Any], to: StreamPlace, *, forward: bool, only: bool) -> bool:
-    token, own = document.get("resumeToken"), place_in(document)
+    token, own = document.get("resumeToken"), position_in(document)
     if forward:
         return not only and (own is None or own < to.time)
     if token:
@@ -295,7 +289,7 @@ def _moves_watermark(document: Mapping[str, Any], to: StreamPlace, *, forward: b
 
 
 def _nothing_to_do(subscription: str, document: Mapping[str, Any], to: StreamPlace, *, forward: bool) -> str:
-    where = f"Subscription {subscription} stands at {iso(place_in(document))}"
+    where = f"Subscription {subscription} stands at {iso(position_in(document))}"
     if forward:
         return f"{where}, which is now: there is nothing to pass over."
     return f"{where}, and has handled nothing behind {to.iso}: there is nothing to send back (`--to now` goes forward)."
@@ -333,7 +327,7 @@ def _around(
     subscription, indexes = name_in(document), {each.index for each in moved}
     if forward:
         going = [image for image in images if image.index in indexes]
-        return {"passed_from": _passed_from(store, going, layout, to, place_in(document))}
+        return {"passed_from": _passed_from(store, going, layout, to, position_in(document))}
     data = str(to.token["_data"])
     letters = behind(wiring.name, subscription, data)
     existing = existing_behind(wiring.name, subscription, data)

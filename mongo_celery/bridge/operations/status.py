@@ -32,7 +32,7 @@ from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in, position_in
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import translated
@@ -375,7 +375,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         lost = lost_in(document)
         is_led = name in facts.registered and document.get("epoch") == version and name not in apart
         done = idle and is_led and not lost
-        behind = 0 if done else _lag(place_in(document), facts.now)
+        behind = 0 if done else _lag(position_in(document), facts.now)
         ages = [behind, *(_age_of_oldest(image, facts) for image in images)]
         shaped.append(
             {
@@ -392,7 +392,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "watermark_at": _iso(document.get("clusterTime")),
                 "lag_seconds": max((age for age in ages if age is not None), default=None),
                 "oplog_left_seconds": _oplog_left(facts, behind),
-                "oplog_share": _share(facts, place_in(document)),
+                "oplog_share": _share(facts, position_in(document)),
                 "run_gain": _run_gain(facts, name, images),
                 "spilled": facts.stored.sum((name, image.index) for image in images if image.spilled),
                 "dead_letters": facts.dead_letters.get(name, 0),
@@ -433,13 +433,6 @@ def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], im
 def _state_under(facts: Facts, state: str) -> str:
     """Return the state, which is `not_led` for what would flow if a listener were running."""
     return "not_led" if state == "flowing" and not _is_led(facts.lease or {}) else state
-
-
-def place_in(document: Mapping[str, Any]) -> Timestamp | None:
-    """Where a stored subscription stands: its watermark, or before the first one its start; None if it is new."""
-    token = document.get("resumeToken")
-    reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
-    return reached or document.get("startAtOperationTime")
 
 
 def _lag(place: Timestamp | None, now: Timestamp) -> int | None:

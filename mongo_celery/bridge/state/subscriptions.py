@@ -277,6 +277,13 @@ def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
     return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
 
 
+def position_in(document: Mapping[str, Any]) -> Timestamp | None:
+    """Return the cluster time up to which a stored subscription is done: the later of start and watermark, or None."""
+    token = document.get("resumeToken")
+    reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
+    return max((time for time in (reached, document.get("startAtOperationTime")) if time is not None), default=None)
+
+
 def lost_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a stored document says of its lost history; None where it stands elsewhere by now, or has lost none."""
     lost, start = document.get("lost"), document.get("startAtOperationTime")
