@@ -10,7 +10,7 @@ import pymongo
 from bson.codec_options import CodecOptions
 from pymongo import AsyncMongoClient, MongoClient, ReadPreference, WriteConcern
 from pymongo.asynchronous.collection import AsyncCollection
-from pymongo.client_session import ClientSession, TransactionOptions
+from pymongo.client_session import ClientSession, TransactionOptions  # type: ignore[attr-defined]
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError

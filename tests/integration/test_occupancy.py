@@ -54,7 +54,7 @@ def test_a_broker_behind_servers_that_are_away_is_reached(redis_url: str, count:
     """Celery tries each URL of `broker_url` in turn; so do the listener, the outbox and the commands."""
     away = [f"redis://127.0.0.1:{free_port()}/0" for _ in range(count)]
     app = an_app("x")
-    app.conf.broker_url = [*away, redis_url]
+    app.conf.update(broker_url=[*away, redis_url])
     reach_broker(app, 3)
     publisher = Publisher(app, "events")
     try:

@@ -121,6 +121,15 @@ def test_relative_times_of_what_is_sent_become_points_in_time(rig: Rig) -> None:
     assert first.body[2]["chain"][0]["options"]["countdown"] == 30
 
 
+def test_headers_of_a_signature_arrive_however_late_it_is_sent(rig: Rig) -> None:
+    """Such as a tenant's name: what `apply_async` or a signal adds is of the process that sends."""
+    outbox, headers = rig.outbox(at_once=False), {"tenant": "acme"}
+    alone, first = rig.add.s(1, 1).set(headers=headers), rig.add.s(2, 2).set(headers=headers)
+    outbox.insert_one({"_id": 1}, tasks=[alone, chain(first, rig.add.s(3))])
+    outbox.backing.relay.deliver(1)
+    assert [message.headers["tenant"] for message in rig.drain()] == ["acme", "acme"]
+
+
 def test_each_task_is_encoded_by_its_own_serializer(rig: Rig, database: Database[Document]) -> None:
     """A task with pickle takes what JSON cannot hold."""
     outbox = rig.outbox(at_once=False)

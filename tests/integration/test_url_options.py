@@ -25,6 +25,7 @@ from mongo_celery.bridge.operations import letter_commands, snapshot_commands
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.testing import BridgeRunner
 
 Document = dict[str, Any]
@@ -79,7 +80,7 @@ def test_a_bridge_reads_and_writes_by_its_own_rules(url: str, app: Celery, datab
         found = [each for each in check_mongodb(bridge.wiring.reach(), bridge.wiring) if each.level == "error"]
         assert not [*found, *[each for each in check_sources(bridge.wiring) if each.level == "error"]]
         assert read_status(bridge.wiring)["subscriptions"]
-        letters = letter_commands.find(bridge.wiring, letter_commands.Selection(subscription="parked"), 10).letters
+        letters = letter_commands.find(bridge.wiring, Selection(subscription="parked"), 10).letters
         assert len(letters) == 2
         asked = letter_commands.replay(bridge.wiring, letters[:1], over_newer=False, dry_run=False)
         assert [each.result for each in asked] == ["requested"]

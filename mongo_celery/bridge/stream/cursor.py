@@ -43,7 +43,7 @@ class Position:
 
 
 def open_cursor(
-    client: MongoClient[RawBSONDocument],
+    client: MongoClient[Any],
     scope: Scope,
     start: Position,
     *,
