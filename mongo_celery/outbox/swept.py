@@ -122,7 +122,7 @@ class SweepRecords:
         except PyMongoError as error:
             logger.debug("outbox %s: its sweep is not noted: %s", self._outbox, short(error))
             return True
-        if sweep is not None and found["sweep"] != sweep:
+        if sweep is not None and found is not None and found["sweep"] != sweep:
             return False
         self._noted_at = now
         return True

@@ -136,5 +136,5 @@ def _index_of(plan: Mapping[str, Any]) -> str | None:
     found = plan.get("indexName")
     if found is not None:
         return str(found)
-    stages = (plan.get(name) for name in ("inputStage", "queryPlan", "winningPlan"))
+    stages = (*(plan.get(name) for name in ("inputStage", "queryPlan", "winningPlan")), *plan.get("inputStages", ()))
     return next((name for stage in stages if stage and (name := _index_of(stage))), None)

@@ -13,12 +13,14 @@ import pytest
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
+from pymongo.errors import PyMongoError
 
 from mongo_celery import Outbox, OutboxCollection, periodic
 from mongo_celery.findings import Finding
 from mongo_celery.outbox.check import sweeping
 from mongo_celery.outbox.check.examination import AppFacts, check, look_around
 from mongo_celery.outbox.check.odm import check_models
+from mongo_celery.outbox.health import read_health
 from mongo_celery.outbox.registry import AnyOutbox
 from mongo_celery.outbox.swept import sweep_watch
 from tests.fixtures.process import wait_for
@@ -253,3 +255,15 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     last = outbox.backing.sweeps.last()
     assert last is not None
     assert sweep_watch(lambda: "orders", lambda: outbox.backing.sweeps, 60.0, lambda: False).look() is True
+
+
+def test_a_status_of_several_shows_those_that_can_be_read_and_names_the_other(outbox: Outbox) -> None:
+    """One has its collection in a MongoDB that is away; alone, it raises as ever."""
+    client: MongoClient[Document] = MongoClient("mongodb://127.0.0.1:1", serverSelectionTimeoutMS=100)
+    away = Outbox(outbox.app, client["shop"]["orders"], name="away", sweep_every=None)
+    (health,), unread = read_health(outbox.app, [away, outbox])
+    assert (health.name, list(unread)) == (outbox.name, ["away"])
+    with pytest.raises(PyMongoError):
+        read_health(outbox.app, [away])
+    away.backing.close()
+    client.close()
