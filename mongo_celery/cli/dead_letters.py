@@ -262,18 +262,9 @@ def set_aside(
             except CommandRefusedError as error:
                 refused.append({"subscription": handler, "index": head.index, "reason": str(error)})
     if as_json:
-        say(
-            json.dumps(
-                {
-                    "bridge": wiring.name,
-                    "set_aside": len(done),
-                    "dry_run": dry_run,
-                    "halted": [{"subscription": handler, "index": head.index, "key": head.key} for head in found],
-                    "partitions": [asdict(each) for each in done],
-                    "refused": refused,
-                }
-            )
-        )
+        halted = [{"subscription": handler, "index": head.index, "key": head.key} for head in found]
+        answer = {"bridge": wiring.name, "set_aside": len(done), "dry_run": dry_run, "halted": halted}
+        click.echo(json.dumps({**answer, "partitions": [asdict(each) for each in done], "refused": refused}))
     else:
         for each in refused:
             say(each["reason"])
