@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -246,24 +247,39 @@ def test_a_watch_that_ends_takes_no_connection_from_the_next_one(monkeypatch: py
     monkeypatch.setattr(evidence, "_ASK_SECONDS", 0.01)
     watch = BrokerWatch(Celery("shop", broker="memory://", set_as_current=False))
     released: list[Any] = []
-    release = evidence._release
+    used: list[tuple[Any, threading.Thread]] = []
+    main, release, occupancy = threading.current_thread(), evidence._release, evidence.occupancy_of
 
-    def release_late(connection: Any) -> None:
-        if not released:  # meanwhile somebody asks again
-            watch.sightings = {}
-            watch.ask({"shop.0"})
-            wait_for(lambda: watch.sightings)
-        released.append(connection)
+    class AskedAtTheEnd(threading.Condition):
+        """Somebody asks again at the moment at which the thread has decided to end."""
+
+        is_left = False
+
+        def __exit__(self, *error: object) -> None:
+            super().__exit__(*error)  # type: ignore[arg-type]
+            if threading.current_thread() is not main and watch._thread is None and not self.is_left:
+                self.is_left, watch.sightings = True, {}
+                watch.ask({"shop.0"})
+                wait_for(lambda: watch.sightings)
+
+    def release_and_note(connection: Any) -> None:
         release(connection)
+        released.append(connection)
 
-    monkeypatch.setattr(evidence, "_release", release_late)
+    def use_and_note(connection: Any, queues: Collection[str]) -> Any:
+        used.append((connection, threading.current_thread()))
+        return occupancy(connection, queues)
+
+    monkeypatch.setattr(evidence, "_release", release_and_note)
+    monkeypatch.setattr(evidence, "occupancy_of", use_and_note)
+    watch._changed = AskedAtTheEnd()
     try:
         watch.ask({"shop.0"})
         wait_for(lambda: watch.sightings)
         watch.ask(())
         wait_for(lambda: released)
-        assert released[0] is not None
-        assert watch._connection not in (None, released[0])
+        assert len({thread for _, thread in used}) == 2
+        assert len({thread for connection, thread in used if connection is released[0]}) == 1
         assert watch.returned_at == float("-inf")
     finally:
         watch.close()
