@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -98,7 +98,8 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
 def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:
     """Killed after its write, it holds the document longer than three of Celery's retries; no beat comes back to it."""
     entry = watched.outbox.backing.signer.sign(task_entry(watched.app, watched.task(7, 1), datetime.now(UTC)))
-    field = PendingField().new_field([entry], (ObjectId(), 7.0), datetime.now(UTC))
+    until = datetime.now(UTC) + timedelta(seconds=7)
+    field = {**PendingField().new_field([entry]), "claim": {"owner": ObjectId(), "until": until}}
 
     watched.data["orders"].insert_one({"_id": 7, "pendingEvents": field})
 
