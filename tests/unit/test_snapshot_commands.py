@@ -107,7 +107,7 @@ def standing(*states: str) -> Surroundings:
         ),
         (
             replace(LED, lost={"copy"}),
-            "waits: its handler has lost its history, and is blocked until you decide (`celery -A APP changes go-on copy`)",
+            "waits: its handler has lost its history: decide (`celery -A APP changes go-on copy`)",
         ),
         (replace(LED, served={"bill"}), "waits: the listener that leads does not have its handler"),
         (replace(LED, served=None), None),

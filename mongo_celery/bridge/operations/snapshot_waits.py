@@ -66,7 +66,7 @@ class Surroundings:
     def _standing(self, name: str) -> str | None:
         """It is led, and stands."""
         if name in self.lost:
-            return f"its handler has lost its history, and is blocked until you decide (`{ANY_APP.changes('go-on', name)}`)"
+            return f"its handler has lost its history: decide (`{ANY_APP.changes('go-on', name)}`)"
         images = [image for image in self.images if image.subscription == name]
         states = Counter(map(state_of, images))
         if states[MOVING] or any(each["subscription"] == name for each in self.report.get("moving", ())):
