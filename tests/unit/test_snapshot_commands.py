@@ -97,7 +97,7 @@ def standing(*states: str) -> Surroundings:
 @pytest.mark.parametrize(
     ("around", "sentence"),
     [
-        (standing("paused", "paused"), "waits: its handler is paused (`changes resume copy`)"),
+        (standing("paused", "paused"), "waits: its handler is paused (`celery -A APP changes resume copy`)"),
         (standing("halted", "paused", "flowing"), "waits: 2 of 3 partitions of its handler stand (1 halted, 1 paused)"),
         (standing("halted", "flowing"), None),
         (standing("flowing", "flowing", "moving"), "waits: a new layout of its partitions is being prepared"),
@@ -107,7 +107,7 @@ def standing(*states: str) -> Surroundings:
         ),
         (
             replace(LED, lost={"copy"}),
-            "waits: its handler has lost its history, and stands until somebody decides (`changes go-on`)",
+            "waits: its handler has lost its history: decide (`celery -A APP changes go-on copy`)",
         ),
         (replace(LED, served={"bill"}), "waits: the listener that leads does not have its handler"),
         (replace(LED, served=None), None),

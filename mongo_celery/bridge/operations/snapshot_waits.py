@@ -14,6 +14,7 @@ from typing import Any
 from mongo_celery.bridge.state.partitions import MOVING, Image, mostly_stand, state_of
 from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.command_line import ANY_APP
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Surroundings:
     def _standing(self, name: str) -> str | None:
         """It is led, and stands."""
         if name in self.lost:
-            return "its handler has lost its history, and is blocked until you decide"
+            return f"its handler has lost its history: decide (`{ANY_APP.changes('go-on', name)}`)"
         images = [image for image in self.images if image.subscription == name]
         states = Counter(map(state_of, images))
         if states[MOVING] or any(each["subscription"] == name for each in self.report.get("moving", ())):
@@ -73,7 +74,7 @@ class Surroundings:
         if not mostly_stand(images):
             return None
         if states["paused"] == len(images):
-            return "its handler is paused"
+            return f"its handler is paused (`{ANY_APP.changes('resume', name)}`)"
         standing = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if state != "flowing")
         return f"{len(images) - states['flowing']} of {len(images)} partitions of its handler stand ({standing})"
 
