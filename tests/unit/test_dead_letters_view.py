@@ -77,7 +77,7 @@ def test_a_letter_is_shown_with_what_is_kept_of_it(change: Document, words: str)
 
 def test_a_letter_names_the_changes_for_which_its_change_stood() -> None:
     """Where its handler coalesces, they would vanish without a trace."""
-    plain = {**LETTER, "passed": 21, "passed_over": ["8201", "8202"]}
+    plain = {**LETTER, "replays": 0, "passed": 21, "passed_over": ["8201", "8202"]}
     text = "\n".join(show_lines(plain, {"event": None, "raw": None}, leads=True))
     assert "  stands for 21 earlier changes of its document\n    8201\n    8202\n" in text.replace(
         "\n  error", "\n\n  error"

@@ -115,6 +115,7 @@ WRONG: dict[str, dict[str, Iterable[object]]] = {
     "on_changes": {**OF_HANDLERS, **OF_TASKS, "batch_size": NO_COUNT},
     "Outbox": {
         **dict.fromkeys(("sweep_after", "claim_ttl"), (*NO_NUMBER, None, 0)),
+        "dead_letter_retention": (*NO_NUMBER, 0),
         **dict.fromkeys(("max_pending", "max_attempts"), (*NO_COUNT, None)),
         **dict.fromkeys(("database", "exchange"), (*NO_TEXT, None)),
         **dict.fromkeys(("name", "source"), NO_TEXT),

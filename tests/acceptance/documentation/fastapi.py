@@ -69,6 +69,6 @@ def _stored(shop: Any) -> dict[str, Any]:
     return order
 
 
-def _change(order: dict[str, Any], client: MongoClient[dict[str, Any]]) -> Change:
+def _change(order: dict[str, Any] | None, client: MongoClient[dict[str, Any]]) -> Change:
     fence = Fence("shop/show", 0, 0, 1)
     return Change.build("insert", ns="shop.orders", full_document=order, fence=fence, client=client)
