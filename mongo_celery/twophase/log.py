@@ -22,6 +22,7 @@ from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.quantities import duration
 from mongo_celery.twophase.indexes import Indexes
+from mongo_celery.twophase.options import RETENTION
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import named_sessions
 from mongo_celery.twophase.states import FINAL, RECEIPTS, State, Transaction, read_transaction, refuse_other_accounts
@@ -455,7 +456,7 @@ class TransactionLog:
     def unattended(self) -> Document:
         """Return the condition of initial ones that recovery takes: queued, or not begun within the retention."""
         queued: Document = {"queuedAt": {"$exists": True}}
-        if self._retention is None:
+        if self._retention is None or self._retention == RETENTION.total_seconds():  # nobody has chosen one
             return queued
         expired = {"lastModified": {"$type": "date"}, "$expr": is_older(self._retention)}
         return {"$or": [queued, expired]}

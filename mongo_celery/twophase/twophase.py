@@ -86,7 +86,7 @@ class TwoPhaseCommit:
         deadline: seconds after which a transaction that was begun and is not applied cancels itself.
         retention: seconds for which a transaction is kept that is done or canceled, 90 days by default, not less than
             `deadline`; None for ever. Afterwards its id is free: a repeated call does it again. No other transaction is
-            removed. One that nobody begins for so long is canceled by recovery.
+            removed. With a value of your own, recovery cancels what nobody has begun for so long.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has another of this name.
