@@ -28,7 +28,10 @@ def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) ->
         yield f"{id_}  {each['cause'].replace('_', ' ')} {moment(each['at'])}"
         yield "  " + _cut(f"{each['subscription']}: {each['key']}")
         yield f"  {_cut(each['error'])}"
-        for line in (passed_line(each), parked_line(each), replay_line(each, leads=found.leads)):
+        again = replay_line(each, leads=found.leads)
+        if again is None and each["replays"]:
+            again = f"its last replay has failed ({number(each['replays'], 'start', 'starts')})"
+        for line in (passed_line(each), parked_line(each), again):
             if line:
                 yield f"  {line}"
     if found.count > len(plain):
@@ -52,12 +55,10 @@ def parked_line(plain: Mapping[str, Any]) -> str | None:
 
 
 def replay_line(plain: Mapping[str, Any], *, leads: bool) -> str | None:
-    """Return what happened to the replay of a dead letter; None where nobody asked for one."""
+    """Return what happens to the replay of a dead letter; None where none is asked for."""
     state = plain["replay"]
     if state is None:
-        return (
-            f"its last replay has failed ({number(plain['replays'], 'start', 'starts')})" if plain["replays"] else None
-        )
+        return None
     said = {
         "requested": "its replay is asked for" + ("" if leads else ", and begins when a listener leads"),
         "running": "it is being replayed",
