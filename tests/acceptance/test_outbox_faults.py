@@ -77,7 +77,9 @@ def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_u
         shop.agree(tap)
 
     points = {point for _, _, point in said(sweepers)}
-    assert points == {f"{when} {what}" for when in ("before", "after") for what in ("update", "publish", "findAndModify")}
+    assert points == {
+        f"{when} {what}" for when in ("before", "after") for what in ("update", "publish", "findAndModify")
+    }
     assert tap.duplicates > 0, "who dies between publishing and removing leaves a duplicate"
 
 

@@ -146,7 +146,7 @@ def test_every_event_is_passed_over_or_has_a_partition_and_always_the_same(
     def admitted() -> tuple[int, Refusal | None] | None:
         event = read(bytes(raw), flaw)
         change = (
-            Admission(selector, made, Layout(0, 16, "blake2b-64:_id"), None).admit(event) if event is not None else None
+            Admission(selector, made, Layout(0, 16, "blake2b-64:_id"), {}).admit(event) if event is not None else None
         )
         return (change.index, change.refusal) if change is not None else None
 

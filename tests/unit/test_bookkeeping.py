@@ -221,7 +221,7 @@ def test_behind_a_pipeline_that_may_change_descriptions_all_is_given(stage: dict
 @pytest.mark.parametrize("match", [None, {"$eq": [1, 1]}])
 def test_the_gate_of_a_subscription_asks_each_update_anew(match: Any) -> None:
     """Whether a namespace and operation are its own is remembered; what an update touches is not."""
-    gate = Admission(selector(match=match), partitioner(None, None, None), Layout(1, 4, "blake2b-64:_id"), None)
+    gate = Admission(selector(match=match), partitioner(None, None, None), Layout(1, 4, "blake2b-64:_id"), {})
     flags: dict[str, Any] = {FLAGS: {"summarise": True}} if match else {}
 
     def is_owed(description: Mapping[str, Any], flaw: Flaw | None = None) -> bool:
