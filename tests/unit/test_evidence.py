@@ -248,7 +248,7 @@ def test_a_watch_that_ends_takes_no_connection_from_the_next_one(monkeypatch: py
     watch = BrokerWatch(Celery("shop", broker="memory://", set_as_current=False))
     released: list[Any] = []
     used: list[tuple[Any, threading.Thread]] = []
-    main, release, occupancy = threading.current_thread(), evidence._release, occupancy_of
+    main, release = threading.current_thread(), evidence._release
 
     class AskedAtTheEnd(threading.Condition):
         """Somebody asks again at the moment at which the thread has decided to end."""
@@ -268,7 +268,7 @@ def test_a_watch_that_ends_takes_no_connection_from_the_next_one(monkeypatch: py
 
     def use_and_note(connection: Any, queues: Collection[str]) -> Any:
         used.append((connection, threading.current_thread()))
-        return occupancy(connection, queues)
+        return occupancy_of(connection, queues)
 
     monkeypatch.setattr(evidence, "_release", release_and_note)
     monkeypatch.setattr(evidence, "occupancy_of", use_and_note)
