@@ -73,7 +73,7 @@ def list_dead_letters(ctx: click.Context, /, *, as_json: bool, **given: Any) -> 
     from mongo_celery.bridge.operations.letter_commands import plain
 
     wiring, found = _found(ctx, **given)
-    letters = [plain(each, found.replays.get(each.document_id), found.key_of(each)) for each in found.letters]
+    letters = [plain(each, found.key_of(each)) for each in found.letters]
     if as_json:
         answer = {"bridge": wiring.name, "count": found.count, "leads": found.leads, "letters": letters}
         click.echo(json.dumps(answer))
@@ -99,7 +99,7 @@ def show(ctx: click.Context, /, *, as_json: bool, **given: Any) -> None:
     for each in found.letters:
         with one_sentence_errors():
             change = change_of(wiring, each)
-        said = plain(each, found.replays.get(each.document_id), found.key_of(each))
+        said = plain(each, found.key_of(each))
         letters.append(({**said, "traceback": each.traceback}, change))
     if as_json:
         whole = [letter | change for letter, change in letters]

@@ -105,9 +105,9 @@ def listen(setting: Setting, said: Said) -> str:
 
 def _are_replays_placed(setting: Setting, old: set[str]) -> bool:
     """Whether one is withdrawn, and that of a parked key is asked for in the new layout."""
-    found = list(setting.state["replays"].find())
+    found = list(setting.state["dead_letters"].find({"replay": {"$exists": True}}))
     generations = {int(each.split("/")[2]) for each in old}
-    return [each["parked"] for each in found] == [True] and found[0]["generation"] not in generations
+    return ["parked" in each for each in found] == [True] and found[0]["replay"]["generation"] not in generations
 
 
 def _skip(wiring: Wiring, subscription: str, by: Callable[..., commands.CommandResult] = commands.skip) -> Any:
@@ -171,8 +171,7 @@ def _led(setting: Setting, said: Said) -> Listening:
 
 def _replayed(setting: Setting) -> bool:
     """Whether one of two dead letters has gone, and the other has failed again; and nothing is left to replay."""
-    found = [each["replays"] for each in setting.state["dead_letters"].find()]
-    return found == [1] and not setting.state["replays"].count_documents({})
+    return [(each["replays"], "replay" in each) for each in setting.state["dead_letters"].find()] == [(1, False)]
 
 
 def _halted(setting: Setting, fence: int) -> bool:
@@ -249,7 +248,7 @@ def _hold(setting: Setting, name: str) -> None:
     setting.state["subscriptions"].insert_one({**model, "_id": prefix, "layout": layout})
     partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
     setting.state["partitions"].insert_one({**partition, "_id": f"{prefix}/{_GENERATION}/0", "claim": None})
-    for collection in ("dead_letters", "replays", "snapshots"):
+    for collection in ("dead_letters", "snapshots"):
         setting.state[collection].insert_one({"_id": f"{prefix}/82", "subscription": name})
 
 
@@ -314,7 +313,8 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     after = stored(standing.state)
     changed = {name for name, documents in after.items() if documents != before.get(name)}
     assert changed == set(before), "the commands did something"
-    assert (len(after["dead_letters"]), len(after["replays"])) == (3, 2), "two set aside, one that stays; one withdrawn"
+    asked = sum("replay" in each for each in after["dead_letters"])
+    assert (len(after["dead_letters"]), asked) == (3, 2), "two set aside, one that stays; one withdrawn"
     named = {each["_id"].split("/")[1] for each in after["snapshots"]}
     assert named == {"gone", "letters", "record"}, "one forgotten, and those that were asked for"
     findings = {finding.name: finding for finding in check(wiring)}

@@ -16,8 +16,7 @@ from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations import letter_commands
 from mongo_celery.bridge.operations.letter_commands import Found, LetterResult
 from mongo_celery.bridge.partitioning import document_hash
-from mongo_celery.bridge.state.dead_letters import Letter, Selection
-from mongo_celery.bridge.state.replays import ReplayRequest
+from mongo_celery.bridge.state.dead_letters import Letter, ReplayRequest, Selection
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.execution import Execution
 from mongo_celery.bridge.worker.replay_execution import ReplayExecution
@@ -145,6 +144,11 @@ class Parking:
         """The command that replays letters."""
         letters: Sequence[Letter] = self.find(*numbers).letters
         return letter_commands.replay(self.bridge.wiring, letters, over_newer=over_newer, dry_run=dry_run)
+
+    def request(self, letter: Letter, *, over_newer: bool = False) -> str:
+        """Ask for the replay of one letter of a parked key, wherever that waits."""
+        place = {"generation": 0, "partition": 0, "hash_": letter.parked or 0}
+        return self.rig.store.replays.request(letter.document_id, **place, over_newer=over_newer)
 
     def discard(self, *numbers: int, dry_run: bool = False) -> Sequence[LetterResult]:
         """The command that discards letters."""

@@ -15,6 +15,7 @@ from mongo_celery.bridge.state.names import Names
 from mongo_celery.bridge.state.spill import StoredChange
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
 from tests.integration.test_replays import letter_of
+from tests.integration.test_rewinds import REQUEST
 
 Document = dict[str, Any]
 
@@ -30,12 +31,8 @@ def stage(mongo_url: str, database: Database[Document], state_database: str) -> 
         assert made.store.partitions.mark_spilled(made.partition_id(0), made.version, to, "halted")
         token = data_of(made.of(1)[-1]["_id"])
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{token}", "subscription": HANDLER}
-        made.state["dead_letters"].insert_one(letter)
-        counts = dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts"), 0)
-        request = {"subscription": HANDLER, "generation": made.generation, "partition": 1, "key": "k", "fence": None}
-        made.state["replays"].insert_one(
-            {"_id": letter["_id"], **request, **counts, "overNewer": False, "failed": False}
-        )
+        request = {**REQUEST, "generation": made.generation}
+        made.state["dead_letters"].insert_one({**letter, "replay": request})
         made.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/random", "epoch": 1})
         made.release()
         yield made
@@ -53,7 +50,7 @@ def ids(stage: Stage, name: str) -> dict[str, set[str]]:
     """What lies under a name, without it."""
     prefix = f"{NAME}/{name}"
     found: dict[str, set[str]] = {}
-    for collection in ("subscriptions", "partitions", "spill", "dead_letters", "replays", "snapshots"):
+    for collection in ("subscriptions", "partitions", "spill", "dead_letters", "snapshots"):
         for each in stage.state[collection].find({"_id": {"$regex": f"^{prefix}(/|$)"}}):
             found.setdefault(collection, set()).add(each["_id"].removeprefix(prefix))
     return found
@@ -136,11 +133,8 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     def late(self: Names, *arguments: Any, **options: Any) -> Any:
         stage.lead()
         stage.write(1)
-        new, old = {"generation": stage.generation}, {"generation": 0, "layout": stage.generation}
-        for name, fields in (("82FE", new), ("82FF", old)):
-            stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/{name}", **fields})
-        for name in ("replays", "snapshots"):
-            stage.state[name].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "epoch": stage.version})
+        stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "generation": stage.generation})
+        stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "epoch": stage.version})
         stage.store.spill.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
         return original(self, *arguments, **options)
 
@@ -151,11 +145,7 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     assert found["subscriptions"] == {""}
     assert found["spill"] == {f"/{stage.generation}/0/82FE"}
     assert len(found["partitions"]) == 2
-    assert {name: found[name] for name in ("dead_letters", "replays", "snapshots")} == {
-        "dead_letters": {"/82FE", "/82FF"},
-        "replays": {"/82FE"},
-        "snapshots": {"/82FE"},
-    }
+    assert (found["dead_letters"], found["snapshots"]) == ({"/82FE"}, {"/82FE"})
 
 
 def test_a_listener_that_serves_it_keeps_it(stage: Stage, emptied: Bridge) -> None:

@@ -24,15 +24,16 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import (
     CHANGE_BYTES,
     FAILED,
+    REPLAY_FAILED,
     REPLAYS_MAX,
     SET_ASIDE,
     Letter,
     Place,
+    ReplayRequest,
     Selection,
     dead_letter,
     kept,
 )
-from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
@@ -86,7 +87,7 @@ class Aside(Rig):
         """Let one change fail for good."""
         claim = self.claim(number)
         assert self.claims.set_aside(claim, token(number), letter_of(number, claim.fence, **options))
-        (found,) = self.found(ids=[token(number)["_data"]])
+        (found,) = self.found(ids=[options.get("name") or token(number)["_data"]])
         return found
 
     def found(self, **selection: Any) -> list[Letter]:
@@ -96,7 +97,7 @@ class Aside(Rig):
     def request(self, letter: Letter, partition: int = 0, **options: Any) -> str:
         """Ask for a replay."""
         place = {"generation": 0, "hash_": letter.place.hash if letter.place else None, "over_newer": False}
-        return self.store.replays.request(letter, partition=partition, **{**place, **options})
+        return self.store.replays.request(letter.document_id, partition=partition, **{**place, **options})
 
     def take(self, letter: Letter, owner: str = "me") -> Claim:
         """Claim the partition for a replay."""
@@ -282,6 +283,34 @@ def test_a_letter_whose_request_was_withdrawn_uses_no_token_a_second_time(rig: A
     assert rig.store.replays.read()[0].starts == 1
 
 
+def test_a_change_that_is_set_aside_once_more_keeps_its_request_and_no_message_of_before_starts_it(rig: Aside) -> None:
+    """P2, P8: a snapshot may give a document again; its dead letter then lies at a later place of the stream."""
+    letter = rig.set_aside(1, name=f"{LETTER}AB")
+    rig.request(letter)
+    claim = rig.claim(2)
+    assert rig.claims.set_aside(claim, token(2), letter_of(2, claim.fence, name=f"{LETTER}AB"))
+    again = rig.take(letter)
+    assert rig.store.replays.start(again, letter.document_id, 0) is None, "as the message said"
+    (asked,) = rig.store.replays.read()
+    assert (asked.starts, asked.state, asked.order[0]) == (1, "requested", token(2)["_data"])
+    assert rig.store.replays.start(again, letter.document_id, asked.starts) is not None
+
+
+def test_requests_are_found_by_their_index_among_any_number_of_dead_letters(rig: Aside) -> None:
+    """The listener looks for them every second."""
+    rig.store.replays.ensure_index()
+    letters = [rig.set_aside(number) for number in range(1, 6)]
+    rig.request(letters[2])
+    rig.store.dead_letters.collection.update_one({"_id": letters[3].document_id}, {"$set": {"replay": "damaged"}})
+    database = rig.letters.database
+    database.command({"profile": 2})
+    found = rig.store.replays.read()
+    database.command({"profile": 0})
+    assert [each.letter for each in found] == [letters[2].document_id]
+    (read,) = database["system.profile"].find({"op": "query", "ns": rig.letters.full_name})
+    assert (read["docsExamined"], read["planSummary"][:6]) == (1, "IXSCAN")
+
+
 @pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"epoch": VERSION + 1}])
 def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig: Aside, spoiled: Document) -> None:
     """Nor one in which something runs."""
@@ -322,7 +351,7 @@ class Asked:
         (letter,) = letters.find(Selection(ids=[name or token(number)["_data"]]), [SUBSCRIPTION], 0)
         in_force = self.subscription.plan.layout.generation
         self.replays.request(
-            letter,
+            letter.document_id,
             generation=in_force if generation is None else generation,
             partition=partition,
             hash_=key,
@@ -338,7 +367,8 @@ class Asked:
 
     def change(self, letter: str, **changes: Any) -> None:
         """Change a request as an execution would."""
-        self._term.database["replays"].update_one({"_id": letter}, {"$set": changes})
+        changed = {f"replay.{name}": value for name, value in changes.items()}
+        self._term.database["dead_letters"].update_one({"_id": letter}, {"$set": changed})
 
 
 def test_letters_come_in_the_order_of_the_stream_by_partition(term: TermRig) -> None:
@@ -351,7 +381,7 @@ def test_letters_come_in_the_order_of_the_stream_by_partition(term: TermRig) -> 
     assert asked.next() == {0: third, 1: other}
     asked.change(first, notBefore=None)
     assert asked.next() == {0: first, 1: other}
-    asked.replays.forget(first)
+    asked.replays.discard(first)
     assert asked.next() == {0: second, 1: other}
 
 
@@ -363,7 +393,7 @@ def test_an_existing_document_is_replayed_at_its_place(term: TermRig) -> None:
     assert asked.next() == {0: change}
     asked.change(change, notBefore=datetime.now(UTC) + timedelta(hours=1))
     assert asked.next() == {}
-    asked.change(document, failed=True)
+    asked.change(document, state=REPLAY_FAILED)
     asked.change(change, notBefore=None)
     assert asked.next() == {0: change}
     assert [each.letter for each in asked.replays.read()] == [change]
@@ -374,7 +404,7 @@ def test_what_waits_behind_a_failure_of_its_key_is_withdrawn(term: TermRig) -> N
     """And the failure is forgotten after that; also where a listener has ended in between."""
     asked = Asked(term)
     first, second, third = asked.ask(1, key=1), asked.ask(2, key=1), asked.ask(3, key=2)
-    asked.change(first, failed=True)
+    asked.change(first, state=REPLAY_FAILED)
     assert asked.next() == {0: third}
     assert [each.letter for each in asked.replays.read()] == [third]
     asked.ask(4, key=9, generation=77)
@@ -515,7 +545,7 @@ def test_what_cannot_be_replayed_is_said_and_nothing_is_changed(
     (refused,) = [each.reason for each in results if each.result == "refused"]
     assert reason in refused
     for letter in found.letters:
-        letter_commands.plain(letter, None)
+        letter_commands.plain(letter)
         letter_commands.change_of(wiring, letter)
     discarded = letter_commands.discard(wiring, found.letters, dry_run=False)
     assert [each.result for each in discarded] == ["discarded", "discarded"]

@@ -17,8 +17,8 @@ from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
+from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.positions import Moved, Positions
-from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
@@ -31,12 +31,8 @@ from tests.integration.test_replays import letter_of
 
 Document = dict[str, Any]
 
-REQUEST: Document = {
-    **dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts", "hash"), 0),
-    **dict.fromkeys(("overNewer", "failed", "parked"), False),
-    "asking": ObjectId(),
-}
-"""What a stored request for a replay has beside its place."""
+REQUEST: Document = {"id": ObjectId(), "state": "requested", "partition": 0, "hash": 0, "overNewer": False}
+"""A stored request for a replay, without its layout."""
 
 
 @pytest.fixture
@@ -247,9 +243,7 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
     """A change that runs again is not replayed besides; one that is replayed at this moment is refused."""
     event = stage.of(0)[-1]
     letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "subscription": HANDLER}
-    stage.state["dead_letters"].insert_one(letter)
-    request = {"subscription": HANDLER, "generation": stage.generation, "partition": 0, "key": "k", "fence": None}
-    stage.state["replays"].insert_one({"_id": letter["_id"], **request, **REQUEST, "data": event["_id"]["_data"]})
+    stage.state["dead_letters"].insert_one({**letter, "replay": {**REQUEST, "generation": stage.generation}})
     assert isinstance(stage.store.replays.find(letter["_id"]), ReplayRequest)
     claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", version=stage.version)
     assert claim is not None
@@ -266,9 +260,8 @@ def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Sta
     early, late = (token_at(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
     for name, data in (("00AA", early), ("00BB", late)):
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
-        stage.state["dead_letters"].insert_one({**letter, "subscription": HANDLER, "partition": 0})
-        request = {"subscription": HANDLER, "generation": stage.generation, "partition": 0, "key": "k", "fence": None}
-        stage.state["replays"].insert_one({"_id": letter["_id"], **request, **REQUEST, "data": data})
+        letter |= {"subscription": HANDLER, "replay": {**REQUEST, "generation": stage.generation}}
+        stage.state["dead_letters"].insert_one(letter)
     stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "epoch": 1})
     stage.state["snapshots"].update_one({}, {"$currentDate": {"movedAt": True}})
     stage.release()

@@ -24,7 +24,8 @@ from mongo_celery.mongo.verdicts import Concern, explained
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
-    from mongo_celery.bridge.state.replays import ReplayRequest, Replays
+    from mongo_celery.bridge.state.dead_letters import ReplayRequest
+    from mongo_celery.bridge.state.replays import Replays
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -46,6 +47,7 @@ class Replaying:
         self._replays = replays
         self._concern = concern
         self._look_at = 0.0
+        self._is_indexed = False
 
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
         """Read what is asked for: every second, and at once where something has ended in a partition that has more."""
@@ -56,6 +58,9 @@ class Replaying:
             each.replays = {}
             each.replaying = {index for index in each.replaying if each.trackers[index].outstanding is not None}
         try:
+            if not self._is_indexed:
+                self._replays.ensure_index()
+                self._is_indexed = True
             self._read(subscriptions)
             self._look_at = now + _LOOK_SECONDS
         except PyMongoError as error:  # nothing else waits for it

@@ -21,8 +21,8 @@ from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
+from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent

@@ -46,7 +46,6 @@ _STATE_COLLECTIONS = (
     "subscriptions",
     "partitions",
     "dead_letters",
-    "replays",
     "spill",
     "bridge_keys",
     "drops",

@@ -116,7 +116,12 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, "subscriptions", _UPSERT, "positions and layouts of the handlers"),
         Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
-        Right(state, "replays", _FIND_UPDATE_REMOVE, "dispatching replays of dead letters; a new layout moves them"),
+        Right(
+            state,
+            "dead_letters",
+            ("find", "update", "createIndex"),
+            "dispatching replays of dead letters, found by an index; a new layout moves them",
+        ),
         Right(state, "snapshots", _UPSERT, "how far snapshots are, and those with which handlers begin"),
         Right(state, AUDIT, _RECORD, "the audit record of `--take-over`", "`history` does not show a `--take-over`"),
         _watching(scope, "the change stream, and the look-up of full documents"),
@@ -165,7 +170,6 @@ def _of_worker(state: str) -> list[Right]:
             "finding dead letters by time, key and parked key",
             "replays of a parked key, and lists by time or key, read all dead letters, and a warning says so",
         ),
-        Right(state, "replays", ("find", "insert", "update", "remove"), "starts of replays, and what became of them"),
     ]
 
 
@@ -189,7 +193,6 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "partitions", _FIND_UPDATE_REMOVE, "status; commands write it, `forget` removes some"),
         Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `forget` removes it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
-        Right(state, "replays", _ALL, "`replay` asks for them; `list` shows it, `discard` takes it back"),
         Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `forget` removes some"),
         Right(state, AUDIT, ("find", *_RECORD), "`history`; whatever changes the state leaves an audit record"),
         Right(None, "", ("serverStatus",), "how far the oplog reaches back; `go-on --from oldest`, `rewind`"),
@@ -215,7 +218,6 @@ def _of_viewer(state: str) -> list[Right]:
         Right(state, "partitions", _FIND, "what stands, and why"),
         Right(state, "spill", _FIND, "how much is stored; `head` shows documents of it"),
         Right(state, "dead_letters", _FIND, "dead letters, with their documents"),
-        Right(state, "replays", _FIND, "replays that are under way"),
         Right(state, "snapshots", _FIND, "how far snapshots are"),
         Right(state, AUDIT, _FIND, "`history`"),
         Right(None, "", ("serverStatus",), "how far the oplog reaches back", "status shows no window of the oplog"),

@@ -25,8 +25,8 @@ from mongo_celery.bridge.operations.acts import Act, audited, reached
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
 from mongo_celery.bridge.partitioning import document_hash
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, ParkedKey, Selection
-from mongo_celery.bridge.state.replays import REQUESTS_MAX, ReplayRequest
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, STARTED, Letter, ParkedKey, ReplayRequest, Selection
+from mongo_celery.bridge.state.replays import REQUESTS_MAX
 from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force
 from mongo_celery.errors import CommandRefusedError, ConfigurationError
 
@@ -79,14 +79,12 @@ class Found:
     Attributes:
         count: how many the selection has.
         letters: the first of them.
-        replays: of those among them whose replay is asked for, by `_id`.
         leads: whether a listener leads; without one nothing is replayed.
         parked: the keys for which some of them wait, by subscription and hash.
     """
 
     count: int
     letters: Sequence[Letter]
-    replays: Mapping[str, ReplayRequest]
     leads: bool
     parked: Mapping[tuple[str, int], ParkedKey] = field(default_factory=dict)
 
@@ -152,9 +150,8 @@ def named(wiring: Wiring, document_ids: Sequence[str]) -> Found:
 
 def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:
     store = wiring.store
-    replays = {each.letter: each for each in store.replays.read()}
     leads = bool((store.leases.read() or {}).get("live"))
-    return Found(count, letters, replays, leads, store.dead_letters.parked(letters))
+    return Found(count, letters, leads, store.dead_letters.parked(letters))
 
 
 def replay(
@@ -217,7 +214,6 @@ class _Asking:
         self._room: dict[str, int] = {}
         for each in asked:
             self._room[each.subscription] = self._room.get(each.subscription, REQUESTS_MAX) - 1
-        self._waiting = {each.letter for each in asked if not each.failed}
         self._layouts = layouts_in_force(store.subscriptions.read_all())
         self._handlers = {handler.name: handler for handler in wiring.handlers}
         self._parked: dict[str, frozenset[int]] = {}
@@ -226,7 +222,7 @@ class _Asking:
         """Ask for the replay of one letter."""
         name, over_newer = letter.subscription, self._over_newer
         found: _Request | str | None = None
-        if letter.document_id not in self._waiting:
+        if letter.replay is None or letter.replay.failed:
             found = _request(self._wiring, letter, self._handlers.get(name), self._layouts.get(name))
         if isinstance(found, _Request) and self._is_overtaking(letter, found):
             found = _OVERTAKES
@@ -301,7 +297,7 @@ def change_of(wiring: Wiring, letter: Letter) -> dict[str, Any]:
     return {"event": event, "raw": base64.b64encode(raw).decode() if raw is not None and event is None else None}
 
 
-def plain(letter: Letter, asked: ReplayRequest | None, key: ParkedKey | None = None) -> dict[str, Any]:
+def plain(letter: Letter, key: ParkedKey | None = None) -> dict[str, Any]:
     """
     A letter as JSON has it, without its change.
 
@@ -311,7 +307,7 @@ def plain(letter: Letter, asked: ReplayRequest | None, key: ParkedKey | None = N
     Args:
         key: for which it waits; None where it waits for none.
     """
-    place = letter.place
+    place, asked = letter.place, letter.replay
     is_first = key is not None and key.first == letter.document_id
     return {
         "id": letter.id,
@@ -322,7 +318,7 @@ def plain(letter: Letter, asked: ReplayRequest | None, key: ParkedKey | None = N
         "at": letter.at.isoformat() if letter.at is not None else None,
         "error": letter.error,
         "attempts": letter.attempts,
-        "replays": max(letter.replays, asked.starts if asked is not None else 0),
+        "replays": letter.replays,
         "bytes": letter.bytes,
         "kept": letter.kept,
         "replay": _state(asked),
@@ -338,7 +334,7 @@ def plain(letter: Letter, asked: ReplayRequest | None, key: ParkedKey | None = N
 def _state(asked: ReplayRequest | None) -> str | None:
     if asked is None or asked.failed:
         return None
-    if asked.fence is not None:
+    if asked.state == STARTED:
         return "running"
     return "waiting" if asked.due_in > 0 else "requested"
 
@@ -363,7 +359,7 @@ def _ask(
     outcome = "done"
     if not dry_run:
         outcome = wiring.store.replays.request(
-            letter,
+            letter.document_id,
             generation=found.generation,
             partition=found.partition,
             hash_=found.hash,

@@ -23,6 +23,7 @@ from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
+from mongo_celery.bridge.state.dead_letters import ASKED
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked
 from mongo_celery.bridge.state.store import Store
@@ -332,15 +333,13 @@ def _around(
     letters = behind(wiring.name, subscription, data)
     existing = existing_behind(wiring.name, subscription, data)
     theirs = {"partition": {"$in": sorted(indexes)}}
-    asked = [each for each in store.replays.read() if each.subscription == subscription and each.partition in indexes]
+    asked = {"replay.generation": layout.generation, "replay.partition": {"$in": sorted(indexes)}}
     collection = store.dead_letters.collection
     with pymongo.timeout(_READ_SECONDS):
         return {
             "dead_letters": collection.count_documents({"$and": [letters, theirs]}),
             "documents": collection.count_documents({"$and": [existing, theirs]}),
-            "replays": collection.count_documents(
-                {"$and": [letters, {"_id": {"$in": [each.letter for each in asked]}}]}
-            ),
+            "replays": collection.count_documents({"$and": [letters, ASKED, asked]}),
             "snapshots": _read_behind(store, subscription, to),
         }
 

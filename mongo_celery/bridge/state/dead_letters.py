@@ -18,6 +18,7 @@ was set aside (see `replays`).
 | `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
 | `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
 | `replays` | how often it was started again |
+| `replay` | only while it is to be replayed: how far that is (see `ReplayRequest`) |
 | `passedOver` | earlier changes of its document for which it stood (its handler coalesces): `count`, last `tokens` |
 """
 
@@ -30,6 +31,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import bson
+from bson import ObjectId
 from bson.binary import Binary
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
@@ -40,6 +42,7 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.change import event_of, token_data
 from mongo_celery.bridge.existing import END, LETTER, is_unread, place_of
 from mongo_celery.bridge.raw_event import EVENT_TYPES
+from mongo_celery.mongo.expressions import remaining
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
@@ -50,6 +53,9 @@ REPLAYS_MAX = 1 << 14
 
 FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
+REQUESTED, STARTED, REPLAY_FAILED = "requested", "started", "failed"
+ASKED: Mapping[str, Any] = {"replay.state": {"$in": [REQUESTED, STARTED, REPLAY_FAILED]}}
+"""A query for those whose replay was asked for, which their partial index serves."""
 _HASHES = 1 << 64
 _READ_AT_ONCE = 1000
 _LAST = chr(0x10FFFF)
@@ -57,21 +63,38 @@ _STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existi
 _KEY = "change.documentKey._id"
 _INDEXES = [
     IndexModel([("parked", 1), *_STREAM_ORDER], name="parked", partialFilterExpression={"parked": {"$exists": True}}),
+    IndexModel(
+        [("replay.state", 1), ("_id", 1)],
+        name="replay",
+        partialFilterExpression={"replay.state": {"$exists": True}},
+    ),
     IndexModel([("at", 1), ("_id", 1)], name="at"),
     IndexModel([(_KEY, 1), ("_id", 1)], name="key"),
 ]
 _HEX = re.compile(r"[0-9A-Fa-f]+")
+REPLAY_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("subscription", "key", "replays", "replay", "parked", "resumeToken"), 1),
+    "due": remaining("replay.notBefore"),
+}
+"""What `replay_of` reads of a dead letter."""
+
 _FIELDS: dict[str, Any] = {
+    **REPLAY_FIELDS,
     **dict.fromkeys(
         (
-            "subscription", "partition", "generation", "seq", "fence", "hash", "resumeToken", "key", "error",
-            "traceback", "attempts", "at", "cause", "kept", "replays", "parked", "passedOver",
+            "partition", "generation", "seq", "fence", "hash", "error", "traceback", "attempts", "at", "cause", "kept",
+            "passedOver",
         ),
         1,
     ),
     "bytes": {"$cond": [{"$eq": [{"$type": "$change"}, "object"]}, {"$bsonSize": "$change"}, None]},
 }  # fmt: skip
 _SAID = dict.fromkeys(("cause", "error", "traceback", "attempts"), 1)
+_REQUEST_KINDS: Mapping[str, Any] = {
+    "id": ObjectId,
+    **dict.fromkeys(("generation", "partition", "hash"), int),
+    "overNewer": bool,
+}
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 
 
@@ -94,6 +117,56 @@ class Place:
     hash: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """
+    A dead letter that is to be replayed: the sub-document `replay` of it, and the fields that name its change.
+
+    Attributes:
+        letter: its `_id`.
+        asking: `id` of the request, which changes whenever somebody asks for it.
+        state: `requested`, `started` (until that start has an outcome), or `failed`, until the listener has withdrawn
+            the requests after it.
+        generation: of the layout in which it is to run, `partition` its partition there.
+        hash: of its partition key there, from 0 to 2^64 - 1.
+        key: names its change in logs.
+        over_newer: whether it may write over what newer changes have written.
+        starts: how often the dead letter was started, all its replays together.
+        crashes: how many of these ended without an outcome, in this replay.
+        fence: fencing token of the claim under which it was started; None after an outcome.
+        retries: attempts of this replay that asked for a retry.
+        waits: how often in a row it has waited for MongoDB or the broker, `doubts` of these in doubt.
+        due_in: seconds until it may run again; 0 or less when it may.
+        parked: whether it waits for a parked key: those behind it follow.
+        order: compares as the changes do in the stream; the name of an existing document's dead letter does not.
+    """
+
+    letter: str
+    asking: ObjectId
+    state: str
+    subscription: str
+    generation: int
+    partition: int
+    hash: int
+    key: str
+    over_newer: bool
+    starts: int
+    crashes: int
+    fence: int | None
+    retries: int
+    waits: int
+    doubts: int
+    error: str | None
+    due_in: float
+    parked: bool
+    order: tuple[str, str]
+
+    @property
+    def failed(self) -> bool:
+        """Return True if it has failed for good, and the listener has yet to take notice."""
+        return self.state == REPLAY_FAILED
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Letter:
     """
@@ -107,6 +180,7 @@ class Letter:
         bytes: of what is kept of the change; None where there is nothing.
         kept: `event`, `bytes` or `name`.
         replays: how often it was started again.
+        replay: its request; None while nobody has asked for its replay.
         parked: hash of its key, from 0 to 2^64 - 1, where it waits for that; None for all others.
         passed_over: ids of earlier changes of its document for which it stood, the last ones; `passed` is how many.
     """
@@ -125,6 +199,7 @@ class Letter:
     bytes: int | None
     token: Mapping[str, Any] | None
     place: Place | None
+    replay: ReplayRequest | None = None
     parked: int | None = None
     passed: int = 0
     passed_over: Sequence[str] = ()
@@ -329,7 +404,6 @@ def _letter(document: Mapping[str, Any]) -> Letter:
     """Whatever somebody has written there, it can be listed, and discarded."""
     token, document_id, passed = document.get("resumeToken"), str(document["_id"]), document.get("passedOver")
     named = passed.get("tokens") if isinstance(passed, Mapping) else None
-    has_token = isinstance(token, Mapping) and isinstance(token.get("_data"), str)
     at = document.get("at")
     return Letter(
         document_id=document_id,
@@ -344,12 +418,56 @@ def _letter(document: Mapping[str, Any]) -> Letter:
         replays=_number(document.get("replays")),
         kept=str(document.get("kept") or ("event" if document.get("bytes") else "name")),
         bytes=document.get("bytes"),
-        token=token if has_token else None,
+        token=token if _data_in(token) else None,
         place=_place(document),
+        replay=replay_of(document),
         parked=unsigned(document["parked"]) if isinstance(document.get("parked"), int) else None,
         passed=_number(passed.get("count")) if isinstance(passed, Mapping) else 0,
         passed_over=[str(each) for each in named] if isinstance(named, list) else [],
     )
+
+
+def replay_of(document: Mapping[str, Any] | None) -> ReplayRequest | None:
+    """
+    Return the request for the replay of a dead letter, read with `REPLAY_FIELDS`.
+
+    None also for a damaged one: nothing is replayed by it, and asking once more replaces it.
+    """
+    replay = None if document is None else document.get("replay")
+    if document is None or not isinstance(replay, Mapping):
+        return None
+    is_sound = all(isinstance(replay.get(name), kind) for name, kind in _REQUEST_KINDS.items())
+    if not is_sound or replay.get("state") not in (REQUESTED, STARTED, REPLAY_FAILED):
+        return None
+    token, document_id, fence = document.get("resumeToken"), str(document["_id"]), replay.get("fencingToken")
+    error, due = replay.get("error"), document.get("due")
+    return ReplayRequest(
+        letter=document_id,
+        asking=replay["id"],
+        state=replay["state"],
+        subscription=str(document.get("subscription") or document_id.split("/")[1]),
+        generation=replay["generation"],
+        partition=replay["partition"],
+        hash=unsigned(replay["hash"]),
+        key=str(document.get("key", "")),
+        over_newer=replay["overNewer"],
+        starts=_number(document.get("replays")),
+        crashes=_number(replay.get("crashes")),
+        fence=fence if isinstance(fence, int) else None,
+        retries=_number(replay.get("retries")),
+        waits=_number(replay.get("waits")),
+        doubts=_number(replay.get("doubts")),
+        error=error if isinstance(error, str) else None,
+        due_in=due / 1000 if isinstance(due, int | float) else 0,
+        parked=isinstance(document.get("parked"), int),
+        order=(_data_in(token), document_id),
+    )
+
+
+def _data_in(token: object) -> str:
+    """Return the comparable part of a stored token; empty where that is damaged."""
+    data = token.get("_data") if isinstance(token, Mapping) else None
+    return data if isinstance(data, str) else ""
 
 
 def signed(hash_: int) -> int:
@@ -437,14 +555,18 @@ def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], s
     """
     Write a dead letter, in a transaction, in the place of one of the same change that was there before.
 
-    Where that one says why its key is parked, and this one only waits for the key, it goes on saying so.
+    Where that one says why its key is parked, and this one only waits for the key, it goes on saying so. A request for
+    its replay stays, and counts one more start: a message that was sent for the earlier place does not start it.
     """
     key = {"_id": dead_letter["_id"]}
-    said: Mapping[str, Any] = {}
-    if dead_letter["cause"] == PARKED_BEHIND:
-        parks = {**key, "cause": PARKED, "parked": dead_letter["parked"]}
-        said = letters.find_one(parks, _SAID, session=session) or said
-    letters.replace_one(key, {**dead_letter, **said}, upsert=True, session=session)
+    found = letters.find_one(key, {**_SAID, "parked": 1, "replay": 1, "replays": 1}, session=session) or {}
+    kept: dict[str, Any] = {}
+    is_cause = found.get("cause") == PARKED and found.get("parked") == dead_letter.get("parked")
+    if dead_letter["cause"] == PARKED_BEHIND and is_cause:
+        kept = {name: found[name] for name in _SAID if name in found}
+    if "replay" in found:
+        kept |= {"replay": found["replay"], "replays": Int64(_number(found.get("replays")) + 1)}
+    letters.replace_one(key, {**dead_letter, **kept}, upsert=True, session=session)
     letters.update_one(key, {"$currentDate": {"at": True}}, session=session)
 
 

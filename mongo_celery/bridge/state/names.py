@@ -19,12 +19,13 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.bridge.state.audit import AuditRecords
+from mongo_celery.bridge.state.dead_letters import ASKED
 from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.stored import ids_under
 
 _SECONDS = 30.0
 _AT_ONCE = 100
-_SMALL = ("partitions", "replays", "snapshots")
+_SMALL = ("partitions", "snapshots")
 """Collections of which a subscription has so little that it goes in one transaction."""
 
 
@@ -36,18 +37,19 @@ class Holdings:
     Attributes:
         stored: documents of stored changes.
         letters: dead letters.
+        replays: how many of these are to be replayed.
     """
 
     partitions: int
     stored: int
     letters: int
-    replays: int
     snapshots: int
+    replays: int
 
     @property
     def any(self) -> bool:
         """Whether there is anything."""
-        return bool(self.partitions or self.stored or self.letters or self.replays or self.snapshots)
+        return bool(self.partitions or self.stored or self.letters or self.snapshots)
 
 
 class Names:
@@ -73,9 +75,10 @@ class Names:
         with pymongo.timeout(_SECONDS):
             counts = [
                 self._database[each].count_documents({"_id": self._ids(name)})
-                for each in ("partitions", "spill", "dead_letters", "replays", "snapshots")
+                for each in ("partitions", "spill", "dead_letters", "snapshots")
             ]
-        return Holdings(*counts)
+            replays = self._database["dead_letters"].count_documents({**ASKED, "_id": self._ids(name)})
+        return Holdings(*counts, replays)
 
     def forget(self, name: str, record: Mapping[str, Any]) -> int | None:
         """
@@ -100,6 +103,8 @@ class Names:
             subscriptions.delete_one(mine, session=session)
             for each in _SMALL:
                 self._database[each].delete_many({"_id": self._ids(name)}, session=session)
+            asked = {**ASKED, "_id": self._ids(name)}
+            self._database["dead_letters"].update_many(asked, {"$unset": {"replay": ""}}, session=session)
             if subscriptions.find_one({"_id": ids_under(self._bridge)}, {"_id": 1}, session=session) is None:
                 again = {"$set": {"startAtOperationTime": None}}  # a bridge without positions starts for the first time
                 self._database["leases"].update_one({"_id": self._bridge}, again, session=session)
@@ -119,8 +124,7 @@ class Names:
         """
         yield from self._remove("spill", name, version)
         if letters:
-            # Replays of changes from before a layout have generation 0, and say elsewhere which layout that was.
-            layout = {"$ifNull": ["$layout", {"$ifNull": ["$generation", 0]}]}
+            layout = {"$ifNull": ["$generation", 0]}
             yield from self._remove("dead_letters", name, where={"$expr": {"$lte": [layout, Int64(version)]}})
 
     def _remove(

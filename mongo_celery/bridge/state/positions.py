@@ -36,6 +36,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.audit import AuditRecords
+from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED
 from mongo_celery.bridge.state.partitions import moved_stages
 from mongo_celery.bridge.state.stored import ids_under, past
 from mongo_celery.mongo.expressions import literal, next_number
@@ -147,8 +148,9 @@ class Positions:
         interrupted = [claim["replay"] for claim in claims if claim.get("replay")]
         withdrawn = 0 if to.forward or not indexes else self._withdraw(to, indexes, session)
         # What was interrupted has not crashed.
-        interrupted_ones = {"_id": {"$in": interrupted}}
-        self._database["replays"].update_many(interrupted_ones, {"$set": {"fence": None}}, session=session)
+        interrupted_ones = {"_id": {"$in": interrupted}, "replay.state": STARTED}
+        again = {"$set": {"replay.state": REQUESTED}, "$unset": {"replay.fencingToken": ""}}
+        self._database["dead_letters"].update_many(interrupted_ones, again, session=session)
         return Moved(indexes, withdrawn)
 
     def _withdraw(self, to: Move, indexes: Sequence[int], session: ClientSession) -> int:
@@ -157,16 +159,12 @@ class Positions:
 
         Those of existing documents, too: they would run before the changes that are in front of them.
         """
-        replays, letters = self._database["replays"], self._database["dead_letters"]
-        theirs = {
-            "_id": ids_under(f"{self._bridge}/{to.subscription}"),
-            "generation": to.generation,
-            "partition": {"$in": list(indexes)},
-        }
-        asked = {"_id": {"$in": [each["_id"] for each in replays.find(theirs, {"_id": 1}, session=session)]}}
-        late = {"$and": [asked, behind(self._bridge, to.subscription, str(to.token["_data"]))]}
-        over = [each["_id"] for each in letters.find(late, {"_id": 1}, session=session)]
-        return replays.delete_many({"_id": {"$in": over}}, session=session).deleted_count
+        theirs = {"replay.generation": to.generation, "replay.partition": {"$in": list(indexes)}}
+        late = behind(self._bridge, to.subscription, str(to.token["_data"]))
+        over = self._database["dead_letters"].update_many(
+            {"$and": [ASKED, theirs, late]}, {"$unset": {"replay": ""}}, session=session
+        )
+        return over.modified_count
 
     # -- the lease ---------------------------------------------------------------------------------
 

@@ -1,53 +1,53 @@
 """
-Dead letters that are to be replayed, and what becomes of each attempt.
+Replays of dead letters, and what each attempt leaves.
 
-One document a letter, with its `_id`, in a collection that is nearly always empty, since the listener reads it every
-second. It is there from the command until the letter is gone or has failed again::
+A request is the sub-document `replay` of its dead letter, found by a partial index: the listener reads all of them
+every second. It is there from the command until the dead letter is gone or has failed again::
 
-                  start (claim, starts + 1)                  success: letter and request are removed
+                  start (claim, replays + 1)               success: the dead letter is removed, and its request with it
     requested ---------------------------------> started ---------------------------------------->
        ^                                          |  |  |
-       |<--- later (a retry, infrastructure) -----+  |  +--- failure: the letter has the new error, the request has
-       |<--- started again after a lapse: crash + 1 -+       failed; the listener withdraws what waits behind it
+       |<--- later (a retry, infrastructure) -----+  |  +--- failed: the dead letter has the new error; the listener
+       |<--- started again after a lapse: crash + 1 -+       withdraws the requests after it, and then this one
 
 1. A replay runs under a claim of the partition to which its key belongs now, as a change does: nothing else of that
    partition runs meanwhile, and each start has a fence of its own. Its outcome is written in one transaction with the
    end of that claim, so one that was replaced writes none.
 2. The claim counts on no change: it is marked as one whose lapse is charged to nobody, and what the first change of
-   the partition has counted is left alone. What is counted of the letter stands in the request.
-3. The fencing token for targets is not the claim's. It is the next of those that were kept free behind the attempts of
-   the change (see `dead_letters`), in the layout of that time: so a target refuses an older attempt of the same letter,
-   and refuses the letter where a change has written that was handled after it was set aside. With the claim's own,
-   which is the newest of all, older data would go over newer, and no fence would see it. Who wants that says so
-   (`over_newer`).
-4. `starts` is in the message: of two messages of one attempt only the first is taken. The record of a start is written
-   before the handler begins, in the request and in the letter, which outlives it. So its number is never used again,
-   also where the process ends right behind it, or the request is withdrawn.
+   the partition has counted is left alone. What is counted of the dead letter stands in the request.
+3. The fencing token for targets is not the claim's. It is the next of those that were kept free after the attempts of
+   the change (see `dead_letters`), in the layout of that time: so a target refuses an older attempt of the same dead
+   letter, and refuses the dead letter where a change has written that was handled after it was set aside. With the
+   claim's own, which is the newest of all, older data would go over newer, and no fence would see it. `over_newer`
+   asks for that.
+4. `replays`, the number of starts, is in the message: of two messages of one attempt only the first is taken. A start
+   is one write of the dead letter, before the handler begins. So its number is never used again, also where the
+   process ends right after it, or the request is withdrawn. A change that is set aside once more counts as a start: a
+   message for its earlier place is not taken, and the listener sends another in its turn.
 
-A parked key is released by a chain of replays. Its letters (those with its hash in `parked`) are replayed from the
+A parked key is released by a chain of replays. Its dead letters (those with its hash in `parked`) are replayed from the
 first one on, in the order of the stream:
 
-5. A start finds that its letter is the first that waits for its key; else the first one is asked for in its place. It
-   is looked for under the claim: nobody can set a change aside meanwhile. But one may be discarded meanwhile, so the
+5. A start finds that its dead letter is the first that waits for its key; else the first one is asked for in its place.
+   It is looked for under the claim: nobody can set a change aside meanwhile. But one may be discarded meanwhile, so the
    transaction that asks for the first one looks again.
-6. What removes a letter, a replay or a discarding, asks for the next one in the same transaction. What comes in
-   meanwhile is set aside behind, so it is next at some time.
-7. Where none is next, the same transaction takes the hash out of `parkedKeys`. Whoever sets a change aside behind
+6. A replay or a discarding that removes a dead letter asks for the next one in the same transaction. A change that
+   comes in meanwhile is set aside after it, so it is next at some time.
+7. Where none is next, the same transaction takes the hash out of `parkedKeys`. Setting a change aside for a parked key
    writes that document too, on the condition that the hash is there: so either the change is found as the next one,
    or it is not set aside, and runs.
-8. Each transaction that removes a letter of a parked key writes that document (`removed`). Two that remove the last two
-   letters at once would each leave the hash to the other.
-9. Each asking has an id of its own (`asking`), also where the letter was asked for before. A listener withdraws only
+8. Each transaction that removes a dead letter of a parked key writes that document (`removed`). Two that remove the
+   last two at once would each leave the hash to the other.
+9. Each asking has an id of its own (`replay.id`), also where it was asked for before. A listener withdraws only
    what it has read: one that is late would take away what was asked for since, and nobody would ask again.
-10. What does not wait for a parked key, and would have a newer token than what does, fails at its start while the key
-    is parked: behind it targets would refuse the release.
+10. A dead letter that does not wait for a parked key, and would have a newer token than those that do, fails at its
+    start while the key is parked: after it targets would refuse the release.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -59,9 +59,22 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, name_session, own
-from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, DeadLetters, Letter, signed, unsigned
+from mongo_celery.bridge.state.dead_letters import (
+    ASKED,
+    PARKED,
+    PARKED_BEHIND,
+    REPLAY_FAILED,
+    REPLAY_FIELDS,
+    REQUESTED,
+    STARTED,
+    DeadLetters,
+    Letter,
+    ReplayRequest,
+    replay_of,
+    signed,
+)
 from mongo_celery.bridge.state.partitions import MOVING
-from mongo_celery.mongo.expressions import after, literal, next_number, remaining
+from mongo_celery.mongo.expressions import after, literal, next_number
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -73,184 +86,107 @@ T = TypeVar("T")
 REQUESTS_MAX = 1000
 """How many dead letters of one subscription may wait at a time: the listener reads all of them every second."""
 
-_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            "subscription", "generation", "partition", "hash", "key", "overNewer", "starts", "crashes", "fence",
-            "retries", "waits", "doubts", "error", "failed", "at", "parked", "asking", "data",
-        ),
-        1,
-    ),
-    "due": remaining("notBefore"),
-}  # fmt: skip
-
-
-_KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("_id", "subscription", "key", "data"), str),
-    **dict.fromkeys(("generation", "partition", "hash", "starts", "crashes", "retries", "waits", "doubts"), int),
-    **dict.fromkeys(("overNewer", "failed", "parked"), bool),
-    "asking": ObjectId,
-    "fence": int | None,
-    "error": str | None,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayRequest:
-    """
-    One dead letter that is to be replayed.
-
-    Attributes:
-        letter: its `_id`.
-        generation: of the layout in which it is to run, `partition` its partition there.
-        hash: of its partition key, from 0 to 2^64 - 1.
-        key: names its change in logs.
-        over_newer: whether it may write over what newer changes have written.
-        starts: how often the letter was started, all its replays together.
-        crashes: how many of these ended without an outcome, in this replay.
-        fence: of the claim under which it was started last; None behind an outcome.
-        retries: attempts of this replay that asked for a retry.
-        waits: how often in a row it has waited for MongoDB or the broker, `doubts` of these in doubt.
-        due_in: seconds until it may run again; 0 or less when it may.
-        failed: whether it has failed for good, and the listener has yet to take notice.
-        parked: whether its letter waits for a parked key: those behind it follow.
-        asking: changes whenever it is asked for.
-        data: comparable part of its change's token.
-    """
-
-    letter: str
-    subscription: str
-    generation: int
-    partition: int
-    hash: int
-    key: str
-    over_newer: bool
-    starts: int
-    crashes: int
-    fence: int | None
-    retries: int
-    waits: int
-    doubts: int
-    error: str | None
-    due_in: float
-    failed: bool
-    at: datetime | None
-    parked: bool
-    asking: ObjectId
-    data: str
-
-    @property
-    def order(self) -> tuple[str, str]:
-        """What compares as their changes do in the stream; an existing document's letter is not named by its place."""
-        return self.data, self.letter
-
 
 class Replays:
     """The replays of one bridge. Thread-safe."""
 
     def __init__(
         self,
-        requests: Collection[dict[str, Any]],
-        partitions: Collection[dict[str, Any]],
         dead_letters: Collection[dict[str, Any]],
+        partitions: Collection[dict[str, Any]],
         bridge: str,
         ttl: float,
     ) -> None:
-        self._table = Table(requests, call_timeout(ttl))
+        self._table = Table(dead_letters, call_timeout(ttl))
         self._partitions = Table(partitions, call_timeout(ttl))
         self._dead_letters = dead_letters
         self._letters = DeadLetters(dead_letters, bridge, ttl)
         self._bridge = bridge
 
+    def ensure_index(self) -> None:
+        """Create the index by which requests are found, with the others of the dead letters."""
+        self._letters.ensure_indexes()
+
     def read(self) -> list[ReplayRequest]:
-        """All of them, by subscription, then in the order of the stream; what nobody can read counts as not there."""
-        scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
-        found = (_replay(document) for document in self._table.find(scope, _FIELDS))
+        """Return all requests, by subscription, then in the order of the stream; damaged ones are left out."""
+        scope = {**ASKED, "_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
+        found = (replay_of(document) for document in self._table.find(scope, REPLAY_FIELDS))
         return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
 
     def find(self, letter: str) -> ReplayRequest | None:
-        """That of one letter."""
-        return _replay(self._table.find_one({"_id": letter}, _FIELDS))
+        """Return the request of one dead letter, by its `_id`."""
+        return replay_of(self._table.find_one({"_id": letter}, REPLAY_FIELDS))
 
     # -- what a person decides ---------------------------------------------------------------------
 
     def request(
-        self, letter: Letter, *, generation: int, partition: int, hash_: int, over_newer: bool
+        self, letter: str, *, generation: int, partition: int, hash_: int, over_newer: bool
     ) -> Literal["done", "requested", "gone"]:
         """
-        Ask for the replay of a letter.
+        Ask for the replay of a dead letter.
 
         Args:
-            generation: of the layout in force, `partition` the one of the letter's key there.
+            letter: its `_id`.
+            generation: of the layout in force, `partition` the one of its key there.
             hash_: of its partition key.
 
         Returns:
-            `requested` where somebody else has done so before, `gone` where there is no letter any more.
+            `requested` where somebody else has done so before, `gone` where there is no such dead letter any more.
         """
-        document_id = letter.document_id
-        document = _request_of(letter, generation, partition, hash_, over_newer=over_newer)
-
-        def ask(session: ClientSession) -> Literal["done", "requested", "gone"]:
-            # The letter is written too: who discards it at the same time is in conflict with this.
-            asked = {"$currentDate": {"replayAskedAt": True}}
-            guard = {"_id": document_id, "replays": letter.replays} if letter.place else {"_id": document_id}
-            found = self._dead_letters.find_one_and_update(guard, asked, {"_id": 1}, session=session)
-            there = _replay(self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session))
-            if there is not None and not there.failed:
-                session.abort_transaction()
-                return "requested"
-            if found is None:
-                session.abort_transaction()
-                return "gone"
-            self._table.collection.replace_one({"_id": document_id}, document, upsert=True, session=session)
-            self._table.collection.update_one({"_id": document_id}, {"$currentDate": {"at": True}}, session=session)
-            return "done"
-
-        return self._together(ask)
+        found = self._table.find_one({"_id": letter}, REPLAY_FIELDS)
+        asked = replay_of(found)
+        if found is None:
+            return "gone"
+        if asked is not None and not asked.failed:
+            return "requested"
+        guard = {"_id": letter, "replay": found.get("replay"), "replays": found.get("replays")}
+        change = _request(found, generation, partition, hash_, over_newer=over_newer)
+        return "done" if self._table.update(guard, change) else "requested"
 
     def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "moving", "gone"]:
         """
-        Remove a letter, and the request for its replay; not while that is running.
+        Remove a dead letter, and the request for its replay; not while that is running.
 
-        Where it is the first that waits for a parked key, those behind it are replayed; where it is the only one, the
+        Where it is the first that waits for a parked key, those after it are replayed; where it is the only one, the
         key is released.
 
         Args:
-            layout: of its subscription, in force; without it what waits behind goes on waiting.
+            layout: of its subscription, in force; without it the others of its key go on waiting.
 
         Returns:
             `moving` where its key is parked, and its partition is closed for a new layout.
         """
+        found = self._letters.header(letter)
+        if found is None:
+            return "gone"
+        if found.replay is not None and self._is_running(found.replay):
+            return "running"
+        guard = {"_id": letter, **_as_seen(found)}
+        if found.parked is None:
+            with self._table.limit():
+                is_removed = self._dead_letters.delete_one(guard).deleted_count
+            return "done" if is_removed else "running"
 
-        def remove(session: ClientSession) -> Literal["done", "running", "moving", "gone"]:
-            found = _replay(self._table.collection.find_one({"_id": letter}, _FIELDS, session=session))
-            if found is not None and self._is_running(found, session):
-                session.abort_transaction()
-                return "running"
-            gone, first = self._removed(letter, session)
+        def remove(session: ClientSession) -> Literal["done", "running", "moving"]:
+            gone, first = self._removed(guard, session)
             if gone is None:
-                return "gone"
-            if gone.parked is not None and not self._go_on_without(gone, first, layout, session):
+                return "running"
+            if not self._go_on_without(gone, first, layout, session):
                 session.abort_transaction()
                 return "moving"
             return "done"
 
         return self._together(remove)
 
-    def _is_running(self, replay: ReplayRequest, session: ClientSession) -> bool:
-        """Whether a replay that was started may still end by itself; one whose claim has lapsed is ended here."""
-        if replay.fence is None or replay.failed:
+    def _is_running(self, replay: ReplayRequest) -> bool:
+        """Return True if a replay that was started may still have an outcome; a claim that has lapsed is ended here."""
+        if replay.state != STARTED:
             return False
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
         mine = {"_id": partition_id, "fence": replay.fence, "claim.replay": replay.letter}
-        live = {"live": {"$gt": ["$claim.until", "$$NOW"]}}
-        found = self._partitions.collection.find_one(mine, live, session=session)
-        if found is None or found["live"]:
-            return found is not None
-        self._partitions.collection.update_one(
-            mine, [{"$set": {"fence": next_number("fence"), "claim": None}}], session=session
-        )
-        return False
+        has_lapsed = {"$expr": {"$lte": ["$claim.until", "$$NOW"]}}
+        end = [{"$set": {"fence": next_number("fence"), "claim": None}}]
+        return not self._partitions.update({**mine, **has_lapsed}, end) and bool(self._partitions.find_one(mine))
 
     # -- what an execution does --------------------------------------------------------------------
 
@@ -264,31 +200,26 @@ class Replays:
         Returns:
             What is to be replayed; None where another message has started it, or there is nothing to replay any more.
         """
+        is_again = {"$cond": [{"$eq": ["$replay.state", STARTED]}, 1, 0]}
         change = {
-            "starts": {"$add": ["$starts", Int64(1)]},
-            "crashes": {"$add": ["$crashes", {"$cond": [{"$gt": ["$fence", None]}, 1, 0]}]},
-            "fence": Int64(claim.fence),
-            "notBefore": None,
+            "replays": {"$add": ["$replays", Int64(1)]},
+            "replay": {
+                "state": STARTED,
+                "crashes": {"$add": [{"$ifNull": ["$replay.crashes", 0]}, is_again]},
+                "fencingToken": Int64(claim.fence),
+                "notBefore": "$$REMOVE",
+            },
         }
-        guard = {"_id": letter, "starts": starts, "failed": False}
-
-        def record(session: ClientSession) -> ReplayRequest | None:
-            found = self._table.collection.find_one_and_update(
-                guard, [{"$set": change}], _FIELDS, return_document=ReturnDocument.AFTER, session=session
+        guard = {"_id": letter, "replays": starts, "replay.state": {"$in": [REQUESTED, STARTED]}}
+        with self._table.limit():
+            found = self._dead_letters.find_one_and_update(
+                guard, [{"$set": change}], REPLAY_FIELDS, return_document=ReturnDocument.AFTER
             )
-            replay = _replay(found)
-            if replay is None:
-                session.abort_transaction()
-                return None
-            number = {"$set": {"replays": Int64(replay.starts)}}
-            self._dead_letters.update_one({"_id": letter}, number, session=session)
-            return replay
-
-        return self._together(record)
+        return replay_of(found)
 
     def succeed(self, claim: Claim, letter: str, session: ClientSession | None = None) -> bool:
         """
-        Remove a letter whose handler has succeeded.
+        Remove a dead letter whose handler has succeeded.
 
         Args:
             session: of a transactional handler, as the last writes of its transaction.
@@ -298,10 +229,9 @@ class Replays:
         """
 
         def remove(session: ClientSession) -> None:
-            done = _replay(self._table.collection.find_one({"_id": letter}, _FIELDS, session=session))
-            gone, _ = self._removed(letter, session)
+            gone, _ = self._removed({"_id": letter}, session)
             if gone is not None and gone.parked is not None:
-                self._go_on_behind(gone, claim, done, session)
+                self._go_on_behind(gone, claim, session)
 
         if session is not None:
             return self._end(claim, remove, session)
@@ -309,7 +239,7 @@ class Replays:
 
     def fail(self, claim: Claim, replay: ReplayRequest, error: str, traceback: str, attempts: int) -> bool:
         """
-        Leave a letter with its new error; the request stays, as failed, until the listener has taken notice.
+        Leave a dead letter with its new error; its request stays, as failed, until the listener has taken notice.
 
         Args:
             attempts: how often its handler was tried.
@@ -317,27 +247,24 @@ class Replays:
         Returns:
             False where a newer execution decides.
         """
-
-        def note(session: ClientSession) -> None:
-            change: dict[str, Any] = {
-                "$set": {"error": error, "traceback": traceback, "replays": Int64(replay.starts)},
-                "$inc": {"attempts": attempts},
-                "$currentDate": {"replayedAt": True},
-            }
-            self._dead_letters.update_one({"_id": replay.letter}, change, session=session)
-            behind = {"_id": replay.letter, "cause": PARKED_BEHIND}  # it waits because of itself now
-            self._dead_letters.update_one(behind, {"$set": {"cause": PARKED}}, session=session)
-            done = {"$set": {"failed": True, "fence": None, "error": error}}
-            self._table.collection.update_one({"_id": replay.letter}, done, session=session)
-
-        return self._settle(claim, note)
+        is_behind = {"$eq": ["$cause", PARKED_BEHIND]}  # it waits because of itself now
+        change = {
+            "error": literal(error),
+            "traceback": literal(traceback),
+            "attempts": {"$add": ["$attempts", attempts]},
+            "replayedAt": "$$NOW",
+            "cause": {"$cond": [is_behind, PARKED, "$cause"]},
+            "replay": {"state": REPLAY_FAILED, "error": literal(error), "fencingToken": "$$REMOVE"},
+        }
+        return self._record(claim, replay.letter, change)
 
     def retry_later(
         self, claim: Claim, letter: str, error: str, *, delay: float | None, not_before: datetime | None
     ) -> bool:
         """Set a replay aside until its retry time, and count the attempt; arguments and answer as of `Claims.park`."""
         due = after(delay) if delay is not None else literal(not_before)
-        counts = {"retries": {"$add": ["$retries", 1]}, "waits": 0, "doubts": 0}
+        retries = {"$add": [{"$ifNull": ["$replay.retries", 0]}, 1]}
+        counts = {"retries": retries, "waits": "$$REMOVE", "doubts": "$$REMOVE"}
         return self._postpone(claim, letter, {"notBefore": due, "error": literal(error), **counts})
 
     def wait(self, claim: Claim, letter: str, cause: str, *, delay: float, doubtful: bool) -> bool:
@@ -346,26 +273,14 @@ class Replays:
         return self._postpone(claim, letter, {"notBefore": after(delay), "error": literal(cause), **counts})
 
     def release(self, claim: Claim, letter: str) -> bool:
-        """End a start that is nobody's fault: it may be started again at once."""
+        """End a start that is nobody's fault: it may be started again immediately."""
         return self._postpone(claim, letter, {})
-
-    def put_in_place(self, claim: Claim, letter: str, data: str) -> bool:
-        """
-        End a start of a letter that stands elsewhere in the stream than its request says: it is started in its turn.
-
-        Args:
-            data: comparable part of its change's token.
-
-        Returns:
-            False where a newer execution decides.
-        """
-        return self._postpone(claim, letter, {"data": literal(data)})
 
     def redirect(self, claim: Claim, replay: ReplayRequest, hash_: int) -> bool:
         """
-        End a start in front of whose letter another one waits for the same key: that one is asked for instead.
+        End a start before whose dead letter another one waits for the same key: that one is asked for instead.
 
-        Where the letter is the first one by now, it is to be started again.
+        Where the dead letter is the first one by now, it is to be started again.
 
         Args:
             hash_: of the key.
@@ -376,27 +291,31 @@ class Replays:
 
         def ask(session: ClientSession) -> None:
             first = self._letters.first_waiting(replay.subscription, hash_, session)
-            key = {"_id": replay.letter}
             if first is None or first.document_id == replay.letter:
-                self._table.collection.update_one(key, {"$set": {"fence": None}}, session=session)
+                self._dead_letters.update_one({"_id": replay.letter}, _postponed({}), session=session)
                 return
-            self._table.collection.delete_one(key, session=session)
+            self._dead_letters.update_one({"_id": replay.letter}, {"$unset": {"replay": ""}}, session=session)
             self._ask_next(first, replay.generation, replay.partition, session, over_newer=replay.over_newer)
 
         return self._settle(claim, ask)
 
     def _postpone(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
-        def note(session: ClientSession) -> None:
-            self._table.collection.update_one({"_id": letter}, [{"$set": {**change, "fence": None}}], session=session)
+        return self._settle(
+            claim, lambda session: self._dead_letters.update_one({"_id": letter}, _postponed(change), session=session)
+        )
 
-        return self._settle(claim, note)
+    def _record(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
+        """Write an outcome into a dead letter, together with the end of the claim."""
+        return self._settle(
+            claim, lambda session: self._dead_letters.update_one({"_id": letter}, [{"$set": change}], session=session)
+        )
 
-    def _settle(self, claim: Claim, write: Callable[[ClientSession], None]) -> bool:
+    def _settle(self, claim: Claim, write: Callable[[ClientSession], object]) -> bool:
         with self._session() as session:
             named = name_session(self._partitions, claim, session)
             return named and _in_transaction(session, lambda _: self._end(claim, write, session) or _aborted(session))
 
-    def _end(self, claim: Claim, write: Callable[[ClientSession], None], session: ClientSession) -> bool:
+    def _end(self, claim: Claim, write: Callable[[ClientSession], object], session: ClientSession) -> bool:
         ended = self._partitions.collection.update_one(own(claim), {"$set": {"claim": None}}, session=session)
         if ended.matched_count:
             write(session)
@@ -404,27 +323,26 @@ class Replays:
 
     # -- parked keys -------------------------------------------------------------------------------
 
-    def _removed(self, letter: str, session: ClientSession) -> tuple[Letter | None, bool]:
-        """Remove a letter and its request; the letter as it was, and whether it was the first of its parked key."""
-        self._table.collection.delete_one({"_id": letter}, session=session)
-        found = self._letters.header(letter, session)
-        if found is None:
-            return None, False
+    def _removed(self, guard: Mapping[str, Any], session: ClientSession) -> tuple[Letter | None, bool]:
+        """Remove a dead letter; it as it was, and whether it was the first of its parked key."""
+        found = self._letters.header(str(guard["_id"]), session)
         first = None
-        if found.parked is not None:
+        if found is not None and found.parked is not None:
             first = self._letters.first_waiting(found.subscription, found.parked, session)
-        self._dead_letters.delete_one({"_id": letter}, session=session)
-        return found, first is not None and first.document_id == letter
+        if found is None or not self._dead_letters.delete_one(guard, session=session).deleted_count:
+            return None, False
+        return found, first is not None and first.document_id == found.document_id
 
-    def _go_on_behind(self, gone: Letter, claim: Claim, done: ReplayRequest | None, session: ClientSession) -> None:
-        """Behind a letter of a parked key that was replayed: the next one, or the key is released."""
+    def _go_on_behind(self, gone: Letter, claim: Claim, session: ClientSession) -> None:
+        """After a replayed dead letter of a parked key: ask for the next one, or release the key."""
         assert gone.parked is not None, "it waited for its key"
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
         self._count_removed(gone, session, is_last=following is None)
         if following is None:
             return
         generation, partition = map(int, claim.partition_id.split("/")[-2:])
-        self._ask_next(following, generation, partition, session, over_newer=done is not None and done.over_newer)
+        over_newer = gone.replay is not None and gone.replay.over_newer
+        self._ask_next(following, generation, partition, session, over_newer=over_newer)
 
     def _go_on_without(self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession) -> bool:
         """As `_go_on_behind`, of one that was discarded; False where its partition is closed for a new layout."""
@@ -459,49 +377,38 @@ class Replays:
         self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool
     ) -> None:
         """
-        Ask for the replay of a letter; where that was done, it is noted that somebody counts on it.
+        Ask for the replay of a dead letter; where that was done, it is noted that somebody counts on it.
 
-        What follows a replay over newer data goes over it too, for it is newer than what that one has written.
+        After a replay over newer data it goes over them too, for it is newer than what that has written.
         """
         key = {"_id": letter.document_id}
-        there = _replay(self._table.collection.find_one(key, _FIELDS, session=session))
-        if there is not None and not there.failed:
-            noted = {"asking": ObjectId(), "overNewer": there.over_newer or over_newer}
-            self._table.collection.update_one(key, {"$set": noted}, session=session)
+        if letter.replay is not None and not letter.replay.failed:
+            noted = {"replay.id": ObjectId(), "replay.overNewer": letter.replay.over_newer or over_newer}
+            self._dead_letters.update_one(key, {"$set": noted}, session=session)
             return
         assert letter.parked is not None, "it waits for its key"
-        document = _request_of(letter, generation, partition, letter.parked, over_newer=over_newer)
-        self._table.collection.replace_one(key, document, upsert=True, session=session)
-        self._table.collection.update_one(key, {"$currentDate": {"at": True}}, session=session)
+        found = self._dead_letters.find_one(key, REPLAY_FIELDS, session=session) or {}
+        change = _request(found, generation, partition, letter.parked, over_newer=over_newer)
+        self._dead_letters.update_one(key, change, session=session)
 
     # -- what the listener does --------------------------------------------------------------------
 
     def place(self, replay: ReplayRequest, layout: Layout) -> None:
         """Send a request for a parked key to where that belongs in a later layout, whose key is as it was."""
-        where = {"generation": Int64(layout.generation), "partition": replay.hash % layout.partitions}
-        with self._table.limit():
-            guard = {"_id": replay.letter, "generation": replay.generation}
-            self._table.collection.update_one(guard, {"$set": where})
+        where = {"replay.generation": Int64(layout.generation), "replay.partition": replay.hash % layout.partitions}
+        self._table.update({"_id": replay.letter, "replay.generation": replay.generation}, {"$set": where})
 
     def withdraw(self, replays: Sequence[ReplayRequest], *, is_over: bool = False) -> None:
         """
-        Forget requests as they were seen, unless they were started or asked for meanwhile; their letters stay.
+        Forget requests as they were seen, unless they were started or asked for meanwhile; their dead letters stay.
 
         Args:
             is_over: whether no execution of theirs can have an outcome any more, also of those that were started.
         """
         for each in replays:
-            fence = each.fence if is_over else None
-            guard = {
-                "_id": each.letter, "starts": each.starts, "failed": each.failed, "fence": fence, "asking": each.asking,
-            }  # fmt: skip
-            with self._table.limit():
-                self._table.collection.delete_one(guard)
-
-    def forget(self, letter: str) -> None:
-        """The request of a letter that is gone is of no use."""
-        with self._table.limit():
-            self._table.collection.delete_one({"_id": letter})
+            if is_over or each.state != STARTED:
+                seen = {"replays": each.starts, "replay.state": each.state, "replay.id": each.asking}
+                self._table.update({"_id": each.letter, **seen}, {"$unset": {"replay": ""}})
 
     def _together(self, body: Callable[[ClientSession], T]) -> T:
         with self._session() as session:
@@ -517,28 +424,35 @@ class Replays:
             yield session
 
 
-def _request_of(letter: Letter, generation: int, partition: int, hash_: int, *, over_newer: bool) -> dict[str, Any]:
-    """The document that asks for the replay of a letter, without its `_id`."""
-    return {
-        "subscription": letter.subscription,
+def _request(
+    found: Mapping[str, Any], generation: int, partition: int, hash_: int, *, over_newer: bool
+) -> list[dict[str, Any]]:
+    """Return the update that asks for the replay of a dead letter, in the place of an earlier request."""
+    replays = found.get("replays")
+    request = {
+        "id": ObjectId(),
+        "state": REQUESTED,
         "generation": Int64(generation),
         "partition": partition,
         "hash": Int64(signed(hash_)),
-        "key": letter.key,
         "overNewer": over_newer,
-        "starts": Int64(letter.replays),
-        "crashes": 0,
-        "fence": None,
-        "retries": 0,
-        "waits": 0,
-        "doubts": 0,
-        "notBefore": None,
-        "error": None,
-        "failed": False,
-        "parked": letter.parked is not None,
-        "asking": ObjectId(),
-        "data": letter.order[0] or letter.id,
+        "at": "$$NOW",
     }
+    starts = Int64(replays if isinstance(replays, int) else 0)
+    return [{"$unset": "replay"}, {"$set": {"replays": starts, "replay": request}}]
+
+
+def _postponed(change: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the update after which a dead letter that was started may be started again."""
+    return [{"$set": {"replay": {**change, "state": REQUESTED, "fencingToken": "$$REMOVE"}}}]
+
+
+def _as_seen(letter: Letter) -> dict[str, Any]:
+    """Return a guard for a dead letter that was not started since it was read, and waits for the same key."""
+    has_started = letter.replay is not None and letter.replay.state == STARTED
+    start = {"replay.fencingToken": letter.replay.fence} if has_started else {"replay.state": {"$ne": STARTED}}
+    waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(signed(letter.parked))
+    return {**start, "parked": waits}
 
 
 def _generation(partition_id: str) -> int:
@@ -552,31 +466,3 @@ def _in_transaction(session: ClientSession, body: Callable[[ClientSession], T]) 
 def _aborted(session: ClientSession) -> bool:
     session.abort_transaction()
     return False
-
-
-def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
-    """None also for what is damaged: nothing is replayed by it, and asking once more replaces it."""
-    if document is None or any(not isinstance(document.get(name), kind) for name, kind in _KINDS.items()):
-        return None
-    return ReplayRequest(
-        letter=document["_id"],
-        subscription=document["subscription"],
-        generation=document["generation"],
-        partition=document["partition"],
-        hash=unsigned(document["hash"]),
-        key=document["key"],
-        over_newer=document["overNewer"],
-        starts=document["starts"],
-        crashes=document["crashes"],
-        fence=document.get("fence"),
-        retries=document["retries"],
-        waits=document["waits"],
-        doubts=document["doubts"],
-        error=document.get("error"),
-        due_in=(document.get("due") or 0) / 1000,
-        failed=document["failed"],
-        at=document.get("at"),
-        parked=document["parked"],
-        asking=document["asking"],
-        data=document["data"],
-    )

@@ -53,9 +53,7 @@ class Store:
         self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)
         self.spill = Spill(database["spill"], bridge, options.lease_ttl)
         self.snapshots = Snapshots(database["snapshots"], bridge, options.lease_ttl)
-        self.replays = Replays(
-            database["replays"], database["partitions"], database["dead_letters"], bridge, options.claim_ttl
-        )
+        self.replays = Replays(database["dead_letters"], database["partitions"], bridge, options.claim_ttl)
         self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)
         self.audit = AuditRecords(database[AUDIT], bridge, options.lease_ttl)
         self.positions = Positions(database, bridge, self.audit)

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.state.claims import Claim
-    from mongo_celery.bridge.state.dead_letters import Letter
-    from mongo_celery.bridge.state.replays import ReplayRequest
+    from mongo_celery.bridge.state.dead_letters import Letter, ReplayRequest
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -117,13 +116,6 @@ class ReplayOutcomes(RunOutcomes):
             first.key,
             extra={"event": "replay_redirected", "partition": claim.partition_id},
         )
-        raise Ignore
-
-    def put_in_place(self, data: str) -> NoReturn:
-        """Let the letter be started in its turn, which is another than its request says; always raises."""
-        claim, letter = self._claim, self.replay.letter
-        replays = self._wiring.store.replays
-        self._settle({"in its place": lambda: replays.put_in_place(claim, letter, data)})
         raise Ignore
 
     def _say_failed(self, text: str) -> None:
@@ -227,14 +219,11 @@ class ReplayExecution(Execution):
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             outcomes.wait(Waiting(cause_text(error)), replay.key, error)
         if found is None:
-            self._store.replays.forget(self._letter)
             self._relinquish(claim.owner)
             raise Ignore
         letter, raw = found
         if letter.parked is not None:
             self._give_way(letter, letter.parked, outcomes)
-        elif letter.order[0] not in ("", replay.data):  # set aside once more, with another token
-            outcomes.put_in_place(letter.order[0])
         place = self._place = letter.place
         if raw is None or letter.token is None or place is None:
             outcomes.fail(CommandRefusedError("This dead letter is damaged: it can only be discarded."), b"")

@@ -90,7 +90,7 @@ class DeadLetterAdmin(OperationsAdmin):
 
 
 def _row(letter: Letter, found: Found) -> dict[str, Any]:
-    plain = commands.plain(letter, found.replays.get(letter.document_id), found.key_of(letter))
+    plain = commands.plain(letter, found.key_of(letter))
     lines = (passed_line(plain), parked_line(plain), replay_line(plain, leads=found.leads))
     return {
         "document_id": letter.document_id,
