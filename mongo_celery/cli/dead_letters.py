@@ -290,11 +290,12 @@ def _found(
     bridge: str | None,
 ) -> tuple[Wiring, Found]:
     from mongo_celery.bridge.operations import letter_commands as commands
+    from mongo_celery.bridge.operations.keys import keys_of
     from mongo_celery.bridge.state.dead_letters import Selection
 
     wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
-        keys = commands.keys_of(key) if key is not None else []
+        keys = keys_of(key) if key is not None else []
         selection = Selection(subscription=handler, ids=ids, keys=keys, since=since, until=until)
         return wiring, commands.find(wiring, selection, max(limit, len(ids)))
 

@@ -349,14 +349,15 @@ def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Set
 def test_a_worker_cannot_exchange_a_key_or_take_the_lease(standing: Setting) -> None:
     """It reads what it needs to verify a message, and writes counts of dropped ones."""
     standing.only("worker")
-    state = standing.bridge_of("worker").wiring.client[STATE]
+    bridge = standing.bridge_of("worker")  # its client lives as long as it does
+    state = bridge.wiring.client[STATE]
     assert state["bridge_keys"].find_one()
     for collection in ("bridge_keys", "leases", "subscriptions"):
         with pytest.raises(OperationFailure, match="not authorized"):
             state[collection].update_one({}, {"$set": {"x": 1}})
         with pytest.raises(OperationFailure, match="not authorized"):
             state[collection].insert_one({})
-    state.client.close()
+    bridge.client.close()
 
 
 def _refusals(text: str) -> list[str]:

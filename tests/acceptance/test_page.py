@@ -139,6 +139,7 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(shown: Shown) -> No
     """Errors, keys, names, sentences and commands of anybody; nothing that was not in the page is obeyed."""
     bad = image(1, **halted(HOSTILE + TURNED, TURNED + HOSTILE))
     letter = {"id": "82AA", "subscription": HOSTILE, "key": HOSTILE, "cause": TURNED, "error": TURNED, "at": None}
+    letter |= {"replay": "waiting", "replay_error": HOSTILE + TURNED}
     spoiled = told(images=[bad], letters=(letter,), registered=("summarise", HOSTILE), subscriptions=[subscription()])
     spoiled["bridges"][0]["reasons"].append(
         {"code": HOSTILE, "severity": "failing", "sentence": HOSTILE, "command": f"celery {HOSTILE}{TURNED}"}
@@ -148,6 +149,7 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(shown: Shown) -> No
     text = shown.text("body")
     assert "<img src=x onerror=" in text
     assert "\\u202e" in text
+    assert "replay waiting" in text
     assert not set(text) & {"\u202e", "\u2066", "\u0000"}
     assert shown.run("document.querySelectorAll('img, iframe, object, main script, base, form').length") == 0
     assert shown.run("document.title") == "failing: shop"

@@ -392,6 +392,25 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
     assert led.partition()["committed"] == 1
 
 
+def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(
+    led: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody retries it while all halted changes are read; named alone it is refused."""
+    led.halt(0)
+    led.halt(1)
+    wiring, read = led.bridge.wiring, heads.read_halted
+
+    def read_late(wiring: Any, subscription: str | None, index: int) -> heads.Head:
+        if index == 0:
+            commands.retry(wiring, "summarise", 0)
+        return read(wiring, subscription, index)
+
+    monkeypatch.setattr(heads, "read_halted", read_late)
+    assert [each.index for each in heads.read_all_halted(wiring, "summarise", None)] == [1]
+    with pytest.raises(CommandRefusedError, match="not halted"):
+        heads.read_all_halted(wiring, "summarise", 2)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

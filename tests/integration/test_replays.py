@@ -17,9 +17,11 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Bridge, CommandRefusedError
 from mongo_celery.bridge.existing import LETTER
+from mongo_celery.bridge.http.sights import Sights
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.operations import letter_commands
+from mongo_celery.bridge.operations.keys import keys_of
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import (
     CHANGE_BYTES,
@@ -34,6 +36,7 @@ from mongo_celery.bridge.state.dead_letters import (
     dead_letter,
     kept,
 )
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
@@ -485,10 +488,34 @@ def test_letters_of_existing_documents_are_put_in_order_without_what_is_large_in
     assert not any(each.get("usedDisk") for each in term.database["system.profile"].find())
 
 
-def _stored(database: Database[Document], number: int, **changes: Any) -> Document:
-    document = {**letter_of(number, 5), "at": datetime(2026, 1, number, tzinfo=UTC), **changes}
+def _stored(database: Database[Document], number: int, *, name: str | None = None, **changes: Any) -> Document:
+    document = {**letter_of(number, 5, name=name), "at": datetime(2026, 1, number, tzinfo=UTC), **changes}
     database["dead_letters"].insert_one(document)
     return document
+
+
+def test_the_page_has_the_newest_letters_with_their_replays_and_nothing_else_reads_them(
+    bridge: Bridge, term: TermRig
+) -> None:
+    """P16: verdict and metrics are as quick with many letters as without; a snapshot's letters count by time, too."""
+    for number in range(1, 13):
+        _stored(term.database, number, replays=number % 2, name=f"{LETTER}{number:02}" if number < 3 else None)
+    wiring = bridge.wiring
+    last = letter_commands.find(wiring, Selection(), 0).letters[-1:]
+    letter_commands.replay(wiring, last, over_newer=False, dry_run=False)
+    sights = Sights(wiring.app, [wiring], lambda _: ANY_APP)
+    listing = {"command.find": "dead_letters", "command.projection.traceback": 1}
+    try:
+        term.database.command({"profile": 2})
+        assert sights.bridges()[BRIDGE].status is not None
+        assert term.database["system.profile"].count_documents(listing) == 0
+        shown = sights.shown()[BRIDGE]["status"]
+        assert term.database["system.profile"].count_documents(listing) == 1
+    finally:
+        term.database.command({"profile": 0})
+        sights.stop()
+    assert [each["id"] for each in shown["letters"]] == [token(number)["_data"] for number in range(12, 2, -1)]
+    assert [(each["replay"], each["replays"]) for each in shown["letters"][:2]] == [("requested", 0), (None, 1)]
 
 
 def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: TermRig) -> None:
@@ -504,11 +531,11 @@ def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: Term
     every = [token(number)["_data"] for number in range(1, 5)]
     assert found() == found(subscription=SUBSCRIPTION) == every
     assert found(ids=[every[1], every[3]]) == [every[1], every[3]]
-    assert found(keys=letter_commands.keys_of("1")) == every[:2]
-    assert found(keys=letter_commands.keys_of(str(oid))) == [every[2]]
-    assert found(keys=letter_commands.keys_of('{"a": 1}')) == [every[3]]
+    assert found(keys=keys_of("1")) == every[:2]
+    assert found(keys=keys_of(str(oid))) == [every[2]]
+    assert found(keys=keys_of('{"a": 1}')) == [every[3]]
     with pytest.raises(CommandRefusedError, match="regular expression"):
-        letter_commands.keys_of('{"$regularExpression": {"pattern": ".*", "options": ""}}')
+        keys_of('{"$regularExpression": {"pattern": ".*", "options": ""}}')
     assert found(since=datetime(2026, 1, 2, tzinfo=UTC), until=datetime(2026, 1, 4, tzinfo=UTC)) == every[1:3]
     with pytest.raises(CommandRefusedError, match="begins the ids of several"):
         found(ids=["82"])

@@ -17,6 +17,7 @@ from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.positions import Moved, Positions
 from mongo_celery.bridge.state.spill import StoredChange
@@ -26,7 +27,7 @@ from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 from mongo_celery.command_line import CommandLine
 from mongo_celery.mongo.oplog import token_before
 from tests.fixtures.samples import IDENTITY
-from tests.integration.positions_rig import HANDLER, NAME, Stage, data_of, staged
+from tests.integration.positions_rig import HANDLER, NAME, PARTITIONS, Stage, data_of, staged
 from tests.integration.test_replays import letter_of
 
 Document = dict[str, Any]
@@ -187,6 +188,18 @@ def test_a_key_takes_its_partition_along_and_no_other(stage: Stage) -> None:
     assert ([each.index for each in plan.partitions], plan.key) == ([0], repr(key))
     stage.lead()
     assert [stage.handle(event) for event in stage.events] == [stage.index(event) == 0 for event in stage.events]
+
+
+def test_a_key_means_the_document_that_is_there(stage: Stage) -> None:
+    """An ObjectId, a number or a text may be typed alike; where no document decides, quotes make it a text."""
+    stage.release()
+    orders, text, both, gone = stage.data["orders"], *(str(ObjectId()) for _ in range(3))
+    orders.insert_many([{"_id": text}, {"_id": "42"}, {"_id": both}, {"_id": ObjectId(both)}])
+    meant = {text: text, "42": "42", "43": 43, both: ObjectId(both), gone: ObjectId(gone), f'"{gone}"': gone, "x": "x"}
+    for typed, key in meant.items():
+        plan = stage.plan("oldest", key=typed)
+        index = partition_hash([stage.data.name, "orders", key]) % PARTITIONS
+        assert (plan.key, [each.index for each in plan.partitions]) == (repr(key), [index])
 
 
 @pytest.mark.parametrize("key", [False, True], ids=["all of it", "one key"])

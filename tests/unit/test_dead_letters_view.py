@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations.letter_commands import Found, LetterResult, keys_of
+from mongo_celery.bridge.operations.keys import keys_of
+from mongo_celery.bridge.operations.letter_commands import Found, LetterResult
 from mongo_celery.bridge.state.dead_letters import _letter
 from mongo_celery.cli.dead_letters import _ask, _show, dead_letters
 from mongo_celery.cli.dead_letters_view import list_lines, short_ids, show_lines

@@ -115,10 +115,10 @@ class HttpService:
         return _as_json({"verdict": worst, "bridges": told}, status)
 
     def _status(self) -> dict[str, Any]:
-        sights = self._sights.bridges()
+        shown = self._sights.shown()
         return {
             "process": {"host": socket.gethostname(), "pid": os.getpid()},
-            "bridges": [{**sights[each.bridge].plain(), **_of_process(each)} for each in self._activities],
+            "bridges": [{**shown[each.bridge], **_of_process(each)} for each in self._activities],
             **self._sights.others(),
         }
 

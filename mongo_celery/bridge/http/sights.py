@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pymongo
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.operations.letter_commands import plain
+from mongo_celery.bridge.operations.letter_commands import read_newest
 from mongo_celery.bridge.operations.overview import LETTERS_MAX, overview
 from mongo_celery.bridge.operations.readings import WAIT_SECONDS, Reading
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
-from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.command_line import CommandLine
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.registry import OUTBOXES
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from mongo_celery.bridge.wiring import Wiring
-
-logger = logging.getLogger("mongo_celery.http")
 
 _ANSWER_SECONDS = 2.5
 _KEEP_OTHERS = 5.0
@@ -40,16 +36,14 @@ class Sight:
 
     Attributes:
         status: as `read_status` gives it; None where it cannot be read.
-        letters: some dead letters, as JSON.
     """
 
     verdict: BridgeVerdict
     status: Mapping[str, Any] | None = None
-    letters: Sequence[Mapping[str, Any]] = ()
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON: the verdict, and the overview under `status`, null where it cannot be read."""
-        shown = overview(self.status, self.letters) if self.status is not None else None
+    def plain(self, letters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the verdict as JSON, with the overview under `status`; null where it cannot be read."""
+        shown = overview(self.status, letters) if self.status is not None else None
         return {"bridge": self.verdict.bridge, **self.verdict.plain(), "status": shown}
 
 
@@ -61,14 +55,7 @@ def read_sight(wiring: Wiring, line: CommandLine) -> Sight:
         MongoCeleryError: as for `read_status`.
     """
     status = read_status(wiring)
-    letters = []
-    if status["dead_letters"]:
-        names = [each["name"] for each in status["subscriptions"]]
-        try:
-            letters = [plain(each, None) for each in wiring.store.dead_letters.find(Selection(), names, LETTERS_MAX)]
-        except PyMongoError as error:  # how many there are is known
-            logger.debug("dead letters of bridge %s cannot be read: %s", wiring.name, short(error))
-    return Sight(judge(status, line=line), status, letters)
+    return Sight(judge(status, line=line), status)
 
 
 class Sights:
@@ -86,7 +73,12 @@ class Sights:
             return Reading("MongoDB", lambda: read_sight(wiring, line(wiring)))
 
         self._app = app
+
+        def letters(wiring: Wiring) -> Reading[list[dict[str, Any]]]:
+            return Reading("MongoDB", lambda: read_newest(wiring, LETTERS_MAX), keep=_KEEP_OTHERS)
+
         self._bridges = {wiring.name: reading(wiring) for wiring in bridges}
+        self._letters = {wiring.name: letters(wiring) for wiring in bridges}
         self._others = Reading("MongoDB", self._read_others, keep=_KEEP_OTHERS)
 
     def bridges(self) -> dict[str, Sight]:
@@ -100,6 +92,17 @@ class Sights:
             found[name] = answer.value or Sight(unreadable(name, answer.error or "It cannot be read."))
         return found
 
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """Return each bridge as the page shows it, as JSON; without dead letters where they cannot be read in time."""
+        sights = self.bridges()
+        some = [name for name, sight in sights.items() if sight.status and sight.status["dead_letters"]]
+        asked = {name: self._letters[name] for name in some}
+        for reading in asked.values():
+            reading.ask()
+        until = time.monotonic() + WAIT_SECONDS
+        letters = {name: reading.get(until).value or () for name, reading in asked.items()}
+        return {name: sight.plain(letters.get(name, ())) for name, sight in sights.items()}
+
     def others(self) -> Mapping[str, Any]:
         """`outboxes` and `transactions` of the app, as JSON."""
         empty: dict[str, Any] = {"outboxes": [], "transactions": []}
@@ -111,7 +114,7 @@ class Sights:
     def stop(self) -> None:
         """Read no more."""
         self._others.stop()
-        for reading in self._bridges.values():
+        for reading in (*self._bridges.values(), *self._letters.values()):
             reading.stop()
 
     def _read_others(self) -> Mapping[str, Any]:

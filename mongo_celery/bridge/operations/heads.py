@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -108,8 +109,12 @@ def read_all_halted(wiring: Wiring, subscription: str, partition: int | None) ->
         return [read_halted(wiring, subscription, partition)]
     with reached(wiring) as store:
         _, images = choose(store, wiring.name, subscription, None)
-    halted = [image.index for image in images if image.state == "halted" and image.head is not None]
-    return [read_halted(wiring, subscription, index) for index in halted]
+    found = []
+    for image in images:
+        if image.state == "halted" and image.head is not None:
+            with suppress(CommandRefusedError):  # it is halted no more
+                found.append(read_halted(wiring, subscription, image.index))
+    return found
 
 
 def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Image, StoredChange | None]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from bson import ObjectId, json_util
+import bson
+import pymongo
+from bson import ObjectId, Regex, json_util
 from bson.binary import UuidRepresentation
-from bson.errors import BSONError
+from bson.codec_options import CodecOptions
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.partitioning import document_key, partition_hash
 from mongo_celery.errors import CommandRefusedError
@@ -19,16 +23,51 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
+_CODEC: CodecOptions[dict[str, Any]] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
 _KEY_CHARS = 60
+_READ_SECONDS = 3.0
 
 
-def key_of(text: str) -> Any:
-    """The one value that a text means: an ObjectId, what it is as (extended) JSON, else itself."""
+def keys_of(text: str) -> list[Any]:
+    """
+    Return the values of `_id` that a text may mean: the text, its value as JSON, an ObjectId.
+
+    Raises:
+        CommandRefusedError: it is a regular expression, which a query would match with all keys.
+    """
+    found: list[Any] = [text]
+    with suppress(Exception):  # no JSON: then it is text; PyMongo raises what it likes, decimal's errors too
+        value = json_util.loads(text, json_options=_JSON)
+        bson.encode({"_id": value}, codec_options=_CODEC)  # else no document has it, and no query could name it
+        found.append(value)
+    if isinstance(found[-1], Regex | re.Pattern):
+        raise CommandRefusedError("A key is the _id of a document, and no regular expression is one: name a whole key.")
     if ObjectId.is_valid(text):
-        return ObjectId(text)
-    with suppress(ValueError, TypeError, BSONError, RecursionError):  # no JSON: then it is text
-        return json_util.loads(text, json_options=_JSON)
-    return text
+        found.append(ObjectId(text))
+    return found
+
+
+def key_of(wiring: Wiring, subscription: str, layout: Layout, text: str, source: str | None) -> Any:
+    """
+    Return the one key that a text means.
+
+    That is the one which a document has as its `_id`. Where none or several are there, or with `partition_by`, it is
+    an ObjectId, else the value as JSON, else the text. `'"42"'` is always a text, `'{"$oid": "..."}'` an ObjectId.
+
+    Args:
+        source: the collection of the document, as `db.collection`, where the handler has several.
+
+    Raises:
+        CommandRefusedError: it cannot be told.
+    """
+    values = keys_of(text)
+    if len(values) > 1 and _is_by_document(layout):
+        database, collection = _collection_of(wiring, subscription, source)
+        table = wiring.client[database].get_collection(collection, _CODEC)
+        with suppress(PyMongoError), pymongo.timeout(_READ_SECONDS):  # without the right to read it, none counts
+            there = [value for value in values if table.find_one({"_id": value}, {"_id": 1}) is not None]
+            values = there if len(there) == 1 else values
+    return values[-1]
 
 
 def shown(key: object) -> str:
@@ -48,21 +87,29 @@ def partition_of_key(wiring: Wiring, subscription: str, layout: Layout, key: obj
     Raises:
         CommandRefusedError: it cannot be told.
     """
-    rule = layout.key.partition(":")[2]
-    value = key if rule != "_id" else document_key(_event_of(wiring, subscription, key, source))
+    value = document_key(_event_of(wiring, subscription, key, source)) if _is_by_document(layout) else key
     try:
         return partition_hash(value) % layout.partitions
     except Exception as error:  # noqa: BLE001 - whatever a key's type does to BSON
         raise CommandRefusedError(f"--key {shown(key)} can be no key: {error}.") from None
 
 
+def _is_by_document(layout: Layout) -> bool:
+    return layout.key.partition(":")[2] == "_id"
+
+
 def _event_of(wiring: Wiring, subscription: str, key: object, source: str | None) -> Mapping[str, Any]:
     """What of an event the partition rule by document looks at."""
+    database, collection = _collection_of(wiring, subscription, source)
+    return {"ns": {"db": database, "coll": collection}, "documentKey": {"_id": key}}
+
+
+def _collection_of(wiring: Wiring, subscription: str, source: str | None) -> tuple[str, str]:
     name = source or _only_source(wiring, subscription)
     database, dot, collection = name.partition(".")
     if not (dot and database and collection):
         raise CommandRefusedError(f"--source {name!r} is not of the form 'db.collection'.")
-    return {"ns": {"db": database, "coll": collection}, "documentKey": {"_id": key}}
+    return database, collection
 
 
 def _only_source(wiring: Wiring, subscription: str) -> str:

@@ -8,16 +8,9 @@ A replay is asked for here, and dispatched by the listener, so that it runs wher
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
-
-import bson
-from bson import ObjectId, Regex, json_util
-from bson.binary import UuidRepresentation
-from bson.codec_options import CodecOptions
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import event_of
@@ -47,8 +40,6 @@ _ASKED = "is being replayed already"
 _OVERTAKES = "has a key that is parked: replay or discard first what waits for that"
 _QUOTED_CHARS = 100
 _KEPT_BY = {"running": _RUNS, "moving": _MOVES}
-_JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
-_CODEC: CodecOptions[dict[str, Any]] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +84,6 @@ class Found:
         return None if letter.parked is None else self.parked.get((letter.subscription, letter.parked))
 
 
-def keys_of(text: str) -> list[Any]:
-    """
-    Return the values of `_id` that a text may mean: the text, its value as JSON, an ObjectId.
-
-    Raises:
-        CommandRefusedError: it is a regular expression, which a query would match with all keys.
-    """
-    found: list[Any] = [text]
-    with suppress(Exception):  # no JSON: then it is text; PyMongo raises what it likes, decimal's errors too
-        value = json_util.loads(text, json_options=_JSON)
-        bson.encode({"_id": value}, codec_options=_CODEC)  # else no document has it, and no query could name it
-        found.append(value)
-    if isinstance(found[-1], Regex | re.Pattern):
-        raise CommandRefusedError("A key is the _id of a document, and no regular expression is one: name a whole key.")
-    if ObjectId.is_valid(text):
-        found.append(ObjectId(text))
-    return found
-
-
 def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> Found:
     """
     The first dead letters of a selection, behind those that are skipped.
@@ -146,6 +118,18 @@ def named(wiring: Wiring, document_ids: Sequence[str]) -> Found:
     with reached(wiring):
         letters = wiring.store.dead_letters.headers(document_ids)
         return _found(wiring, letters, len(letters))
+
+
+def read_newest(wiring: Wiring, limit: int) -> list[dict[str, Any]]:
+    """
+    Return the dead letters that were set aside last, the newest first, as JSON has them.
+
+    Raises:
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    with reached(wiring):
+        found = _found(wiring, wiring.store.dead_letters.newest(limit), limit)
+    return [plain(each, found.replays.get(each.document_id), found.key_of(each)) for each in found.letters]
 
 
 def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:

@@ -140,7 +140,10 @@ def plan_rewind(
         lease = store.leases.read() or {}
         layout = _layout(wiring, documents, subscription)
         _refuse_lost(subscription, documents[subscription])
-        chosen = None if key is None else partition_of_key(wiring, subscription, layout, key_of(key), source)
+        chosen = meant = None
+        if key is not None:
+            meant = key_of(wiring, subscription, layout, key, source)
+            chosen = partition_of_key(wiring, subscription, layout, meant, source)
         to = place_of(wiring, asked, Reach.of(wiring.client), "--to")
         forward = asked.word == NOW
         images = store.partitions.of({subscription: layout.generation})
@@ -171,7 +174,7 @@ def plan_rewind(
             partitions=sorted(moved, key=lambda each: each.index),
             reread=reread,
             staying=len(others) - len(reread),
-            key=None if key is None else shown(key_of(key)),
+            key=None if key is None else shown(meant),
             typed_key=key,
             leader=leader_in(lease),
             move=move,

@@ -302,6 +302,14 @@ class DeadLetters:
         stages += [{"$limit": limit}] if limit else []
         return self.headers([row["_id"] for row in self._table.aggregate(stages)])
 
+    def newest(self, limit: int) -> list[Letter]:
+        """Return the dead letters that were set aside last, the newest first; by an index."""
+        with self._table.limit():
+            found = self._table.collection.find(
+                {"_id": _range(f"{self._bridge}/")}, _FIELDS, sort=[("at", -1), ("_id", -1)], limit=limit
+            )
+            return [_letter(document) for document in found]
+
     def count_of(self, selection: Selection, subscriptions: Sequence[str]) -> int:
         """How many dead letters a selection has."""
         with self._table.limit():

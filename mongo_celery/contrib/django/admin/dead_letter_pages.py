@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from django.http import HttpRequest, QueryDict
 
 from mongo_celery.bridge.operations import letter_commands as commands
+from mongo_celery.bridge.operations.keys import keys_of
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.cli.dead_letters_view import parked_line, passed_line, replay_line, short_ids
@@ -46,7 +47,7 @@ class DeadLetterAdmin(OperationsAdmin):
         names = [each.name for each in all_in_project(BRIDGES)]
         wiring = one_in_project(BRIDGES, chosen(request, "bridge") or names[0])
         handler, key = chosen(request, "handler"), chosen(request, "key")
-        selection = Selection(subscription=handler or None, keys=commands.keys_of(key) if key else [])
+        selection = Selection(subscription=handler or None, keys=keys_of(key) if key else [])
         found = commands.find(wiring, selection, self.list_per_page, skip=page_of(request) * self.list_per_page)
         chosen_by = {"bridges": names, "bridge": wiring.name, "handler": handler, "key": key}
         rows = self._rows(request, wiring, found)
