@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from copy import copy
 from typing import Any, Unpack, cast
 
@@ -13,14 +13,14 @@ from pymongo.collection import Collection
 from mongo_celery.app import check_app
 from mongo_celery.bridge.bindings import Bindings, itself
 from mongo_celery.bridge.discovery import discover_last
-from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
 from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
-from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
+from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.outboxes import DeclaredOutbox
-from mongo_celery.bridge.registration import Late, LateTask, Registration, checked_sources, registration
+from mongo_celery.bridge.registration import Registration, make_stand_in
 from mongo_celery.bridge.shared import BOUND, LOCK, taken_up_by
-from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges, TaskOptions
+from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
 from mongo_celery.bridge.worker.intake import install_intake
@@ -151,23 +151,7 @@ class Bridge:
         """A collection of the bridge's cluster by `"db.collection"`, or `"collection"` of the URL's database."""
         return self.wiring.collection(namespace)
 
-    def on_change(
-        self,
-        *sources: object,
-        name: str | None = None,
-        operations: Iterable[str] | None = None,
-        fields: Iterable[str] | None = None,
-        match: Mapping[str, Any] | None = None,
-        partition_by: PartitionKey | None = None,
-        failure_policy: str | None = None,
-        transactional: bool = False,
-        group: str | None = None,
-        start_from: StartFrom | None = None,
-        commit: str | None = None,
-        coalesce: bool = False,
-        bookkeeping: bool = False,
-        **task_options: Unpack[TaskOptions],
-    ) -> OnChange:
+    def on_change(self, *sources: object, **options: Unpack[HandlerOptions]) -> OnChange:
         """
         Register a handler for changes: a Celery task, and its subscription with a position of its own.
 
@@ -200,31 +184,17 @@ class Bridge:
             bookkeeping: whether the handler gets what this package keeps in documents (the field of an outbox of the
                 app, a lock, markers of a transaction, stamps of fenced writes): updates that touch nothing else, these
                 fields in the documents of a change, and collections of its own in a database that is watched whole.
-            task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
+            options: also Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 
         Raises:
             ConfigurationError: when the decorator runs, whatever is wrong with all this.
         """
-        checked_sources(sources, "on_change")
-        arguments = {
-            "name": name,
-            "operations": operations,
-            "fields": fields,
-            "match": match,
-            "partition_by": partition_by,
-            "failure_policy": failure_policy,
-            "transactional": transactional,
-            "group": group,
-            "start_from": start_from,
-            "commit": commit,
-            "coalesce": coalesce,
-            "bookkeeping": bookkeeping,
-        }
+        refuse_function_as_source(sources, "on_change")
 
         def decorate(function: Function) -> Any:
             with LOCK:
-                return self._register(registration(function, sources, {**arguments, **task_options}))
+                return self._register(Registration(function, sources, options))
 
         return decorate
 
@@ -246,11 +216,11 @@ class Bridge:
         Raises:
             ConfigurationError: when the decorator runs, whatever is wrong with all this.
         """
-        checked_sources(sources, "on_changes")
+        refuse_function_as_source(sources, "on_changes")
 
         def decorate(function: Function) -> Any:
             with LOCK:
-                return self._register(registration(function, sources, options, batch_size=batch_size))
+                return self._register(Registration(function, sources, options, batch_size))
 
         return decorate
 
@@ -291,7 +261,7 @@ class Bridge:
         self._outboxes[declared.name] = declared
         for each in planned:
             each.make()
-        outbox: Any = Late(lambda: self._outbox_of_app(declared.name))
+        outbox: Any = make_stand_in(lambda: self._outbox_of_app(declared.name))
         return cast("Outbox", outbox)
 
     def _outbox_of_app(self, name: str) -> Outbox:
@@ -306,8 +276,10 @@ class Bridge:
         wiring = self._declared.of(app)
         name = wiring.name_in(app)
         wiring.public = public or self._in(wiring)
-        shared = taken_up_by(wiring)
-        handlers = [(each, each.declare_in(wiring)) for each in (*self._registrations.values(), *shared)]
+        handlers = []
+        for each in (*self._registrations.values(), *taken_up_by(wiring)):
+            handlers.append((each, each.plan_in(wiring)))
+            wiring.add(handlers[-1][1])
         outboxes = []
         for declared in self._outboxes.values():
             outboxes.append(declared.planned_in(wiring))
@@ -318,7 +290,7 @@ class Bridge:
             install_intake(app)
             discover_last()
         for each, handler in handlers:
-            each.make_task_in(wiring, handler)
+            each.make_in(wiring, handler)
         for planned in outboxes:
             planned.make()
         self._bindings.add(wiring)
@@ -334,20 +306,19 @@ class Bridge:
     def _register(self, given: Registration) -> HandlerTask[Any, Any]:
         task: HandlerTask[Any, Any]
         if self._only is not None:
-            task = given.make_task_in(self._only, given.declare_in(self._only))
+            task = given.make_in(self._only, given.plan_in(self._only))
             return task
-        wirings = self._bindings.alive()
-        handlers = [given.handler_in(wiring) for wiring in wirings]
-        for wiring, handler in zip(wirings, handlers, strict=True):
-            wiring.refuse(handler)
-        declared = given.handler(None) if wirings else given.handler_in(self._declared)
+        handlers = [(wiring, given.plan_in(wiring)) for wiring in self._bindings.alive()]
+        declared = given.make_handler(None) if handlers else given.plan_in(self._declared)
         self._declared.add(declared)
         self._registrations[declared.name] = given
-        for wiring, handler in zip(wirings, handlers, strict=True):
-            wiring.add(handler)
-            given.make_task_in(wiring, handler)
-        late: Any = LateTask(lambda: self._task_of_app(declared.name), self._bindings, given)
-        task = late
+        for wiring, handler in handlers:
+            given.make_in(wiring, handler)
+        # Without an app it is the function, unless that needs its task.
+        task = make_stand_in(
+            lambda: self._task_of_app(declared.name),
+            lambda: None if given.is_bound or self._bindings.alive() else given.function,
+        )
         return task
 
     def _task_of_app(self, name: str) -> Any:

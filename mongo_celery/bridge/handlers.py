@@ -1,7 +1,7 @@
 """
-What a decorator registers: a handler, checked when the decorator runs.
+A handler, as a decorator registers it, checked when the decorator runs.
 
-Everything that can be known to fail later is refused here, with a sentence that names the cure: options
+Everything that can be known to fail later is refused here, with a sentence that names the fix: options
 that would break the protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, coroutine functions,
 methods, duplicates and stacked decorators.
 """
@@ -22,51 +22,20 @@ from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.options import (
     COMMITS,
     FAILURE_POLICIES,
-    UNAVAILABLE,
     BridgeOptions,
     PartitionKey,
     StartFrom,
     check_start,
 )
 from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
+from mongo_celery.bridge.signatures import HandlerOptions, TaskOptions
 from mongo_celery.bridge.stream.operation_types import check_are_sent
 from mongo_celery.bridge.stream.source import Filter, Selector, filter_of, source_of
 from mongo_celery.errors import ConfigurationError
 
-TASK_OPTIONS = frozenset(
-    {
-        "autoretry_for",
-        "base",
-        "bind",
-        "default_retry_delay",
-        "dont_autoretry_for",
-        "max_retries",
-        "rate_limit",
-        "retry_backoff",
-        "retry_backoff_max",
-        "retry_jitter",
-        "retry_kwargs",
-        "send_events",
-        "soft_time_limit",
-        "throws",
-        "time_limit",
-        "track_started",
-    },
-)
-_OWN_OPTIONS = (
-    "operations",
-    "fields",
-    "match",
-    "partition_by",
-    "failure_policy",
-    "commit",
-    "name",
-    "group",
-    "start_from",
-    "coalesce",
-    "bookkeeping",
-)
-_OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - {*_OWN_OPTIONS}
+TASK_OPTIONS = frozenset(TaskOptions.__annotations__)
+_OWN_OPTIONS = frozenset(HandlerOptions.__annotations__) - TASK_OPTIONS
+_OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - _OWN_OPTIONS
 _REFUSED = {
     "batch_size": "it is given one change at a time; write @bridge.on_changes(..., batch_size=...) for lists of them",
     "queue": "the bridge chooses the queue of the change's partition; group='...' gives a handler queues of its own",
@@ -148,9 +117,9 @@ class Handler:
     function: Callable[..., Any]
     targets: tuple[object, ...]
     filter: Filter
-    partition_by: PartitionKey | None
-    failure_policy: str | None
-    transactional: bool
+    partition_by: PartitionKey | None = None
+    failure_policy: str | None = None
+    transactional: bool = False
     group: str | None = None
     start_from: StartFrom | None = None
     commit: str | None = None
@@ -250,72 +219,55 @@ class Handler:
         return mine is not theirs and _code(mine) is _code(theirs) and bool(getattr(mine, "__closure__", None))
 
 
+_OF_FILTER = frozenset(each.name for each in fields(Filter))
+_KEPT = (_OWN_OPTIONS & {each.name for each in fields(Handler)}) - {"name"}
+
+
 def make_handler(
     function: Callable[..., Any],
     targets: tuple[object, ...],
     options: BridgeOptions | None,
     *,
     task_name: str,
-    arguments: Mapping[str, Any],
-    task_options: Mapping[str, Any],
+    given: Mapping[str, Any],
+    batch_size: int | None = None,
 ) -> Handler:
     """
-    Check a registration.
+    Check a registration, and make its handler.
 
     Args:
-        function: what the decorator stands on.
+        function: below the decorator.
         targets: the sources.
-        options: the bridge's options; None where they are not known yet, and what depends on them is judged later.
+        options: the bridge's options; None while they are unknown. Checks that need them come later.
         task_name: name of the Celery task.
-        arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`,
-            `group`, `start_from`, `commit`, `batch_size`, `coalesce`, `bookkeeping`.
-        task_options: everything else, for Celery's task.
+        given: the decorator's keyword arguments, those of `HandlerOptions` and unchecked others.
+        batch_size: most changes of one list; None for a handler of single changes.
 
     Raises:
-        ConfigurationError: the first thing that is wrong, and its cure.
+        ConfigurationError: the first mistake, and its fix.
     """
-    coalesce = arguments.get("coalesce", False)
-    check_flags(coalesce=coalesce, transactional=arguments["transactional"])
-    batch_size = _checked_batch(arguments, options)
-    check_function(function, bind=bool(task_options.get("bind")), given="the change" + "s" * (batch_size is not None))
-    check_task_options(task_options)
-    if coalesce and batch_size is None and task_options.get("rate_limit"):
-        raise ConfigurationError(
-            "coalesce=True does nothing beside a rate_limit, for which on_change sends its changes one by one; write "
-            "@bridge.on_changes, whose lists count as one call each.",
-        )
+    check_flags(**{name: given.get(name, False) for name in ("coalesce", "transactional")})
+    _check_batch(given, batch_size, options)
+    check_task_options(given)
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
-    name = check_name(arguments["name"] or function.__name__, "handler name")
-    if arguments["failure_policy"] is not None:
-        check_choice("failure_policy", arguments["failure_policy"], FAILURE_POLICIES, UNAVAILABLE)
-    commit = arguments.get("commit")
-    if commit is not None:
-        check_choice("commit", commit, COMMITS, UNAVAILABLE)
-    start_from = arguments.get("start_from")
-    if start_from is not None:
-        check_start(start_from)
+    name = check_name(given.get("name") or function.__name__, "handler name")
     handler = Handler(
         name=name,
         task_name=task_name,
         function=function,
         targets=targets,
-        filter=filter_of(
-            arguments["operations"],
-            arguments["fields"],
-            arguments["match"],
-            bookkeeping=arguments.get("bookkeeping", False),
-        ),
-        partition_by=arguments["partition_by"],
-        failure_policy=arguments["failure_policy"],
-        transactional=arguments["transactional"],
-        group=_checked_group(arguments.get("group")),
-        start_from=start_from,
-        commit=commit,
+        filter=filter_of(**{option: given[option] for option in _OF_FILTER & given.keys()}),
         batch_size=batch_size,
-        coalesce=coalesce,
+        **{option: given[option] for option in _KEPT & given.keys()},
     )
-    if start_from == SNAPSHOT and not handler.filter.takes_documents:
+    for option, choices in (("failure_policy", FAILURE_POLICIES), ("commit", COMMITS)):
+        if given.get(option) is not None:
+            check_choice(option, given[option], choices)
+    _check_group(handler.group)
+    if handler.start_from is not None:
+        check_start(handler.start_from)
+    if handler.start_from == SNAPSHOT and not handler.filter.takes_documents:
         raise ConfigurationError(
             f"start_from='snapshot' gives handler {name} the documents that exist, and it asks for none of insert, "
             "update and replace; choose 'oldest' or 'now', or add them to its operations.",
@@ -329,33 +281,33 @@ def make_handler(
     return handler
 
 
-def _checked_batch(arguments: Mapping[str, Any], options: BridgeOptions | None) -> int | None:
-    """The most changes of one list; None for a handler of single changes."""
-    batch_size = arguments.get("batch_size")
-    if batch_size is None:
-        if arguments.get("coalesce") and arguments["transactional"]:
-            raise ConfigurationError(
-                "coalesce=True does nothing beside transactional=True, which gives on_change its changes one by one; "
-                "write @bridge.on_changes, whose lists are one transaction each.",
-            )
-        if arguments.get("coalesce") and options is not None and options.run_size == 1:
-            raise ConfigurationError(
-                "coalesce=True does nothing in runs of one change, which run_size=1 makes: write Bridge(..., "
-                "run_size=200), or @bridge.on_changes.",
-            )
-        return None
-    check_count("batch_size", batch_size)
-    return cast("int", batch_size)
+def _check_batch(given: Mapping[str, Any], batch_size: int | None, options: BridgeOptions | None) -> None:
+    """Refuse a size that is none, and `coalesce` for a handler that gets its changes one by one."""
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    elif not given.get("coalesce"):
+        return
+    elif given.get("transactional"):
+        raise ConfigurationError(
+            "coalesce=True does nothing beside transactional=True, which gives on_change its changes one by one; "
+            "write @bridge.on_changes, whose lists are one transaction each.",
+        )
+    elif options is not None and options.run_size == 1:
+        raise ConfigurationError(
+            "coalesce=True does nothing in runs of one change, which run_size=1 makes: write Bridge(..., "
+            "run_size=200), or @bridge.on_changes.",
+        )
+    elif given.get("rate_limit"):
+        raise ConfigurationError(
+            "coalesce=True does nothing beside a rate_limit, for which on_change sends its changes one by one; write "
+            "@bridge.on_changes, whose lists count as one call each.",
+        )
 
 
-def _checked_group(group: object) -> str | None:
-    """A number could be taken for the index of a queue: `shop.3` has no group."""
-    if group is None:
-        return None
-    name = check_name(group, "group")
-    if name.isdigit():
-        raise ConfigurationError(f"group {name!r} must not be a number, which names a queue; give it a word.")
-    return name
+def _check_group(group: str | None) -> None:
+    """Refuse a number too, which could be taken for the index of a queue: `shop.3` has no group."""
+    if group is not None and check_name(group, "group").isdigit():
+        raise ConfigurationError(f"group {group!r} must not be a number, which names a queue; give it a word.")
 
 
 def _is_complete(target: object) -> bool:
@@ -369,7 +321,7 @@ def _is_complete(target: object) -> bool:
     return not isinstance(target, type | FunctionType)
 
 
-def refuse_function_as_source(sources: Iterable[object], decorator: str = "on_change") -> None:
+def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None:
     """
     A decorator without parentheses takes the function for a source, and would register nothing.
 
@@ -395,24 +347,24 @@ def _takes_nothing(function: Any) -> bool:
     return function.__name__ == "<lambda>" and not inspect.signature(function).parameters
 
 
-def check_task_options(task_options: Mapping[str, Any]) -> None:
-    """Refuse task options that are unknown or that the bridge decides."""
-    for option in task_options:
+def check_task_options(given: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that are unknown or that the bridge decides."""
+    for option in given:
         if option in _REFUSED:
             raise ConfigurationError(f"option {option!r} cannot be set on a change handler: {_REFUSED[option]}.")
         if option in _OF_BRIDGE:
             raise ConfigurationError(
                 f"option {option!r} is one of the bridge, for all of its handlers: write Bridge(..., {option}=...)."
             )
-        if option not in TASK_OPTIONS:
-            known = [*TASK_OPTIONS, *_OWN_OPTIONS]
+        if option not in HandlerOptions.__annotations__:
+            known = list(HandlerOptions.__annotations__)
             raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")
-    base = task_options.get("base")
+    base = given.get("base")
     if base is not None and not (isinstance(base, type) and issubclass(base, Task)):
         raise ConfigurationError(f"base={base!r} must be a class that derives from celery.Task.")
     for option, (is_right, wanted) in _VALUES.items():
-        if option in task_options and not is_right(task_options[option]):
-            raise ConfigurationError(f"{option}={task_options[option]!r} must be {wanted}.")
+        if option in given and not is_right(given[option]):
+            raise ConfigurationError(f"{option}={given[option]!r} must be {wanted}.")
 
 
 def check_function(function: object, *, bind: bool, given: str = "the change") -> None:

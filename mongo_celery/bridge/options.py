@@ -51,11 +51,6 @@ _DURATIONS = (
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
 StartFrom = str | Timestamp | datetime | Mapping[str, Any]
 
-UNAVAILABLE = {
-    "snapshot": "run `celery -A APP changes snapshot HANDLER` after a loss of history; choose 'oldest' or 'now' here",
-}
-"""Choices of a later version, and what to choose meanwhile."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeOptions:
@@ -160,11 +155,16 @@ class BridgeOptions:
                 raise ConfigurationError(f"{field}={value!r} must be None or a whole number of at least 1.")
 
     def _check_choices(self) -> None:
-        check_choice("failure_policy", self.failure_policy, FAILURE_POLICIES, UNAVAILABLE)
-        check_choice("commit", self.commit, COMMITS, UNAVAILABLE)
-        check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES, UNAVAILABLE)
-        check_choice("full_document", self.full_document, FULL_DOCUMENT, UNAVAILABLE)
-        check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE, UNAVAILABLE)
+        check_choice("failure_policy", self.failure_policy, FAILURE_POLICIES)
+        check_choice("commit", self.commit, COMMITS)
+        if self.on_history_lost == "snapshot":
+            raise ConfigurationError(
+                "on_history_lost='snapshot': run `celery -A APP changes snapshot HANDLER` after a loss of history; "
+                "choose 'oldest' or 'now' here.",
+            )
+        check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES)
+        check_choice("full_document", self.full_document, FULL_DOCUMENT)
+        check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE)
         check_flags(show_expanded_events=self.show_expanded_events, autodiscover=self.autodiscover)
         if not isinstance(self.comment, (str, Mapping, NoneType)):
             raise ConfigurationError(f"comment={self.comment!r} must be a text or a document.")
@@ -243,7 +243,7 @@ def check_start(start_from: object) -> None:
         ConfigurationError: what would be one.
     """
     if isinstance(start_from, str):
-        check_choice("start_from", start_from, ("oldest", "now", "snapshot"), UNAVAILABLE)
+        check_choice("start_from", start_from, ("oldest", "now", "snapshot"))
     elif isinstance(start_from, datetime):
         if start_from.tzinfo is None:
             raise ConfigurationError("start_from is a datetime without a time zone; add one, such as timezone.utc.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.registration import Registration, registration
+from mongo_celery.bridge.registration import Registration
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import Outbox
@@ -53,7 +53,7 @@ class DeclaredOutbox:
         if not self.watch:
             return PlannedOutbox(self, wiring)
         name, field = self.name, PendingField(self.options.get("field", FIELD))
-        delivery = registration(
+        delivery = Registration(
             delivery_handler(lambda: wiring.outboxes[name].backing.relay, self.namespace),
             (self.namespace,),
             {
@@ -65,9 +65,7 @@ class DeclaredOutbox:
                 "bind": True,
             },
         )
-        handler = delivery.handler_in(wiring)
-        wiring.refuse(handler)
-        return PlannedOutbox(self, wiring, delivery, handler)
+        return PlannedOutbox(self, wiring, delivery, delivery.plan_in(wiring))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +101,5 @@ class PlannedOutbox:
         )
         wiring.outboxes[declared.name] = made
         if self.delivery is not None and self.handler is not None:
-            self.declare()
-            self.delivery.make_task_in(wiring, self.handler)
+            self.delivery.make_in(wiring, self.handler)
         return made

@@ -15,8 +15,8 @@ from typing import Unpack
 
 from mongo_celery.arguments import check_name
 from mongo_celery.bridge.bindings import Bindings
-from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.registration import Registration, checked_sources, registration
+from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
+from mongo_celery.bridge.registration import Registration
 from mongo_celery.bridge.signatures import Bulk, HandlerOptions, Single
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.errors import ConfigurationError
@@ -51,10 +51,10 @@ def shared_change(
             bridges, and none is named. What only an app's settings or its other handlers forbid is refused when the
             app's bridge is bound.
     """
-    checked_sources(sources, "shared_change")
+    refuse_function_as_source(sources, "shared_change")
 
     def decorate(function: Single) -> Single:
-        _share(registration(function, sources, options, shared_with=bridge))
+        _share(Registration(function, sources, options, shared_with=bridge))
         return function
 
     return decorate
@@ -75,10 +75,10 @@ def shared_changes(
     Raises:
         ConfigurationError: as `shared_change`.
     """
-    checked_sources(sources, "shared_changes")
+    refuse_function_as_source(sources, "shared_changes")
 
     def decorate(function: Bulk) -> Bulk:
-        _share(registration(function, sources, options, batch_size=batch_size, shared_with=bridge))
+        _share(Registration(function, sources, options, batch_size, bridge))
         return function
 
     return decorate
@@ -119,38 +119,32 @@ def _is_for(shared: Registration, wiring: Wiring) -> bool:
 
 
 def _share(shared: Registration) -> None:
-    """Keep it for bridges to come, and give it to those that are there: to all of them, or to none."""
+    """Keep it for later bridges, and give it to those that exist: to all of them, or to none."""
     if shared.shared_with is not None:
         check_name(shared.shared_with, "the name of a bridge")
-    alone = shared.handler(None)
+    alone = shared.make_handler(None)
     key = alone.name, shared.shared_with
     with LOCK:
         _refuse_another(alone, _SHARED.get(key))
-        handlers = _given_to_all_that_live(shared)
+        handlers = _plan(shared)
         _SHARED[key] = shared
         for wiring, handler in handlers:
-            shared.make_task_in(wiring, handler)
+            shared.make_in(wiring, handler)
 
 
-def _given_to_all_that_live(shared: Registration) -> list[tuple[Wiring, Handler]]:
+def _plan(shared: Registration) -> list[tuple[Wiring, Handler]]:
     with contextlib.suppress(ConfigurationError):
-        return _given_to_all(shared)
-    gc.collect()  # it may have been an app that nobody can reach any more; nor is it reached by the error now
-    return _given_to_all(shared)
+        return _plan_for_all(shared)
+    gc.collect()  # the error may be about an app that nobody can reach any more
+    return _plan_for_all(shared)
 
 
-def _given_to_all(shared: Registration) -> list[tuple[Wiring, Handler]]:
-    takers = [wiring for wiring in BOUND.alive() if _is_for(shared, wiring)]
-    handlers = [shared.handler_in(wiring) for wiring in takers]
-    for wiring, handler in zip(takers, handlers, strict=True):
-        wiring.refuse(handler)
-    for wiring, handler in zip(takers, handlers, strict=True):
-        wiring.add(handler)
-    return list(zip(takers, handlers, strict=True))
+def _plan_for_all(shared: Registration) -> list[tuple[Wiring, Handler]]:
+    return [(wiring, shared.plan_in(wiring)) for wiring in BOUND.alive() if _is_for(shared, wiring)]
 
 
 def _refuse_another(handler: Handler, known: Registration | None) -> None:
-    other = known.handler(None) if known is not None else handler
+    other = known.make_handler(None) if known is not None else handler
     if not handler.is_same_code(other):
         raise ConfigurationError(
             f"there is a shared handler named {handler.name!r} already ({other.task_name}); {handler.beside(other)}.",

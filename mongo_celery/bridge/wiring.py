@@ -163,11 +163,11 @@ class Wiring:
             self._options = merged({**self.given, "name": self.name}, _settings(self.app))
         return self._options
 
-    def judged(self, make: Callable[[BridgeOptions | None], T]) -> T:
+    def build_with_options(self, make: Callable[[BridgeOptions | None], T]) -> T:
         """
-        What is made by the options; the app's settings are read now only if a refusal could depend on them.
+        Build with the options known so far; load the app's settings only if validation failed without them.
 
-        It is made without options where only the settings of an app can tell what they are, and there is none yet.
+        It builds without options if these depend on the settings of an app, and there is none yet.
         """
         known = self._options or self._early
         if known is None:
@@ -206,12 +206,12 @@ class Wiring:
         Raises:
             ConfigurationError: there is another one of its name, or its task belongs to another subscription.
         """
-        self.refuse(handler)
+        self.check_can_add(handler)
         self._handlers[handler.name] = handler
 
-    def refuse(self, handler: Handler) -> None:
+    def check_can_add(self, handler: Handler) -> None:
         """
-        Say what would keep a handler from being added.
+        Refuse a handler that cannot be added.
 
         Raises:
             ConfigurationError: see `add`.

@@ -161,14 +161,12 @@ def _take_in(items: Sequence[ChangeEvent], source: str = "shop.orders") -> int:
 
 def _subscription(source: str = "shop.orders") -> Subscription:
     options = BridgeOptions(name=_NAME, partitions=_PARTITIONS)
-    arguments = dict.fromkeys(("name", "operations", "fields", "match", "partition_by", "failure_policy"))
     handler = make_handler(
         handle,
         (source,),
         options,
         task_name="parts.handle",
-        arguments={**arguments, "transactional": False},
-        task_options={},
+        given={},
     )
     layout = Layout(0, _PARTITIONS, "blake2b-64:_id")
     rule = partitioner(None, None, None)

@@ -170,18 +170,10 @@ def _handler(
     partition_by: Callable[[Mapping[str, Any]], Any] | None,
     start_from: Any,
 ) -> Handler:
-    arguments = dict.fromkeys(("name", "operations", "fields", "match", "partition_by", "failure_policy"))
     return make_handler(
         handle,
         ("shop.orders",),
         options,
         task_name=f"shop.{name}",
-        arguments={
-            **arguments,
-            "name": name,
-            "partition_by": partition_by,
-            "transactional": False,
-            "start_from": start_from,
-        },
-        task_options={},
+        given={"name": name, "partition_by": partition_by, "start_from": start_from},
     )

@@ -66,16 +66,13 @@ def subscription(
     **options: Any,
 ) -> Subscription:
     made = BridgeOptions(name="shop", partitions=PARTITIONS, **options)
-    arguments: dict[str, Any] = dict.fromkeys(
-        ("name", "operations", "fields", "match", "partition_by", "failure_policy")
-    )
     handler = make_handler(
         handle,
         ("shop.orders",),
         made,
         task_name="shop.handle",
-        arguments={**arguments, "transactional": transactional, "commit": commit, "batch_size": batch_size},
-        task_options={},
+        given={"transactional": transactional, "commit": commit},
+        batch_size=batch_size,
     )
     plan = Plan(
         handler,

@@ -29,7 +29,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from pymongo import DeleteOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.client_session import ClientSession
@@ -59,6 +59,32 @@ CHOICES = 3
 
 R = TypeVar("R")
 Query = Mapping[str, Any]
+
+
+class DeleteOptions(TypedDict, total=False):
+    """Arguments of PyMongo's method of the same name, here and below."""
+
+    session: ClientSession | None
+    collation: Any
+    hint: Any
+    let: Mapping[str, Any] | None
+    comment: Any
+
+
+class ReplaceOptions(DeleteOptions, total=False):
+    """Arguments of `replace_one`."""
+
+    bypass_document_validation: bool | None
+
+
+class UpdateOptions(ReplaceOptions, total=False):
+    """Arguments of `update_one` and `update_many`."""
+
+    array_filters: Sequence[Mapping[str, Any]] | None
+
+
+_OF_STATEMENT = {"collation", "hint", "array_filters"}
+"""Arguments that belong to one statement of a command; the others belong to all of it."""
 
 
 class FencedCollection:
@@ -117,14 +143,8 @@ class FencedCollection:
         update: Modifications,
         upsert: bool = False,
         *,
-        bypass_document_validation: bool | None = None,
-        collation: Any = None,
-        array_filters: Sequence[Mapping[str, Any]] | None = None,
-        hint: Any = None,
-        session: ClientSession | None = None,
-        let: Mapping[str, Any] | None = None,
         sort: Mapping[str, Any] | None = None,
-        comment: Any = None,
+        **options: Unpack[UpdateOptions],
     ) -> UpdateResult:
         """
         Update one document, as `Collection.update_one`.
@@ -134,12 +154,8 @@ class FencedCollection:
             OutdatedChangeError: another partition has written there for a later change of the same document.
             ConfigurationError: an upsert without equality on `_id`, or an update of ``_fence``.
         """
-        write = self._updating(
-            _changing(update),
-            _given(collation=collation, array_filters=array_filters, hint=hint),
-            _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
-        )
-        return self._write(write, filter, upsert, sort, session)
+        session, *given = _split(options, UpdateOptions)
+        return self._write(self._updating(_changing(update), *given), filter, upsert, sort, session)
 
     def replace_one(
         self,
@@ -147,13 +163,8 @@ class FencedCollection:
         replacement: Mapping[str, Any],
         upsert: bool = False,
         *,
-        bypass_document_validation: bool | None = None,
-        collation: Any = None,
-        hint: Any = None,
-        session: ClientSession | None = None,
-        let: Mapping[str, Any] | None = None,
         sort: Mapping[str, Any] | None = None,
-        comment: Any = None,
+        **options: Unpack[ReplaceOptions],
     ) -> UpdateResult:
         """
         Replace all but the stamps and what is pending, as `Collection.replace_one`; errors as in `update_one`.
@@ -161,12 +172,8 @@ class FencedCollection:
         Raises:
             OutboxRefusedError: the document carries tasks: `update_one` with `Outbox.replacement` adds them.
         """
-        write = self._updating(
-            self._replacing(replacement),
-            _given(collation=collation, hint=hint),
-            _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
-        )
-        return self._write(write, filter, upsert, sort, session)
+        session, *given = _split(options, ReplaceOptions)
+        return self._write(self._updating(self._replacing(replacement), *given), filter, upsert, sort, session)
 
     def find_one_and_update(
         self,
@@ -177,30 +184,16 @@ class FencedCollection:
         sort: Any = None,
         upsert: bool = False,
         return_document: bool = False,
-        array_filters: Sequence[Mapping[str, Any]] | None = None,
-        hint: Any = None,
         session: ClientSession | None = None,
-        let: Mapping[str, Any] | None = None,
-        comment: Any = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Any:
         """Update and return one document, as `Collection.find_one_and_update`; errors as in `update_one`."""
-        options = _given(projection=projection, array_filters=array_filters, hint=hint, **kwargs)
-        command = _given(return_document=return_document, let=let, comment=comment)
+        given = _drop_missing(projection=projection, return_document=return_document, **options)
         body = _changing(update)
-        write = FencedFindAndUpdate(body, None, options, command, self._pending.kept_by(body))
+        write = FencedFindAndUpdate(body, None, given, kept=self._pending.kept_by(body))
         return self._write(write, filter, upsert, sort, session)
 
-    def delete_one(
-        self,
-        filter: Query,  # noqa: A002
-        *,
-        collation: Any = None,
-        hint: Any = None,
-        session: ClientSession | None = None,
-        let: Mapping[str, Any] | None = None,
-        comment: Any = None,
-    ) -> DeleteResult:
+    def delete_one(self, filter: Query, **options: Unpack[DeleteOptions]) -> DeleteResult:  # noqa: A002
         """
         Delete one document, as `Collection.delete_one`, and leave a tombstone (see `tombstones`).
 
@@ -212,12 +205,12 @@ class FencedCollection:
             OutdatedChangeError: as in `update_one`.
             OutboxRefusedError: what is pending cannot be delivered now; inside a transaction nothing is.
         """
-        session = self._session(session)
-        options = _given(collation=collation, hint=hint, let=let, comment=comment)
-        deleted, known = 0, _named(filter, options)
+        session, statement, command = _split(options, DeleteOptions)
+        session, given = self._session(session), {**statement, **command}
+        deleted, known = 0, _named(filter, given)
         for _ in range(CHOICES):
-            target = known or self._resolve(filter, None, options, session)
-            deleted = 0 if target is None else self._documents.delete(target, session, **options)
+            target = known or self._resolve(filter, None, given, session)
+            deleted = 0 if target is None else self._documents.delete(target, session, **given)
             if deleted or known or target is None:
                 break
         return DeleteResult({"n": deleted, "ok": 1.0}, True)
@@ -227,14 +220,7 @@ class FencedCollection:
         filter: Query,  # noqa: A002
         update: Modifications,
         upsert: bool = False,
-        *,
-        array_filters: Sequence[Mapping[str, Any]] | None = None,
-        bypass_document_validation: bool | None = None,
-        collation: Any = None,
-        hint: Any = None,
-        session: ClientSession | None = None,
-        let: Mapping[str, Any] | None = None,
-        comment: Any = None,
+        **options: Unpack[UpdateOptions],
     ) -> UpdateResult:
         """
         Update many documents, each behind its own guard, as `Collection.update_many`.
@@ -242,11 +228,8 @@ class FencedCollection:
         If one is stamped newer the error comes after its batch: the admitted ones of it are updated. Errors
         as in `update_one`.
         """
-        write = self._updating(
-            _changing(update),
-            _given(collation=collation, array_filters=array_filters, hint=hint),
-            _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
-        )
+        session, *given = _split(options, UpdateOptions)
+        write = self._updating(_changing(update), *given)
         if upsert or _named(filter, write.options) is not None:
             return self._write(write, filter, upsert, None, session)
         session = self._session(session)
@@ -284,7 +267,7 @@ class FencedCollection:
             ConfigurationError: as in `update_one`, before anything is written.
         """
         session = self._session(session)
-        command = _given(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
+        command = _drop_missing(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
         steps = [self._step(place, request, command, session) for place, request in enumerate(requests)]
         tally = bulk.Tally()
         for step in self._grouped(steps, session):
@@ -310,7 +293,7 @@ class FencedCollection:
             _changing(facts.document)
             return bulk.alone(place, lambda: self.update_many(facts.filter, facts.document, **many))
         if isinstance(request, DeleteOne):
-            one = {**facts.options, **_given(let=command.get("let"), comment=command.get("comment"))}
+            one = {**facts.options, **_drop_missing(let=command.get("let"), comment=command.get("comment"))}
             target = _named(facts.filter, one)
             if not one and target is not None and not target.rest:
                 return bulk.BulkDelete(place, target)
@@ -424,6 +407,15 @@ def _changing(update: Modifications) -> Body:
     return refuse_stamps(changing(update))
 
 
-def _given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that the user gave."""
+def _drop_missing(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _split(options: Mapping[str, Any], known: type) -> tuple[ClientSession | None, dict[str, Any], dict[str, Any]]:
+    """Return the session, and the arguments of the statement and those of the whole command."""
+    unknown = sorted(options.keys() - known.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"A fenced write got unexpected arguments: {', '.join(unknown)}")
+    given = _drop_missing(**options)
+    session = given.pop("session", None)
+    return session, {name: given.pop(name) for name in _OF_STATEMENT & given.keys()}, given

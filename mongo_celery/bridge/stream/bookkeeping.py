@@ -118,8 +118,8 @@ class Bookkeeping:
         touched = _touched_by_field(event[DESCRIPTION])
         if namespace is None:
             namespace = f"{event['ns']['db']}.{event['ns']['coll']}"
-        outboxes = self.outboxes.get(namespace, frozenset())
-        return bool(touched) and all(name in outboxes or _is_kept(name, touched) for name in touched)
+        kept = _find_kept(touched, self.outboxes.get(namespace, frozenset()))
+        return bool(touched) and kept == touched.keys()
 
 
 def is_receipt(event: Mapping[str, Any]) -> bool:
@@ -173,26 +173,18 @@ def shown(event: Mapping[str, Any], name: str, outboxes: Collection[str], asks_f
     value = event[name]
     try:
         if name == DESCRIPTION:
-            document = event.get("fullDocument") or {}
-            return _described(value, _kept_in(value, document, outboxes), asks_for)
-        hidden = {field for field in value if (field in outboxes or _holds(field, value)) and not asks_for(field)}
+            kept = _find_kept(_touched_by_field(value), outboxes)
+            if MARKERS in _find_kept(_as_touched(event.get("fullDocument") or {}), ()):
+                kept.add(MARKERS)
+            return _described(value, {field for field in kept if not asks_for(field)})
+        hidden = {field for field in _find_kept(_as_touched(value), outboxes) if not asks_for(field)}
     except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
         return value
     return {field: value[field] for field in value if field not in hidden} if hidden else value
 
 
-def _kept_in(description: Mapping[str, Any], document: Mapping[str, Any], outboxes: Collection[str]) -> set[str]:
-    """Fields of which an update of this document touches nothing but what this package keeps."""
-    touched = _touched_by_field(description)
-    found = {name for name in touched if name in outboxes or _is_kept(name, touched)}
-    if _holds(MARKERS, document):
-        return found | {MARKERS}
-    return found if PARTICIPANT_VERSION in found else found - {MARKERS}
-
-
-def _described(description: Mapping[str, Any], hidden: set[str], asks_for: Callable[[str], bool]) -> Mapping[str, Any]:
-    """The description of an update without some fields at the top of its document."""
-    hidden = {field for field in hidden if not asks_for(field)}
+def _described(description: Mapping[str, Any], hidden: set[str]) -> Mapping[str, Any]:
+    """Return the description of an update without some fields at the top of its document."""
     if not hidden:
         return description
     shown = dict(description)
@@ -205,62 +197,47 @@ def _described(description: Mapping[str, Any], hidden: set[str], asks_for: Calla
     return shown
 
 
-def _holds(name: str, document: Mapping[str, Any]) -> bool:
-    """Whether a field of a document is one of `KNOWN_BY_VALUE`, and holds all of what this package writes there."""
-    if name not in KNOWN_BY_VALUE or name not in document:
-        return False
-    value = document[name]
-    if name == LOCK:
-        return isinstance(value, Mapping) and value.keys() == _LOCK_PARTS and _is_lock({LOCK: value})
-    if name == FENCE:
-        return bool(value) and _are_stamps({FENCE: value})
-    return _is_version({PARTICIPANT_VERSION: document.get(PARTICIPANT_VERSION)})
+def _as_touched(document: Mapping[str, Any]) -> dict[str, Changes]:
+    """Return a document like an update that has written each of its fields as a whole."""
+    return {name: {name: value} for name, value in document.items()}
+
+
+def _find_kept(touched: Mapping[str, Changes], outboxes: Collection[str]) -> set[str]:
+    """Return the fields in which nothing was written but by this package."""
+    return {name for name in touched if name in outboxes or _is_kept(name, touched)}
 
 
 def _is_kept(name: str, touched: Mapping[str, Changes]) -> bool:
-    if name == LOCK:
-        return _is_lock(touched[name])
+    """Return True if a field was given what this package writes there: as a whole, or a part of it."""
+    if name not in KNOWN_BY_VALUE:
+        return False
     if name == MARKERS:
-        return PARTICIPANT_VERSION in touched
-    if name == PARTICIPANT_VERSION:
-        return _is_version(touched[name])
-    return name == FENCE and _are_stamps(touched[name])
-
-
-def _is_lock(changes: Changes) -> bool:
-    """The whole lock, or what differs from the one before; its id always does."""
-    parts = _parts(LOCK, changes)
-    return parts is not None and parts.keys() <= _LOCK_PARTS and isinstance(parts.get("id"), ObjectId)
-
-
-def _is_version(changes: Changes) -> bool:
-    """A version, or the part of it that is made anew."""
-    parts = _parts(PARTICIPANT_VERSION, changes)
-    return parts is not None and parts.keys() <= _VERSION_PARTS and isinstance(parts.get("at"), ObjectId)
-
-
-def _are_stamps(changes: Changes) -> bool:
-    """Stamps, each under a key of bridge and subscription, or parts of them."""
-    whole = changes.get(FENCE)
-    if whole is not None:
-        return isinstance(whole, Mapping) and all("/" in key and _is_stamp(whole[key]) for key in whole)
-    for path, value in changes.items():
-        _, key, *parts = path.split(".")
-        if "/" not in key or value is _GONE or not (_is_stamp(value) if not parts else parts[0] in _STAMP_PARTS):
-            return False
-    return True
-
-
-def _is_stamp(value: Any) -> bool:
-    return isinstance(value, Mapping) and {"g", "p"} <= value.keys() <= _STAMP_PARTS
-
-
-def _parts(name: str, changes: Changes) -> Changes | None:
-    """By their names, the values of the parts that were written, together or one by one; None where it has none."""
+        return PARTICIPANT_VERSION in touched and _is_kept(PARTICIPANT_VERSION, touched)
+    changes = touched[name]
     whole = changes.get(name)
-    if whole is not None:
-        return whole if isinstance(whole, Mapping) and len(changes) == 1 else None
-    return {path.removeprefix(f"{name}."): value for path, value in changes.items()}
+    if whole is None:
+        parts = {path.removeprefix(f"{name}."): value for path, value in changes.items()}
+    elif isinstance(whole, Mapping) and len(changes) == 1:
+        parts = dict(whole)
+    else:
+        return False
+    if name == FENCE:
+        return bool(parts) and all(_is_stamp(path, value) for path, value in parts.items())
+    if name == PARTICIPANT_VERSION:
+        return parts.keys() <= _VERSION_PARTS and isinstance(parts.get("at"), ObjectId)
+    # An update may say only what differs from the lock before: its id always does.
+    has_all = whole is None or parts.keys() == _LOCK_PARTS
+    return has_all and parts.keys() <= _LOCK_PARTS and isinstance(parts.get("id"), ObjectId)
+
+
+def _is_stamp(path: str, value: Any) -> bool:
+    """Return True if a value is a stamp under a key of bridge and handler, or a part of one."""
+    key, *parts = path.split(".")
+    if "/" not in key or value is _GONE:
+        return False
+    if parts:
+        return parts[0] in _STAMP_PARTS
+    return isinstance(value, Mapping) and {"g", "p"} <= value.keys() <= _STAMP_PARTS
 
 
 def is_judged_behind(pipeline: Sequence[Mapping[str, Any]]) -> bool:

@@ -199,7 +199,11 @@ class Filter:
 
 
 def filter_of(
-    operations: Iterable[str] | None, fields: Iterable[str] | None, match: Any, *, bookkeeping: bool = False
+    operations: Iterable[str] | None = None,
+    fields: Iterable[str] | None = None,
+    match: Any = None,
+    *,
+    bookkeeping: bool = False,
 ) -> Filter:
     """A filter from a decorator's arguments, or a ConfigurationError."""
     if operations == ALL:
