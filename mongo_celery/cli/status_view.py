@@ -32,7 +32,6 @@ _COLORS = {
     "not_led": "yellow",
     "parked": "yellow",
     "waiting": "yellow",
-    "moving": "yellow",
     "paused": "yellow",
     "idle": "yellow",
     "new": "cyan",

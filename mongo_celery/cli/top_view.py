@@ -43,7 +43,6 @@ _CELL_MARKS: Mapping[str, tuple[str, str]] = {
     CELLS["paused"]: ("P", "yellow"),
     CELLS["waiting"]: ("W", "yellow"),
     CELLS["parked"]: ("K", "yellow"),
-    CELLS["moving"]: ("M", "yellow"),
     CELLS["not_led"]: ("·", "dim"),
 }
 _FIRST_DIGITS = 10

@@ -45,8 +45,8 @@ measured in the same rounds.
   partitions alike, and of three documents.
 - *cost*: processor time for storing one change of 1 kB and of 10 kB and for reading it back, beyond that of one that
   stays in memory.
-- *handovers*: seconds until the next term has started a handler, and until a layout with twice as many partitions is
-  in force, and the listener's memory, with nothing stored and with 100 000 changes behind a retry of an hour.
+- *handovers*: seconds until the next term has started a handler, and the listener's memory, with nothing stored and
+  with 100 000 changes behind a retry of an hour.
 
 `backlog` (`backlog_suite`):
 

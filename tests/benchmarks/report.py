@@ -161,7 +161,6 @@ def _spill(results: SpillResults) -> dict[str, Any]:
             {
                 "stored": each.stored,
                 "take_over_seconds": round(each.take_over, 3),
-                "new_layout_seconds": round(each.new_layout, 3),
                 "listener_memory_mb": {name: round(size, 1) for name, size in each.memory_mb.items()},
             }
             for each in results.handovers
@@ -240,8 +239,7 @@ def _show_spill(results: SpillResults, console: Console) -> None:
     for each in results.handovers:
         memory = ", ".join(f"{name} {size:.0f}" for name, size in each.memory_mb.items())
         console.print(
-            f"with {each.stored:,} stored changes: take-over {each.take_over:.1f} s, "
-            f"new layout {each.new_layout:.1f} s; listener's memory in MB: {memory}"
+            f"with {each.stored:,} stored changes: take-over {each.take_over:.1f} s; listener's memory in MB: {memory}"
         )
 
 

@@ -25,7 +25,7 @@ class Sizes:
         standing: changes of the one that stands.
         backlog: changes that flow, and are not to be stored.
         stored: changes of 1 kB whose storing is measured; of 10 kB a third.
-        spilled: changes that are stored when a listener takes over, and when the layout changes.
+        spilled: changes that are stored when a listener takes over.
         existing: documents of a snapshot, and as many live inserts beside it.
         snapshots: how many such snapshots are measured.
         live: live changes whose latency is measured alone; beside a snapshot it is as many as it lasts.

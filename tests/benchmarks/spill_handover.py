@@ -1,4 +1,4 @@
-"""Many stored changes behind a retry of an hour: the next term, a new layout, and the listener's memory meanwhile."""
+"""Many stored changes behind a retry of an hour: the next term, and the listener's memory meanwhile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mongo_celery.bench.errors import BenchError
-from mongo_celery.bench.stage import Stage, pause
+from mongo_celery.bench.stage import Stage
 from mongo_celery.bench.usage import memory_mb, sockets
 from tests.benchmarks.spill_rig import PARTITIONS, SPILL_APP, SpillRig
 
@@ -23,14 +22,12 @@ class Handover:
     Attributes:
         stored: how many changes were stored.
         take_over: seconds from the leader's SIGTERM, with a standby in place, until the next handler has started.
-        new_layout: seconds from the start of a listener with twice as many partitions until its layout is in force.
         memory_mb: the listener's (2^20), resident: at the start, and the highest while they were stored, while the
             next term led with them, and while they were read back.
     """
 
     stored: int
     take_over: float
-    new_layout: float
     memory_mb: Mapping[str, float]
 
 
@@ -47,15 +44,13 @@ def measure_handover(stage: Stage, count: int, announce: Callable[[str], None]) 
         announce(f"take-over with {count} stored changes")
         take_over = _take_over(rig)
         memory["next_term"] = memory_mb(rig.listener.pid)[1]
-        announce(f"a new layout with {count} stored changes")
-        new_layout = _new_layout(rig)
         announce(f"reading {count} changes back")
         rig.scene.worker(SPILL_APP)
         rig.cure()
         rig.await_standing()
         rig.await_removed()
         memory["reading_back"] = memory_mb(rig.listener.pid)[1]
-        return Handover(count, take_over, new_layout, memory)
+        return Handover(count, take_over, memory)
 
 
 def _take_over(rig: SpillRig) -> float:
@@ -67,23 +62,3 @@ def _take_over(rig: SpillRig) -> float:
     rig.write([rig.document("others", key=rig.keys(1)[0])])
     rig.await_others()
     return time.monotonic() - began
-
-
-def _new_layout(rig: SpillRig) -> float:
-    """The leader steps down for it."""
-    leader, began = rig.listener, time.monotonic()
-    rig.listener = rig.change_layout(2 * PARTITIONS)
-    while _partitions(rig) != 2 * PARTITIONS:
-        rig.scene.check()
-        if time.monotonic() - began > _SECONDS_MAX:
-            raise BenchError(f"no new layout within {_SECONDS_MAX:.0f} s: {rig.listener.last_words}")
-        pause(_LOOK_SECONDS)
-    taken = time.monotonic() - began
-    rig.scene.stop(leader)
-    return taken
-
-
-def _partitions(rig: SpillRig) -> int:
-    found = rig.scene.state["subscriptions"].find_one({}, {"layout": 1}) or {}
-    count: int = found["layout"]["partitions"]
-    return count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from pymongo import MongoClient, ReplaceOne
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import Scene, pause
 from mongo_celery.bridge.partitioning import partition_hash
-from mongo_celery.embedded.crew import ChildProcess
 from tests.benchmarks.spill_app import CURED
 
 Document = dict[str, Any]
@@ -70,12 +68,6 @@ class SpillRig:
     def stop_listening(self) -> None:
         """End the listener regularly."""
         self.scene.stop(self.listener)
-
-    def change_layout(self, partitions: int) -> ChildProcess:
-        """Start a listener with another number of partitions beside the one that leads."""
-        setting = self.scene.setting
-        self.scene.setting = replace(setting, bridge={**setting.bridge, "partitions": partitions})
-        return self.scene.listener(SPILL_APP)
 
     def cure(self) -> None:
         """Let what stands go on, as an operator does."""

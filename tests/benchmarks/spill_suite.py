@@ -66,7 +66,7 @@ class SpillResults:
         beside: changes of the others.
         backlogs: backlogs that flow, by their keys.
         costs: of storing and of reading back one change, by its bytes.
-        handovers: take-over, new layout and memory, by how much is stored.
+        handovers: take-over and memory, by how much is stored.
     """
 
     others: list[Reading] = field(default_factory=list)

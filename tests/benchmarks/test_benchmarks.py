@@ -125,7 +125,7 @@ def test_the_suite_of_what_is_stored_gives_the_others_throughput_and_costs(redis
         assert set(found["cost_us"][size]) == {"storing", "reading_back"}
     nothing, some = found["handovers"]
     assert (nothing["stored"], some["stored"]) == (0, 200)
-    assert some["new_layout_seconds"] > 0
+    assert some["take_over_seconds"] > 0
 
 
 @pytest.mark.slow

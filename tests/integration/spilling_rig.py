@@ -119,7 +119,10 @@ class Term:
 
     def store(self, index: int = 0, reason: str = "halted") -> bool:
         """Store what a partition has in the buffer."""
-        return self.spilling.store(self.led, index, reason)
+        while self.led.window.depth(index):
+            if not self.spilling.store(self.led, index, reason):
+                return False
+        return True
 
     def dispatch(self) -> list[Run]:
         """What is due now, as published."""

@@ -571,26 +571,6 @@ def test_commands_work_on_a_partition_with_stored_changes(storing: Storing) -> N
     assert led.claim(number=2) is not None
 
 
-def test_a_command_on_a_partition_that_is_moving_is_refused(
-    storing: Storing, mongo_client: MongoClient[Document]
-) -> None:
-    """P12: it is copied to a new layout at this moment; in a command on all partitions the others are done."""
-    storing.led.halt()
-    partitions = mongo_client[storing.led.bridge.options.database]["partitions"]
-    partitions.update_one({"_id": storing.partition_id}, {"$set": {"state": "moving", "was": "halted"}})
-    wiring = storing.wiring
-    head = token(1)["_data"]
-    for command in (commands.pause, commands.resume, commands.retry):
-        with pytest.raises(CommandRefusedError, match="is on its way to a new partition layout: repeat the command"):
-            command(wiring, "summarise", 0)
-    for look in (lambda: commands.skip(wiring, "summarise", 0, token=head), lambda: heads.read_halted(wiring, None, 0)):
-        with pytest.raises(CommandRefusedError, match="is on its way to a new partition layout"):
-            look()
-    assert [each.result for each in commands.pause(wiring)] == ["unfit", "done", "done"]
-    assert heads.read_head(wiring, "summarise", 0).state == "moving"
-    assert storing.led.partition()["state"] == "moving"
-
-
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_retry_of_a_stored_change_outlives_its_history(storing: Storing, *, marked: bool) -> None:
     """P13: also where its execution alone has stored it; then the mark lets the next listener find it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from bson import Int64
@@ -14,13 +13,11 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery import Change, CommandRefusedError
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, name_session
-from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX, signed
-from mongo_celery.bridge.state.partitions import MOVING
+from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.table import Table
 from tests.fixtures.process import wait_for
-from tests.integration.layout_rig import NAME, Shop, region
 from tests.integration.parking_rig import Parking, WantedError, hash_of, parking_on
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
 from tests.integration.term_rig import around
@@ -31,12 +28,6 @@ def parking(mongo_client: MongoClient[Document], mongo_url: str, state_database:
     """Give a partition with nothing done, and a worker whose handler parks keys."""
     with parking_on(mongo_client, mongo_url, state_database) as made:
         yield made
-
-
-@pytest.fixture
-def shop(mongo_client: MongoClient[Document], state_database: str) -> Shop:
-    """Give a bridge with a stream of hand-made events."""
-    return Shop(mongo_client, state_database)
 
 
 def waiting(parking: Parking, *keys: str) -> None:
@@ -314,32 +305,6 @@ def test_discarding_all_releases_the_key_and_replays_nothing(parking: Parking) -
     assert parking.got[-1] == ("bad", 6)
 
 
-def test_nothing_is_discarded_of_a_parked_key_while_its_partition_moves(parking: Parking) -> None:
-    """P1: the new layout has it parked already, and would wait for letters that are gone."""
-    waiting(parking)
-    parking.rig.spoil(state=MOVING)
-    (refused,) = parking.discard(3)
-    assert refused.result == "refused"
-    assert "on its way to a new layout" in refused.reason
-    assert len(parking.letters) == 3
-    parking.rig.spoil(state="flowing", parkedKeys=[])
-    assert [each.result for each in parking.discard()] == ["discarded"] * 3, "whatever somebody did to the state"
-
-
-def test_a_layout_that_is_over_keeps_nothing_from_being_discarded(parking: Parking) -> None:
-    """Its partitions are closed, and have the key, until all that they have stored is removed."""
-    waiting(parking)
-    over = {**parking.rig.document, "state": MOVING}
-    parking.rig.letters.database["subscriptions"].update_one({}, {"$set": {"layout.generation": 1}})
-    parking.rig.documents.insert_one({**over, "_id": f"{BRIDGE}/{SUBSCRIPTION}/1/0"})
-    (refused,) = parking.discard(3)
-    assert "on its way to a new layout" in refused.reason, "the one in force"
-    parking.rig.documents.update_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}/1/0"}, {"$set": {"state": "flowing"}})
-    parking.rig.spoil(state=MOVING)
-    assert [each.result for each in parking.discard()] == ["discarded"] * 3
-    assert [each["parkedKeys"] for each in parking.rig.documents.find()] == [[], []]
-
-
 # -- races -------------------------------------------------------------------------------------------
 
 
@@ -504,65 +469,3 @@ def test_a_transactional_handler_parks_and_is_released(
         assert [each.letter[-8:] for each in parking.requests] == [token(2)["_data"]]
         parking.drain()
         assert (parking.letters, parking.keys) == ([], frozenset())
-
-
-# -- layouts -----------------------------------------------------------------------------------------
-
-
-def parked_in_layout(term: Any) -> dict[int, set[int]]:
-    """The hashes of parked keys in force, by partition."""
-    generation = term.rig.generation(NAME)
-    found = term.rig.partitions.find({"_id": {"$regex": f"/{NAME}/{generation}/"}})
-    return {
-        int(each["_id"].rsplit("/", 1)[1]): {hash_ % (1 << 64) for hash_ in each["parkedKeys"]}
-        for each in found
-        if each.get("parkedKeys")
-    }
-
-
-def park_all(term: Any) -> set[int]:
-    """Park the keys of the first changes of all partitions; their hashes."""
-    trackers = term.led[NAME].trackers
-    base = (1 << 63) // len(trackers) * len(trackers)  # as large as a hash may be: it is kept as a signed number
-    for index, tracker in trackers.items():
-        key = {"parkedKeys": [Int64(signed(base + index))]}
-        term.rig.partitions.update_one({"_id": tracker.partition_id}, {"$set": key})
-    return {base + index for index in trackers}
-
-
-def test_a_new_layout_has_parked_keys_where_they_belong(shop: Shop) -> None:
-    """P2: in partitions that have nothing stored, too."""
-    shop.write(*range(1, 5))
-    old = shop.begin(3)
-    hashes = park_all(old)
-    term = shop.begin(5)
-    term.finish()
-    found = parked_in_layout(term)
-    assert set().union(*found.values()) == hashes
-    assert all(hash_ % 5 == index for index, each in found.items() for hash_ in each)
-    assert sum(image.parked_keys for image in shop.images(term).values()) == len(hashes)
-
-
-def test_a_layout_by_another_key_waits_until_no_key_is_parked(shop: Shop) -> None:
-    """P2: also where one is parked while its partitions are being closed; meanwhile the old ones serve."""
-    shop.write(*range(1, 9))
-    old = shop.begin(2)
-    park_all(old)
-    term = shop.begin(2, partition_by=region)
-    for _ in range(4):
-        term.turn()
-    assert [each.startswith("waits until no key is parked") for each in term.waits] == [True]
-    assert {image.state for image in shop.images(term).values()} == {"flowing"}
-    assert not term.led[NAME].is_moving
-    claim = shop.claim(term, 0, 1)
-    term.rig.partitions.update_many({}, {"$set": {"parkedKeys": []}})
-    term.turn()
-    term.turn()
-    assert {image.state for image in shop.images(term).values()} == {"flowing", "moving"}, "it waits for the claim"
-    park_all(term)
-    term.turn()
-    assert {image.state for image in shop.images(term).values()} == {"flowing"}, "opened again"
-    assert term.rig.store.claims.relinquish(claim.partition_id, claim.owner)
-    term.rig.partitions.update_many({}, {"$set": {"parkedKeys": []}})
-    term.finish()
-    assert shop.in_force(term)[0].key.endswith("region")

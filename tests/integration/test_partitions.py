@@ -56,20 +56,6 @@ def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
     assert len(rig.partitions.take_over({SUBSCRIPTION: 1}, LATER)) == 1
     taken = {document["_id"] for document in rig.documents.find({"epoch": LATER})}
     assert taken == {f"{BRIDGE}/{SUBSCRIPTION}/1/0"}
-    rig.partitions.discard_others({SUBSCRIPTION: 10}, LATER)
-    assert sorted(each["_id"] for each in rig.documents.find()) == [
-        f"{BRIDGE}/{SUBSCRIPTION}/10/0",
-        f"{BRIDGE}/{SUBSCRIPTION}_more/1/0",
-    ]
-
-
-def test_discarding_leaves_what_a_later_term_has_prepared(rig: Rig) -> None:
-    """P1: there the generation may be in force, and at work."""
-    rig.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, generation=1, partitions=2), LATER)
-    rig.partitions.discard_others({SUBSCRIPTION: 2}, VERSION)
-    assert {each["epoch"] for each in rig.documents.find()} == {LATER}
-    rig.partitions.discard_others({}, LATER)
-    assert rig.documents.count_documents({}) == 2
 
 
 def test_a_take_over_shuts_out_the_messages_of_older_terms(rig: Rig) -> None:
@@ -122,61 +108,6 @@ def test_a_take_over_keeps_a_partition_that_stands_still_standing(rig: Rig, stat
     """P9: a deploy does not silently resume what a person must look at."""
     rig.spoil(state=state)
     assert rig.take_over(LATER).state == state
-
-
-# -- closing for a new layout ------------------------------------------------------------------------
-
-
-def test_a_closed_partition_can_not_be_claimed_until_a_take_over_opens_it(rig: Rig) -> None:
-    """P1, P3: the new layout is not in force then; it is as it was, under the later version."""
-    (image,) = rig.partitions.close([rig.where], VERSION)
-    assert (image.state, image.was, image.claim) == ("moving", "flowing", None)
-    assert rig.try_claim() is None
-    image = rig.take_over(LATER)
-    assert (image.state, image.was) == ("flowing", None)
-    assert rig.try_claim(version=LATER) is not None
-
-
-@pytest.mark.parametrize("state", ["halted", "paused"])
-def test_a_partition_that_stands_is_closed_and_opened_as_it_was(rig: Rig, state: str) -> None:
-    """P9: whichever way it is opened again."""
-    rig.spoil(state=state)
-    assert rig.partitions.close([rig.where], VERSION)[0].was == state
-    rig.partitions.open([rig.where], VERSION)
-    assert (rig.image.state, rig.image.was) == (state, None)
-    rig.partitions.close([rig.where], VERSION)
-    assert rig.take_over(LATER).state == state
-
-
-def test_what_runs_is_waited_for_before_a_partition_is_closed(rig: Rig) -> None:
-    """P6: neither a live claim nor an outcome is cut off."""
-    claim = rig.claim()
-    assert rig.partitions.close([rig.where], VERSION)[0].state == "flowing"
-    assert rig.claims.handle(claim, 1, token(1))
-    rig.lapse()
-    assert rig.partitions.close([rig.where], VERSION)[0].state == "flowing"
-    assert rig.claims.commit(rig.where, 1)
-    (image,) = rig.partitions.close([rig.where], VERSION)
-    assert (image.state, image.committed, image.retry) == ("moving", 1, None)
-
-
-def test_closing_ends_a_claim_that_has_lapsed_and_charges_it(rig: Rig) -> None:
-    """P6, P14: like whoever would replace it; its execution can write nothing any more."""
-    claim = rig.claim(1, 3)
-    rig.lapse()
-    (image,) = rig.partitions.close([rig.where], VERSION)
-    assert (image.claim, image.crashes, image.single) == (None, 1, 3)
-    assert image.fence > claim.fence
-    assert not rig.claims.handle(claim, 1, token(1))
-
-
-def test_closing_is_refused_to_an_older_term(rig: Rig) -> None:
-    """P3: its write comes too late; so does that which would open."""
-    rig.take_over(LATER)
-    assert rig.partitions.close([rig.where], VERSION)[0].state == "flowing"
-    rig.partitions.close([rig.where], LATER)
-    rig.partitions.open([rig.where], VERSION)
-    assert rig.image.state == "moving"
 
 
 # -- images ------------------------------------------------------------------------------------------
@@ -244,9 +175,8 @@ def test_a_look_sees_every_claim_and_every_outcome_and_nothing_twice(
     [
         lambda rig: rig.try_claim(owner="next"),
         lambda rig: rig.partitions.retry(rig.image, 0),
-        lambda rig: rig.partitions.close([rig.where], VERSION),
     ],
-    ids=["a newer claim", "retried by a person", "closed"],
+    ids=["a newer claim", "retried by a person"],
 )
 def test_a_look_sees_what_others_do_to_a_claim(rig: Rig, act: Act) -> None:
     """P1: each of them raises the fence. That it has lapsed by itself the sweep sees."""
@@ -491,7 +421,6 @@ TRACES = (
 def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: Rig, trace: dict[str, Any]) -> None:
     """P1: also in an old layout; what was begun is not begun again somewhere else without a decision."""
     rig.partitions.prepare({"record": None, "recorder": None}, layouts("record", "recorder", partitions=2), VERSION)
-    rig.partitions.close([f"{BRIDGE}/record/0/0", f"{BRIDGE}/recorder/0/1"], VERSION)
     assert not rig.partitions.are_touched("record")
     rig.documents.update_one({"_id": f"{BRIDGE}/record/0/1"}, {"$set": trace})
     assert rig.partitions.are_touched("record")

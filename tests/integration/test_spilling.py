@@ -336,25 +336,6 @@ def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> 
     assert new.work(until=11) == list(range(1, 12))
 
 
-def test_a_copied_head_stands_in_its_new_partition(begin: Begin) -> None:
-    """P12: what halted before the new layout halts in it, and is not run; once it is retried, it is."""
-    term = begin()
-    standing = {"state": "halted", "head": {"resumeToken": {"_data": token_data(2)}, "key": "k"}, "retry": None}
-    stored = [
-        StoredChange(token_data(number), change(number).raw, standing=standing if number == 2 else None)
-        for number in (1, 2, 3)
-    ]
-    term.rig.store.spill.insert(term.partition_id(), stored, term.rig.version)
-    assert term.rig.store.partitions.mark_spilled(term.partition_id(), term.rig.version, token_data(3), "moved")
-    term.pass_over(5)
-    assert term.work(until=1) == [1]
-    term.turn_until(lambda: term.image().state == "halted")
-    term.turn(_SECOND)
-    assert (term.dispatch(), term.image().head) == ([], standing["head"])
-    term.retry()
-    assert term.work(until=3) == [1, 2, 3]
-
-
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:

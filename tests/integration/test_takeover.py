@@ -19,8 +19,6 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 from pymongo.monitoring import CommandListener, CommandStartedEvent
 
-from mongo_celery.bridge.listener.relayout import Relayouts
-from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
 from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from mongo_celery.bridge.listener.watermarks import Watermarks
@@ -29,7 +27,7 @@ from mongo_celery.mongo.table import Table
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.integration.layout_rig import CONCERN, NAME, Shop
+from tests.integration.repartition_rig import NAME, Shop
 from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
 
 Document = dict[str, Any]
@@ -117,14 +115,7 @@ def calls_of(make_client: MakeClient, state_database: str) -> Callable[[int, str
             assert stored == handlers
             third = begin_term(client, database, 8, names[: handlers // 2])
             with counted("take-over before a new layout"):
-                takeover = third.take_over()
-            moving = {each.name: each for each in third.led(takeover, {})}
-            watermarks = Watermarks(third.store, third.renewal, "f", dict)
-            spilling = Spilling(third.store, third.options, CONCERN, lambda _: 0.0)
-            relayouts = Relayouts(third.store, third.options, CONCERN, watermarks, spilling)
-            relayouts.begin(moving, takeover)
-            with counted("new layout"):
-                assert len(relayouts.turn(time.monotonic(), at_end=True)) == handlers // 2
+                third.take_over()
         finally:
             client.drop_database(database)
         return found
@@ -135,7 +126,7 @@ def calls_of(make_client: MakeClient, state_database: str) -> Callable[[int, str
 def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
     calls_of: Callable[[int, str], dict[str, int]],
 ) -> None:
-    """P12: a take-over, watermarks and a new layout cost as many round trips for 60 handlers as for 2."""
+    """P12: a take-over and watermarks cost as many round trips for 60 handlers as for 2."""
     assert calls_of(_MANY, "many") == calls_of(_FEW, "few")
 
 
@@ -339,15 +330,15 @@ def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won
     assert subscription.observe(later, time.monotonic()).value == "superseded"
 
 
-def test_a_new_layout_waits_for_a_locked_partition(mongo_client: MongoClient[Document], state_database: str) -> None:
-    """P2, P16: what an older term may still commit there lies before the place at which the new layout begins."""
+def test_repartitioning_waits_for_a_locked_partition(mongo_client: MongoClient[Document], state_database: str) -> None:
+    """P2, P16: what an older term may still commit there lies before the place at which the new partitions begin."""
     shop = Shop(mongo_client, state_database)
     before = shop.begin(_PARTITIONS)
     with open_transaction(mongo_client, state_database, before.rig.partition_id(NAME, 0)):
         term = shop.begin(_PARTITIONS + 1)
         for _ in range(3):
             term.turn()
-        assert term.waits == ["waits for partition 0, which an open transaction has locked"]
+        assert term.waits == {NAME: "an open transaction has locked partition 0"}
     assert term.rig.store.partitions.win([before.rig.partition_id(NAME, 0)], term.rig.version)
     term.finish()
-    assert shop.in_force(term)[0].partitions == _PARTITIONS + 1
+    assert shop.in_force(term).partitions == _PARTITIONS + 1

@@ -171,9 +171,7 @@ def rewind(world: World, state: State) -> Steps:
     if world.rewind is None or state.rewound:
         return
     place = Token(world.rewind, -100 if world.broken is Broken.TOKEN_OF_NEXT else 0)
-    if all(each.token <= place for each in state.partitions) or any(
-        each.mode is Mode.MOVING for each in state.partitions
-    ):
+    if all(each.token <= place for each in state.partitions):
         return
     epoch = state.epoch + 1
     after = state._replace(

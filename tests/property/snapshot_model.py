@@ -11,7 +11,7 @@ lands at any later time or never, and a crash is a term that begins between any 
 - *A value is the time of the write that made it*; a deletion is minus its time. So "older" can be read off.
 - *Handlers copy* what they are given: the copy is the effect, which happens when the claim is won (what comes later is
   refused by the fence, as ``protocol_model`` proves).
-- *A new layout* is two steps, close and flip: what may go wrong within each is the business of ``spill_model``.
+- *Repartitioning* is one step: what may go wrong within it is the business of ``spill_model``.
 
 Fields marked "ghost" are never read by a rule: they are the memory of the oracles.
 """
@@ -69,7 +69,7 @@ class Broken(StrEnum):
     CURSOR_IGNORES_BEGUN = "the cursor compares the epoch, not begun"
     RECORDS_LAST = "a take-over raises the records when it begins anew, not before it dispatches"
     CHUNK_SURVIVES = "a chunk is kept when the stream is opened again at the watermark"
-    CHUNK_SURVIVES_LAYOUT = "a chunk is kept when a new layout comes into force"
+    CHUNK_SURVIVES_LAYOUT = "a chunk is kept when the partitions are replaced"
     STOPPED_STAYS = "a take-over raises the records of snapshots that run, and not of those that are stopped"
     REWIND_KEEPS_MARK = "a rewind leaves a mark that was reached"
     REWIND_LEAVES_RECORDS = "a rewind does not raise the records' epoch"
@@ -121,7 +121,6 @@ class Mode(StrEnum):
 
     FLOWING = "flowing"
     HALTED = "halted"
-    MOVING = "moving"
 
 
 class Progress(StrEnum):
@@ -143,7 +142,7 @@ class World(NamedTuple):
         absent: The keys that do not exist at the beginning.
         snapshots: How many run at once; ``chunk``: how many documents one read asks for.
         terms: How many terms may begin without need.
-        partitions: The layout in force at the beginning, then what each term wants; one: it stays.
+        partitions: How many there are at the beginning, then how many each term wants; one: it stays.
         faults: Which kinds may happen; ``budget``: how many of them altogether.
         late: Which writes may land late; ``delays``: how many altogether.
         spills: Whether what is buffered may be stored.
@@ -347,7 +346,7 @@ class Write(NamedTuple):
     state: Progress = Progress.RUNNING
 
     def is_over(self, generation: int) -> bool:
-        """Tell whether a write on a partition belongs to another layout than that in force."""
+        """Tell whether a write on a partition belongs to former partitions."""
         return self.guard != generation
 
     def __str__(self) -> str:
@@ -455,7 +454,7 @@ def is_there(state: State) -> bool:
 
 
 def partition_of(state: State, key: int) -> int:
-    """Return the index of a key in the layout in force."""
+    """Return the index of a key under the partitioning in force."""
     return key % len(state.partitions)
 
 

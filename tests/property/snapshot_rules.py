@@ -58,7 +58,7 @@ def acquire(world: World, state: State) -> Steps:
 def take_over(world: World, state: State, listener: Listener) -> Steps:
     """First the records of snapshots, then the partitions: whose record is raised last could still move its cursor.
 
-    What is claimed goes on; what is closed opens again.
+    What is claimed goes on.
     """
     if state.epoch != listener.term:
         return
@@ -70,10 +70,7 @@ def take_over(world: World, state: State, listener: Listener) -> Steps:
             after = with_raised_records(after, listener.term, stopped=stopped)
         yield Step("take records over", ready), after
         return
-    partitions = tuple(
-        each._replace(epoch=listener.term, mode=Mode.FLOWING if each.mode is Mode.MOVING else each.mode)
-        for each in state.partitions
-    )
+    partitions = tuple(each._replace(epoch=listener.term) for each in state.partitions)
     ready = opened(state, listener, forget=False)._replace(stage=2)
     yield Step("take over", ready), with_listener(state, listener, ready)._replace(partitions=partitions)
 
@@ -103,9 +100,14 @@ def opened(state: State, listener: Listener, *, forget: bool = True) -> Listener
     return listener._replace(cursor=place.time, buffers=((),) * count, stored=(START,) * count, chunks=chunks)
 
 
-def relayouts(world: World, state: State, listener: Listener) -> bool:
-    """Tell whether a listener is about to change the layout."""
+def repartitions(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether a listener wants another number of partitions."""
     return world.wanted(listener.term) != len(state.partitions)
+
+
+def drains(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether a listener lets the partitions run dry, which it does while none is blocked."""
+    return repartitions(world, state, listener) and all(each.mode is Mode.FLOWING for each in state.partitions)
 
 
 # --- the stream ---------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
         return
     if listener.stage < (1 if world.broken is Broken.BEGIN_BEFORE_TAKE_OVER else 2):
         return
-    if relayouts(world, state, listener) and world.broken is not Broken.CHUNK_SURVIVES_LAYOUT:
+    if drains(world, state, listener) and world.broken is not Broken.CHUNK_SURVIVES_LAYOUT:
         return
     if listener.stage == 2 and not may_begin(world, state, listener):
         return
@@ -464,8 +466,7 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
     """All of a partition's buffered prefix in one bulk; a document that is there already gets my term, if larger."""
     items = unstored(state, listener, index)
     partition = state.partitions[index]
-    moving = relayouts(world, state, listener)
-    if not items or not (world.spills or moving or partition.spilled > partition.token):
+    if not items or not (world.spills or partition.spilled > partition.token):
         return
     writes = [Write(Late.INSERT, listener.term, index, state.generation, item=item) for item in items]
     done = state
@@ -473,7 +474,7 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
         done = landed(world, done, each)
     mine = listener._replace(stored=put(listener.stored, index, items[-1].token))
     full = world.room > 0 and not has_room(world, state, listener, 1)
-    fair = partition.mode is not Mode.FLOWING or partition.spilled > partition.token or full or moving
+    fair = partition.mode is not Mode.FLOWING or partition.spilled > partition.token or full
     yield from write(world, state, writes, with_listener(done, listener, mine), fair=fair)
 
 
@@ -527,47 +528,29 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     """The first that is not done goes out."""
     partition = state.partitions[index]
     item = next_item(world, state, listener, index)
-    if item is None or partition.mode is not Mode.FLOWING or relayouts(world, state, listener):
+    if item is None or partition.mode is not Mode.FLOWING:
         return
     message = Message(index, listener.term, partition.token, item)
     if message not in state.messages:
         yield Step("dispatch", message), state._replace(messages=state.messages | {message})
 
 
-# --- a new layout -------------------------------------------------------------------------------------------
+# --- repartitioning -----------------------------------------------------------------------------------------
 
 
-def close(world: World, state: State, listener: Listener) -> Steps:
-    """The partitions are closed when no claim is left."""
-    if not relayouts(world, state, listener) or any(
-        each.claim or each.mode is Mode.MOVING for each in state.partitions
-    ):
+def switch(world: World, state: State, listener: Listener) -> Steps:
+    """Nothing that was read is left to do, and the watermark says so: new partitions begin there."""
+    place = Token(listener.cursor)
+    if not repartitions(world, state, listener) or state.watermark != place:
         return
-    closed = tuple(each._replace(mode=Mode.MOVING) for each in state.partitions)
-    yield Step("close"), state._replace(partitions=closed)
-
-
-def flip(world: World, state: State, listener: Listener) -> Steps:
-    """What is stored up to a real token behind all positions is copied, and the stream opened at the watermark."""
-    if not relayouts(world, state, listener) or any(each.mode is not Mode.MOVING for each in state.partitions):
-        return
-    until = max(each.token for each in state.partitions)
-    if state.watermark < until:  # so it is a real one that is greater, where this is an item's
-        return
-    count = world.wanted(listener.term)
-    documents = frozenset(
-        each._replace(partition=each.item.key % count, term=listener.term)
-        for index, partition in enumerate(state.partitions)
-        for each in state.documents
-        if each.partition == index and partition.token < each.item.token <= partition.spilled
-    )
-    partitions = []
-    for index in range(count):
-        tokens = [each.item.token for each in documents if each.partition == index]
-        place = START if tokens else state.watermark
-        partitions.append(Partition(listener.term, place, max(tokens, default=START)))
+    for index, each in enumerate(state.partitions):
+        waits = any(item.token > each.token for item in listener.buffers[index])
+        blocked = each.mode is not Mode.FLOWING or each.spilled > each.token
+        if waits or blocked or each.claim or each.token > place:
+            return
+    partitions = (Partition(listener.term, place),) * world.wanted(listener.term)
     after = state._replace(
-        generation=state.generation + 1, partitions=tuple(partitions), documents=documents, messages=frozenset()
+        generation=state.generation + 1, partitions=partitions, documents=frozenset(), messages=frozenset()
     )
     mine = opened(after, listener, forget=world.broken is not Broken.CHUNK_SURVIVES_LAYOUT)
-    yield Step("flip", mine), with_listener(after, listener, mine)
+    yield Step("switch", mine), with_listener(after, listener, mine)

@@ -24,7 +24,7 @@ from tests.property.spill_model import (
     with_listener,
     with_partition,
 )
-from tests.property.spill_rules import committed, in_office, is_lost, moved, reopened
+from tests.property.spill_rules import committed, in_office, is_lost, moved
 from tests.property.spill_writes import landed
 
 
@@ -80,7 +80,7 @@ def execute(world: World, state: State, index: int) -> Steps:
         lapsed = with_partition(state, index, partition._replace(claim=claim._replace(live=False)))
         yield Step("lapse", claim, fair=False), justify(lapsed, claim.token)
     stands = partition._replace(claim=None, head=Head(claim.token, claim.config, claim.owed))
-    spent = state._replace(budget=state.budget - 1, released=state.released - {claim.token})
+    spent = state._replace(budget=state.budget - 1)
     if can(world, state, Fault.PARK):
         yield Step("park", claim, fair=False), with_partition(spent, index, stands._replace(mode=Mode.PARKED))
     if can(world, state, Fault.HALT):
@@ -114,7 +114,7 @@ def end_pause(state: State, index: int) -> Steps:
         token = partition.head.token
         more = put(state.justified, token - 1, state.justified[token - 1] + 1)
         flowing = partition._replace(mode=Mode.FLOWING, head=None)
-        after = with_partition(state, index, flowing)._replace(justified=more, released=state.released | {token})
+        after = with_partition(state, index, flowing)._replace(justified=more)
         yield Step("due", partition.head, fair=False), after
 
 
@@ -186,7 +186,7 @@ def command(world: World, state: State, index: int) -> Steps:
         return
     more = put(state.justified, head.token - 1, state.justified[head.token - 1] + 1)
     flowing = partition._replace(mode=Mode.FLOWING, head=None)
-    after = with_partition(state, index, flowing)._replace(justified=more, released=state.released | {head.token})
+    after = with_partition(state, index, flowing)._replace(justified=more)
     yield Step("retry", head, fair=False), after
     yield Step("skip", head, fair=False), moved(world, state, index, head)
 
@@ -196,15 +196,13 @@ def rewind(world: World, state: State) -> Steps:
 
     Not below what the oplog has, and nothing forward: a partition or a watermark that lies before stays there. The
     mark and the documents stay too (that a mark which was reached may go is in the model of snapshots). It begins as
-    every take-over: what is handled is committed, what was closed is open, and who runs in a partition that stays goes
-    on. What was halted or claimed in one that goes back is over; and in one that has committed nothing in this layout:
-    what it has done before it the watermark alone says, which goes back.
+    every take-over: what is handled is committed, and who runs in a partition that stays goes
+    on. What was halted or claimed in one that goes back is over.
     """
     if world.rewind is None or state.rewound or not any(token > world.rewind for token in state.done):
         return
     for index in range(len(state.partitions)):
         state = committed(world, state, index)
-        state = with_partition(state, index, reopened(state.partitions[index]))
     place = max(world.rewind, state.oldest - 1)
     if world.broken is Broken.REWIND_BELOW_OPLOG:
         place = world.rewind
@@ -215,7 +213,7 @@ def rewind(world: World, state: State) -> Steps:
     after = state._replace(
         epoch=epoch, watermark=watermark, partitions=back, rewound=True,
         done=state.done & kept, excused=state.excused & kept, starts=(0,) * len(world.keys),
-        justified=(1,) * len(world.keys), last=(Started(),) * len(state.last), released=frozenset(),
+        justified=(1,) * len(world.keys), last=(Started(),) * len(state.last),
     )  # fmt: skip
     yield Step("rewind", fair=False), after
 
@@ -224,9 +222,7 @@ def sent_back(world: World, partition: Partition, place: int) -> Partition:
     """Return a partition at a place, if that is a way back."""
     if world.broken is Broken.REWIND_MOVES_FORWARD:
         return partition._replace(token=place, claim=None)
-    if 0 < partition.token <= place:
-        return partition
-    if partition.token == 0 and world.broken is Broken.REWIND_TRUSTS_UNMOVED:
+    if partition.token <= place:
         return partition
     back = partition._replace(token=min(partition.token, place), claim=None)
     return back if world.broken is Broken.REWIND_KEEPS_HEAD else back._replace(mode=Mode.FLOWING, head=None)

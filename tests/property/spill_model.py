@@ -1,4 +1,4 @@
-"""Spill and new layouts as a finite machine: its state, and what a scenario fixes.
+"""Spill and repartitioning as a finite machine: its state, and what a scenario fixes.
 
 A second model beside ``protocol_model``, with its conventions: time is absent, a message that was sent stays
 deliverable, tokens are positions in the stream from 1, and nothing is imported from the package. The first model
@@ -10,7 +10,7 @@ has proved claims, fences and outcomes; here a claim *is* its execution, which l
 - *A listener acts on fresh images*. What it would do on stale ones is a late write too, or cannot claim; what it has
   read ahead from the collection is a message that is out already.
 - *A bulk* whose answer is lost lands document by document, in any order.
-- *A change has a key*: its partition is ``key % partitions`` in every layout.
+- *A change has a key*: its partition is ``key % partitions``, however many there are.
 - *A term without the handler* leaves no trace in its documents; it is the time between two terms, in which the oplog
   may roll. It needs no rule.
 
@@ -53,24 +53,16 @@ class Broken(StrEnum):
     DECISION_KEEPS_MARK = "a decision on lost history leaves a mark under which nothing is stored"
     REWIND_BELOW_OPLOG = "a rewind goes to where the oplog no longer reaches"
     REWIND_MOVES_FORWARD = "a rewind sets the place, not the smaller of place and own position"
-    REWIND_TRUSTS_UNMOVED = "a rewind leaves what runs or stands where nothing was committed in this layout"
     REWIND_KEEPS_HEAD = "a rewind leaves the halted head of a partition that it sends back"
-    CLOSED_STAYS_CLOSED = "a take-over under the old layout does not reopen what is closed"
-    NEVER_CLOSED = "the old layout is copied without being closed"
-    COPY_WHILE_STORING = "the old layout is copied while its term goes on storing there"
-    UNTIL_BEFORE_CLOSE = "how far to read is fixed before the partitions are closed"
-    UNTIL_IGNORES_HEADS = "a halted or parked head beyond the positions is not stored"
-    NOTHING_STORED = "only what is stored anyway is copied"
-    STANDING_LEFT_BEHIND = "a halted or parked head is copied without its state"
-    STANDING_KEPT = "a head that was let go is copied with the state that it had"
-    STANDS_AGAIN = "a standing that was put in force once is put in force again"
-    CLOSED_WHEN_LOST = "who loses the history in the middle of a new layout leaves the partitions closed"
-    REOPENS_ITSELF = "who loses the history in the middle of a new layout reopens the partitions in the same term"
-    GENERATION_PLUS_ONE = "a new layout's generation is the old one's plus one"
-    FLIP_IGNORES_EPOCH = "the flip does not compare the epoch"
-    DISCARD_BEFORE_FLIP = "the old generation is removed before the new one is seen in force"
-    DISCARD_ONLY_SMALLER = "only generations smaller than the one in force are removed"
-    BOUND_REFUSES_FLIP = "the bound also refuses what a new layout has to store"
+    SWITCH_IGNORES_STORED = "new partitions do not wait for stored changes"
+    SWITCH_IGNORES_BUFFER = "new partitions do not wait for what was read"
+    SWITCH_BEFORE_READ = "new partitions begin at a watermark that positions have passed"
+    SWITCH_IGNORES_TERM = "the switch does not compare the epochs"
+    SWITCH_UNGUARDED = "the switch does not look at the partitions once more"
+    DISCARDS_ALL_OTHERS = (
+        "a removal takes what is stored of all partitions but those that were in force when it was made"
+    )
+    FORMER_STAY = "what is stored of former partitions is not removed"
 
 
 class Fault(StrEnum):
@@ -92,8 +84,7 @@ class Late(StrEnum):
     WATERMARK = "watermark"
     CLEAR = "clear"
     REMOVE = "remove"
-    COPY = "copy"
-    FLIP = "flip"
+    SWITCH = "switch"
     DISCARD = "discard"
 
 
@@ -110,7 +101,6 @@ class Mode(StrEnum):
     FLOWING = "flowing"
     HALTED = "halted"
     PARKED = "parked"
-    MOVING = "moving"
 
 
 class World(NamedTuple):
@@ -121,7 +111,7 @@ class World(NamedTuple):
         keys: The key of the change at each position.
         terms: How many terms may begin without need.
         matches: Per configuration the positions that its handler matches; empty: everything, always.
-        partitions: The layout in force at the beginning, then what each configuration wants; one: it stays.
+        partitions: How many there are at the beginning, then how many each configuration wants; one: it stays.
         faults: Which kinds may happen; ``budget``: how many of them altogether.
         late: Which writes may land late; ``delays``: how many altogether.
         rolls: The places to which the oplog may roll, one after the other: the oldest entry that can be read.
@@ -195,10 +185,7 @@ class Claim(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A document of ``partitions``; ``token`` is the position, ``spilled`` the mark (0: none).
-
-    ``was`` is the mode before it was closed, ``stood`` the change whose standing was put in force last.
-    """
+    """A document of ``partitions``; ``token`` is the position, ``spilled`` the mark (0: none)."""
 
     epoch: int = 0
     token: int = 0
@@ -206,30 +193,20 @@ class Partition(NamedTuple):
     claim: Claim | None = None
     mode: Mode = Mode.FLOWING
     head: Head | None = None
-    was: Mode | None = None
-    stood: int = 0
 
     @property
     def stands(self) -> bool:
-        """Whether the partition waits for a person, or for an hour; or it is closed."""
+        """Whether the partition waits for a person, or for an hour."""
         return self.mode is not Mode.FLOWING
 
 
-class Prepared(NamedTuple):
-    """The partitions of a layout that is not in force yet."""
-
-    generation: int
-    partitions: tuple[Partition, ...]
-
-
 class Document(NamedTuple):
-    """A document of ``spill``; ``standing`` is the mode that its partition has when it becomes the first."""
+    """A document of ``spill``."""
 
     generation: int
     partition: int
     token: int
     term: int
-    standing: Mode | None = None
 
 
 class Listener(NamedTuple):
@@ -237,7 +214,6 @@ class Listener(NamedTuple):
 
     It ``leads`` when it has taken the partitions over. It has read what lies after ``opened`` up to ``cursor``; of a
     partition everything up to ``stored`` was inserted by it, or is done.
-    ``copied`` is the generation that it has prepared. (``until`` is used by a variant only.)
     """
 
     term: int
@@ -247,8 +223,6 @@ class Listener(NamedTuple):
     cursor: int = 0
     stored: tuple[int, ...] = ()
     generation: int = 0
-    copied: int = 0
-    until: int = 0
 
     def __str__(self) -> str:
         """Return the listener as a part of a trace."""
@@ -270,21 +244,11 @@ class Message(NamedTuple):
         return f"term {self.term}, partition {self.generation}/{self.partition}: change {self.token} after {self.base}"
 
 
-class Range(NamedTuple):
-    """What is copied of a closed partition, and in which state it stood at which change."""
-
-    after: int
-    up_to: int
-    mode: Mode | None
-    head: int
-    stood: int
-
-
 class Write(NamedTuple):
     """A write on its way.
 
-    ``place``: the token inserted, the mark, the watermark, or how far a removal reaches; of a copy and a flip the new
-    generation, whose number of partitions is the ``partition``; of a discard the generation that stays.
+    ``place``: the token inserted, the mark, the watermark, how far a removal reaches, or where new partitions begin,
+    whose number is the ``partition`` then; of a discard the generation that was in force.
     """
 
     kind: Late
@@ -292,7 +256,6 @@ class Write(NamedTuple):
     generation: int
     partition: int
     place: int
-    ranges: tuple[Range, ...] = ()
 
     def __str__(self) -> str:
         """Return the write as a part of a trace."""
@@ -311,15 +274,13 @@ class State(NamedTuple):
 
     ``done`` and what follows is ghost: positions that were committed or skipped; those that were passed by a
     configuration that does not match them, or given up by a decision; starts of handlers per position, and how many
-    of them are justified; the last start of each key; what was let go by an operator, or by its time; whether the
-    operator has rewound.
+    of them are justified; the last start of each key; whether the operator has rewound.
     """
 
     epoch: int
     watermark: int
     generation: int
     partitions: tuple[Partition, ...]
-    prepared: tuple[Prepared, ...]
     documents: frozenset[Document]
     listeners: tuple[Listener, ...]
     messages: frozenset[Message]
@@ -333,7 +294,6 @@ class State(NamedTuple):
     starts: tuple[int, ...]
     justified: tuple[int, ...]
     last: tuple[Started, ...]
-    released: frozenset[int]
     rewound: bool
 
     @property
@@ -361,16 +321,16 @@ def initial(world: World) -> State:
     """Return the state before the first term: nothing read, nothing stored."""
     length = len(world.keys)
     return State(
-        epoch=0, watermark=0, generation=0, partitions=(Partition(),) * world.partitions[0], prepared=(),
+        epoch=0, watermark=0, generation=0, partitions=(Partition(),) * world.partitions[0],
         documents=frozenset(), listeners=(), messages=frozenset(), writes=frozenset(), oldest=1, rolls=0,
         delays=world.delays, budget=world.budget, done=frozenset(), excused=frozenset(),
         starts=(0,) * length, justified=(1,) * length, last=(Started(),) * (max(world.keys) + 1),
-        released=frozenset(), rewound=False,
+        rewound=False,
     )  # fmt: skip
 
 
 def partition_of(state: State, world: World, token: int) -> int:
-    """Return the index of a change in the layout in force."""
+    """Return the index of a change under the partitioning in force."""
     return world.keys[token - 1] % len(state.partitions)
 
 

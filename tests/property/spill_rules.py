@@ -16,13 +16,11 @@ from tests.property.spill_model import (
     Listener,
     Message,
     Mode,
-    Partition,
     State,
     Step,
     Steps,
     World,
     Write,
-    found,
     partition_of,
     stored,
     with_listener,
@@ -100,7 +98,7 @@ def acquire(world: World, state: State) -> Steps:
     """A standby takes the lease and the subscription; without anybody in office it happens sooner or later.
 
     Else it is bounded by the scenario. The two writes are one step, since between them nobody learns anything. The
-    layout is that of the subscription when its epoch is raised, so no older term's flip can follow. Epoch and
+    partitioning is that of the subscription when its epoch is raised, so no older term's switch can follow. Epoch and
     configuration count the terms; a rewind is a term without a listener.
     """
     needed = in_office(state) is None
@@ -112,45 +110,20 @@ def acquire(world: World, state: State) -> Steps:
 
 
 def take_over(world: World, state: State, listener: Listener) -> Steps:
-    """The partitions of the subscription: the larger epoch stays, what is handled is committed, the closed reopen."""
+    """The partitions of the subscription: the larger epoch stays, what is handled is committed."""
     if state.epoch == listener.term:
         after = state
         for index in range(len(state.partitions)):
             after = committed(world, after, index)
-            won = after.partitions[index]._replace(epoch=listener.term)
-            if world.broken is not Broken.CLOSED_STAYS_CLOSED:
-                won = reopened(won)
-            after = with_partition(after, index, won)
-        leader = listener._replace(leads=True, until=until(world, after))
+            after = with_partition(after, index, after.partitions[index]._replace(epoch=listener.term))
+        leader = listener._replace(leads=True)
         yield Step("take over", leader), with_listener(after, listener, leader)
 
 
 def opened(state: State, listener: Listener, place: int) -> Listener:
-    """Return a listener that reads the layout in force from a place on."""
+    """Return a listener that reads for the partitions in force from a place on."""
     count = len(state.partitions)
-    return listener._replace(
-        opened=place, cursor=place, stored=(place,) * count, generation=state.generation, copied=0, until=0
-    )
-
-
-def reopened(partition: Partition) -> Partition:
-    """Return a partition that is not closed any more."""
-    if partition.mode is not Mode.MOVING or partition.was is None:
-        return partition
-    return partition._replace(mode=partition.was, was=None)
-
-
-def until(world: World, state: State) -> int:
-    """Return how far everything must be stored before a new layout: all positions, and every head that stands."""
-    places = [each.token for each in state.partitions]
-    if world.broken is not Broken.UNTIL_IGNORES_HEADS:
-        places += [each.head.token for each in state.partitions if each.head is not None]
-    return max(places)
-
-
-def relayouts(world: World, state: State, listener: Listener) -> bool:
-    """Tell whether a listener is about to change the layout, for which it must be able to read."""
-    return world.wanted(listener.config) != len(state.partitions) and not is_lost(state, listener)
+    return listener._replace(opened=place, cursor=place, stored=(place,) * count, generation=state.generation)
 
 
 def committed(world: World, state: State, index: int) -> State:
@@ -182,8 +155,6 @@ def moved(world: World, state: State, index: int, ended: Claim | Head) -> State:
 def read(world: World, state: State, listener: Listener) -> Steps:
     """The listener reads on while it has room."""
     full = world.buffer and unfinished(world, state, listener) >= world.buffer
-    if relayouts(world, state, listener):
-        full = listener.cursor >= until(world, state) and not listener.copied
     if listener.cursor < len(world.keys) and not is_lost(state, listener) and not full:
         onward = listener._replace(cursor=listener.cursor + 1)
         yield Step("read", onward), with_listener(state, listener, onward)
@@ -191,10 +162,7 @@ def read(world: World, state: State, listener: Listener) -> Steps:
 
 def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
     """All of a partition's buffered prefix in one bulk; a document that is there already gets my term, if larger."""
-    moving = relayouts(world, state, listener)
-    tokens = unstored(world, state, listener, index)
-    if not moving or world.broken is Broken.BOUND_REFUSES_FLIP:
-        tokens = with_room(world, state, index, tokens)
+    tokens = with_room(world, state, index, unstored(world, state, listener, index))
     if not tokens:
         return
     partition = state.partitions[index]
@@ -207,7 +175,7 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
         done = state._replace(writes=state.writes | set(writes))
     mine = listener._replace(stored=put(listener.stored, index, tokens[-1]))
     full = world.buffer > 0 and unfinished(world, state, listener) >= world.buffer
-    fair = partition.stands or partition.spilled > partition.token or full or moving
+    fair = partition.stands or partition.spilled > partition.token or full
     yield from write(world, state, writes, with_listener(done, listener, mine), fair=fair)
 
 
@@ -290,16 +258,6 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     partition = state.partitions[index]
     token = next_change(world, state, listener, index)
     if token is None or partition.stands:
-        return
-    if relayouts(world, state, listener) and world.broken is not Broken.NEVER_CLOSED:
-        return
-    document = found(state, state.generation, index, token)
-    again = partition.stood == token and world.broken is not Broken.STANDS_AGAIN
-    if document is not None and document.standing and partition.spilled > partition.token and not again:
-        owed = min(state.watermark, token) if world.matches else 0
-        head = Head(token, listener.config, owed)
-        stands = partition._replace(mode=document.standing, head=head, stood=token)
-        yield Step("stand", head), with_partition(state, index, stands)
         return
     message = Message(state.generation, index, listener.term, partition.token, token, listener.config)
     if message not in state.messages:

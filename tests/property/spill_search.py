@@ -23,15 +23,13 @@ from tests.property.spill_faults import (
     rewind,
     roll,
 )
-from tests.property.spill_layout import adopt, close, copy, discard, flip, give_up
+from tests.property.spill_layout import adopt, discard, switch
 from tests.property.spill_model import (
     Broken,
     Document,
-    Head,
     Late,
     Listener,
     Message,
-    Mode,
     State,
     Step,
     Steps,
@@ -126,12 +124,6 @@ def bounded_duplicates(move: Move) -> Iterator[str]:
             yield f"change {token} has started after it was done"
 
 
-def released(move: Move) -> Iterator[str]:
-    """P12: what an operator or its time has let go stands again only when it has failed again."""
-    if move.step.kind == "stand" and isinstance(move.step.who, Head) and move.step.who.token in move.before.released:
-        yield f"change {move.step.who.token} stands again although it was let go"
-
-
 def bytes_at_hand(move: Move) -> Iterator[str]:
     """P13: who runs a change by reference finds its bytes."""
     if move.world.reference and isinstance(move.step.who, Message) and move.step.kind == "start":
@@ -147,9 +139,9 @@ ORACLES: dict[str, tuple[Callable[[Move], Iterator[str]], ...]] = {
     "P5": (prefix,),
     "P6": (bounded_duplicates,),
     "P13": (bytes_at_hand,),
-    "P12": (released,),
+    "P12": (),
 }
-"""P12 is also judged where everything has come to rest: ``left_undone``."""
+"""P12 is judged where everything has come to rest: ``left_undone``."""
 
 
 def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
@@ -164,11 +156,9 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         yield "nobody is in office"
         return
     lost = is_lost(state, listener)
-    if world.wanted(listener.config) != len(state.partitions) and not lost:
-        yield f"the layout has {len(state.partitions)} partitions for ever"
-    if any(each.mode is Mode.MOVING for each in state.partitions):
-        yield "a partition stays closed"
     stands = {index for index, each in enumerate(state.partitions) if each.stands}
+    if world.wanted(listener.config) != len(state.partitions) and not lost and not stands:
+        yield f"there are {len(state.partitions)} partitions for ever"
     garbage = {each for each in state.documents if is_garbage(state, each)}
     full = bool(stands) and 0 < world.bound <= len(state.documents - garbage)
     reached = state.watermark if lost else listener.cursor if full else len(world.keys)
@@ -186,7 +176,7 @@ def left_undone(world: World, state: State) -> Iterator[str]:
 
 
 def is_garbage(state: State, document: Document) -> bool:
-    """Tell whether a document belongs to another layout, or to a change that is done."""
+    """Tell whether a document belongs to former partitions, or to a change that is done."""
     return document.generation != state.generation or document.token <= state.partitions[document.partition].token
 
 
@@ -196,17 +186,13 @@ def led(world: World, state: State, listener: Listener) -> Steps:
         yield from adopt(state, listener)
         return
     if state.epoch == listener.term:
-        yield from copy(world, state, listener)
-        yield from flip(world, state, listener)
+        yield from switch(world, state, listener)
         yield from discard(world, state, listener)
-    if listener.copied and world.broken is not Broken.COPY_WHILE_STORING:
-        return
     yield from read(world, state, listener)
     if state.epoch == listener.term:
         yield from store_watermark(world, state, listener)
         yield from decide(world, state, listener)
         yield from reopen(world, state, listener)
-        yield from give_up(world, state, listener)
     for index, partition in enumerate(state.partitions):
         if partition.epoch == listener.term:
             yield from insert(world, state, listener, index)
@@ -214,7 +200,6 @@ def led(world: World, state: State, listener: Listener) -> Steps:
             yield from clear(world, state, listener, index)
             yield from remove(world, state, listener, index)
             yield from dispatch(world, state, listener, index)
-            yield from close(world, state, listener, index)
 
 
 def steps(world: World, state: State) -> Steps:
@@ -246,17 +231,15 @@ def plain(world: World, state: State) -> State:
     listeners = tuple(each for each in state.listeners if may_act(state, each))
     messages = frozenset(each for each in state.messages if may_claim(state, each))
     writes = frozenset(each for each in state.writes if may_land(world, state, each))
-    made = {each.copied for each in listeners} | {each.place for each in writes if each.kind is Late.FLIP}
-    prepared = tuple(each for each in state.prepared if each.generation in made)
-    return state._replace(listeners=listeners, messages=messages, writes=writes, prepared=prepared)
+    return state._replace(listeners=listeners, messages=messages, writes=writes)
 
 
 def may_land(world: World, state: State, one: Write) -> bool:
     """Tell whether the guard of a write may still match."""
     if one.kind is Late.WATERMARK:
         return one.term == state.epoch
-    if one.kind is Late.FLIP:
-        mine = one.term == state.epoch or world.broken is Broken.FLIP_IGNORES_EPOCH
+    if one.kind is Late.SWITCH:
+        mine = one.term == state.epoch or world.broken is Broken.SWITCH_IGNORES_TERM
         return mine and one.generation == state.generation
     if one.kind in {Late.MARK, Late.CLEAR}:
         return one.generation == state.generation and one.term == state.partitions[one.partition].epoch

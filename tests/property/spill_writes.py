@@ -9,7 +9,7 @@ from tests.property.spill_model import (
     Document,
     Late,
     Mode,
-    Range,
+    Partition,
     State,
     Step,
     Steps,
@@ -34,8 +34,8 @@ def landed(world: World, state: State, one: Write) -> State:
     if one.kind is Late.WATERMARK:
         matches = state.epoch == one.term and one.place > state.watermark
         return passed_over(world, state, one) if matches else state
-    if one.kind in {Late.COPY, Late.FLIP, Late.DISCARD}:
-        return relaid(world, state, one)
+    if one.kind in {Late.SWITCH, Late.DISCARD}:
+        return switched(world, state, one) if one.kind is Late.SWITCH else discarded(world, state, one)
     if one.kind in {Late.INSERT, Late.REMOVE}:
         return inserted(world, state, one) if one.kind is Late.INSERT else removed(world, state, one)
     return marked(world, state, one)
@@ -85,48 +85,41 @@ def passed_over(world: World, state: State, one: Write) -> State:
     return state._replace(watermark=one.place, excused=state.excused | passed)
 
 
-# --- a new layout -------------------------------------------------------------------------------------------
+# --- repartitioning -----------------------------------------------------------------------------------------
 
 
-def relaid(world: World, state: State, one: Write) -> State:
-    """Return the state after a write that belongs to a new layout."""
-    if one.kind is Late.COPY:
-        return copied(world, state, one)
-    if one.kind is Late.DISCARD:
-        smaller = world.broken in {Broken.DISCARD_ONLY_SMALLER, Broken.GENERATION_PLUS_ONE}
-        limit = one.place if smaller else one.term
-        others = {each for each in state.documents if each.generation != one.place and each.generation < limit}
-        return state._replace(documents=state.documents - others)
-    mine = state.epoch == one.term or world.broken is Broken.FLIP_IGNORES_EPOCH
-    new = next((each for each in state.prepared if each.generation == one.place), None)
-    if not mine or state.generation != one.generation or new is None:
+def discarded(world: World, state: State, one: Write) -> State:
+    """Return the state without the documents of some former partitions, but for those of later terms."""
+    if world.broken is Broken.DISCARDS_ALL_OTHERS:
+        gone = frozenset(each for each in state.documents if each.generation != one.place and each.term <= one.term)
+    else:
+        gone = frozenset(
+            each for each in state.documents if each.generation == one.generation and each.term <= one.term
+        )
+    return state._replace(documents=state.documents - gone)
+
+
+def switched(world: World, state: State, one: Write) -> State:
+    """Return the state with new partitions, if the old ones have nothing left to do at this moment."""
+    mine = state.epoch == one.term or world.broken is Broken.SWITCH_IGNORES_TERM
+    here = state.watermark == one.place or world.broken is Broken.SWITCH_IGNORES_BUFFER
+    if not mine or not here or state.generation != one.generation:
         return state
-    return state._replace(generation=new.generation, partitions=new.partitions, messages=frozenset())
+    if world.broken is not Broken.SWITCH_UNGUARDED and not is_drained(world, state, one.term, one.place):
+        return state
+    partitions = (Partition(one.term, one.place),) * one.partition
+    return state._replace(generation=one.term, partitions=partitions, messages=frozenset())
 
 
-def copied(world: World, state: State, one: Write) -> State:
-    """Return the state after a copy: what exists there already is kept."""
-    documents = set(state.documents)
-    for index, each in enumerate(one.ranges):
-        for document in state.documents:
-            if document[:2] != (one.generation, index) or not each.after < document.token <= each.up_to:
-                continue
-            target = world.keys[document.token - 1] % one.partition
-            if found(state, one.place, target, document.token) is None:
-                standing = standing_of(world, document, each)
-                documents.add(Document(one.place, target, document.token, one.term, standing))
-    return state._replace(documents=frozenset(documents))
-
-
-def standing_of(world: World, document: Document, one: Range) -> Mode | None:
-    """Return the state that goes with a copied change: that of its partition where it stands there, else its own.
-
-    What was put in force in the old layout and let go there stands no more.
-    """
-    if world.broken is Broken.STANDING_LEFT_BEHIND:
-        return None
-    if document.token == one.head and one.mode is not Mode.FLOWING:
-        return one.mode
-    if document.token == one.stood and world.broken is not Broken.STANDING_KEPT:
-        return None
-    return document.standing
+def is_drained(world: World, state: State, term: int, place: int) -> bool:
+    """Tell whether all partitions are the term's, flow, and have nothing to do and nothing done after a place."""
+    for each in state.partitions:
+        busy = each.claim is not None and (each.claim.live or each.claim.handled)
+        unlike = each.epoch != term and world.broken is not Broken.SWITCH_IGNORES_TERM
+        if busy or unlike or each.mode is not Mode.FLOWING:
+            return False
+        if each.spilled > each.token and world.broken is not Broken.SWITCH_IGNORES_STORED:
+            return False
+        if each.token > place and world.broken is not Broken.SWITCH_BEFORE_READ:
+            return False
+    return True

@@ -202,7 +202,7 @@ def test_lost_history_is_told_with_the_command_that_decides() -> None:
 
 def test_a_new_layout_is_told_with_what_it_waits_for() -> None:
     """P16: of which subscription, since when; the partitions in force stay those of before."""
-    waits = "waits for the claim of partition 3 (owner a), live for 12 s"
+    waits = "partition 3 is paused. Run: celery -A shop changes resume summarise --partition 3"
     moving = {"subscription": "summarise", "partitions": 7, "since": NOON, "waits": waits}
     report = {**IDLE_REPORT, "moving": [moving]}
     stored = subscription(layout={"generation": 5, "partitions": 2, "key": "blake2b-64:_id"})

@@ -100,11 +100,6 @@ def standing(*states: str) -> Surroundings:
         (standing("paused", "paused"), "waits: its handler is paused (`celery -A APP changes resume copy`)"),
         (standing("halted", "paused", "flowing"), "waits: 2 of 3 partitions of its handler stand (1 halted, 1 paused)"),
         (standing("halted", "flowing"), None),
-        (standing("flowing", "flowing", "moving"), "waits: a new layout of its partitions is being prepared"),
-        (
-            replace(LED, report={"moving": [{"subscription": "copy"}]}),
-            "waits: a new layout of its partitions is being prepared",
-        ),
         (
             replace(LED, lost={"copy"}),
             "waits: its handler has lost its history: decide (`celery -A APP changes go-on copy`)",

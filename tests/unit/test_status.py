@@ -483,10 +483,3 @@ def test_how_long_the_bound_lasts(*, size: int, rate: float | None, share: float
     """Only where something is being stored is there an end to it; beyond the bound it is here."""
     found = StoredAmounts({}, Amount(1, size), rate).beside(1000)
     assert (found["share"], found["lasts_seconds"]) == (share, lasts)
-
-
-def test_a_partition_that_moves_to_a_new_layout_is_said_to() -> None:
-    """P16: it is neither flowing nor somebody's to cure."""
-    status = shape(facts(images=[image(0, state="moving"), image(1)]))
-    assert [each["state"] for each in status["partitions"]] == ["moving", "flowing"]
-    assert status["subscriptions"][0]["state"] == "moving"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mongo_celery.bridge.listener.removal import Removal
 from mongo_celery.bridge.listener.stock import Stock
-from mongo_celery.bridge.state.spill import Amount, Spill
+from mongo_celery.bridge.state.spill import EVERYTHING, Amount, Spill
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.partitions import Image
@@ -77,8 +77,12 @@ class Inventory:
         self._take_in_removals()
         for partition_id, image in images.items():
             self._note_halt(partition_id, image)
+        handlers = {partition_id.rsplit("/", 2)[0] for partition_id in images}
         for partition_id, removed_to in list(self._documents.items()):
-            self._want(partition_id, images.get(partition_id), removed_to)
+            image = images.get(partition_id)
+            is_over = image is None and partition_id.rsplit("/", 2)[0] in handlers
+            committed = image.data if image is not None else EVERYTHING if is_over else ""
+            self._want(partition_id, committed, removed_to, is_marked=image is not None and image.spilled is not None)
 
     def _take_in_removals(self) -> None:
         assert self._removal is not None, "a term has begun"
@@ -102,17 +106,18 @@ class Inventory:
             self._halts[partition_id] = halted_at
             self.has_documents(partition_id)
 
-    def _want(self, partition_id: str, image: Image | None, removed_to: str | None) -> None:
+    def _want(self, partition_id: str, committed: str, removed_to: str | None, *, is_marked: bool) -> None:
         """
         Ask for a removal where a partition has moved; let go of one of which nothing is left.
+
+        All that is stored goes of a partition that its handler no longer has, since it was repartitioned.
 
         Nothing else would remove what is forgotten here. So only a count says that nothing is left, and one that was
         asked for after the last addition: any other number may miss what was stored meanwhile.
         """
         assert self._removal is not None, "a term has begun"
-        committed = image.data if image is not None else ""
         is_counted = self.stock.is_counted(partition_id)
-        if is_counted and not self.stock.of(partition_id).count and (image is None or image.spilled is None):
+        if is_counted and not self.stock.of(partition_id).count and not is_marked:
             if partition_id in self._empty:
                 self._empty.discard(partition_id)
                 del self._documents[partition_id], self._additions[partition_id]

@@ -28,12 +28,11 @@ from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.inbox import Inbox
-from mongo_celery.bridge.listener.leftovers import Leftovers
 from mongo_celery.bridge.listener.looks import BUSY_LOOK, Looks
 from mongo_celery.bridge.listener.owed import OwedSnapshots
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
-from mongo_celery.bridge.listener.relayout import Relayouts
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.repartitioning import Repartitioning
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.rules import Rules, find_rules
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
@@ -117,7 +116,6 @@ class Leader:
         self._resumes_at = 0.0
         self._subscriptions: dict[str, Subscription] = {}
         self._stopped: Mapping[str, str] = {}
-        self._leftovers: Leftovers | None = None
         self._locked: LockedPartitions | None = None
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
         self._history = LostHistory(
@@ -132,7 +130,7 @@ class Leader:
         self._horizon = Horizon(wiring)
         self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share, wiring.line)
         self._looks = Looks(self._store.partitions, self._spilling.session)
-        self._relayouts = Relayouts(
+        self._repartitioning = Repartitioning(
             self._store,
             self._options,
             wiring.state_concern,
@@ -244,7 +242,7 @@ class Leader:
             "locked": self._locked.names[:_NAMED] if self._locked is not None else [],
             **rejected,
             **reading,
-            "moving": self._relayouts.report(),
+            "moving": self._repartitioning.report(),
             **self._spilling.report(),
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "snapshots": self._snapshots.report(),
@@ -320,8 +318,8 @@ class Leader:
         self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
         position = self._history.begin(subscriptions, starts, self._watermarks) if subscriptions else None
         self._renewal.alive()
-        self._relayouts.begin(subscriptions, takeover)
-        self._leftovers = Leftovers(self._store, takeover.version)
+        for subscription in self._repartitioning.begin(subscriptions, takeover):
+            self._replace(subscription)
         self._read_on(position)
 
     def _find_rules(self, takeover: Takeover) -> Rules:
@@ -400,7 +398,7 @@ class Leader:
             self._unread(error)
             self._looks.failed(now)
         else:
-            self._relayout(now)
+            self._repartition(now)
         self._note_progress()
         self._spilling.turn(now, at_end=self._at_end)
         self._snapshot(now)
@@ -503,7 +501,7 @@ class Leader:
     def _observe(self, image: Image, now: float) -> Step | None:
         subscription = self._subscriptions[image.subscription]
         tracker = subscription.trackers.get(image.index)
-        if tracker is None:  # prepared by a listener with another layout, whose flip came too late
+        if tracker is None:  # read before its handler was repartitioned
             return None
         self._activity.of(image.subscription).observed(tracker.image, image, now)
         run = tracker.outstanding
@@ -540,37 +538,24 @@ class Leader:
             "reading partitions failed, trying again: %s", brief(error), extra={"event": "partitions_unread"}
         )
 
-    def _relayout(self, now: float) -> None:
-        """Go on with new layouts; a subscription whose layout is in force takes the place of the old one."""
-        assert self._leftovers is not None, "a term changes layouts after it has taken over"
-        for subscription in self._relayouts.turn(now, at_end=self._at_end):
-            self._activity.of(subscription.name).took(self._subscriptions[subscription.name].counted)
-            self._subscriptions[subscription.name] = subscription
-            self._spilling.follow(subscription)
-            self._leftovers.look_again()
-        if self._lost is None and self._relayouts.wants_reading(now):
+    def _repartition(self, now: float) -> None:
+        """Go on with new partitionings, and read again what a handler has left meanwhile."""
+        for subscription in self._repartitioning.turn(now):
+            self._replace(subscription)
+        if self._lost is None and self._repartitioning.wants_reading(now):
             try:
                 position = self._history.place(self._subscriptions)
             except PyMongoError as error:
-                self._relayouts.failed(error)
+                self._repartitioning.note_failure(error)
                 return
             self._read_on(position)
-            self._relayouts.reads_again(now)
-        in_force = {
-            name: each.plan.layout.generation for name, each in self._subscriptions.items() if not each.is_moving
-        }
-        try:
-            touched = self._leftovers.remove(in_force, now)
-        except PyMongoError as error:  # nothing waits for it
-            raise_if_final(error, self._wiring.state_concern)
-            logger.warning(
-                "removing what is left of an older layout failed, trying again: %s",
-                brief(error),
-                extra={"event": "leftovers_failed"},
-            )
-            return
-        if touched is not None:
-            self._spilling.has_documents(touched)  # or none any more: it is counted anew
+            self._repartitioning.reads_again(now)
+
+    def _replace(self, subscription: Subscription) -> None:
+        """Put a handler under its new partitioning in the place of what it was."""
+        self._activity.of(subscription.name).took(self._subscriptions[subscription.name].counted)
+        self._subscriptions[subscription.name] = subscription
+        self._spilling.follow(subscription)
 
     def _snapshot(self, now: float) -> None:
         """Go on with existing documents, between the changes."""
@@ -637,7 +622,7 @@ class Leader:
         until = min(
             self._looks.due(self._subscriptions, now),
             max(next_run, self._publishing.ready_at),
-            self._relayouts.due(),
+            self._repartitioning.due(),
             self._spilling.next_at(),
             self._snapshots.next_at(),
         )

@@ -4,9 +4,6 @@ Reading stored changes back: the next ones of each partition that runs from them
 Only partitions that flow are read for. What stands costs no memory: what was read of it before is forgotten, however
 large, once its next run cannot go out soon, or has been out for `spill_after`. All reads are made in the session that
 has read the partitions' images, so that what it has seen as marked is there, whoever is the primary.
-
-A head that was copied from an older layout may have stood there. Then its partition is told so before anything of it
-is dispatched.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import TYPE_CHECKING
 from pymongo.client_session import ClientSession
 
 from mongo_celery.bridge.listener.spilled import Limit, Spilled
-from mongo_celery.bridge.listener.subscription import Subscription, stands_first
+from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
 
@@ -93,16 +90,11 @@ class ReadBack:
         tracker, spilled = subscription.trackers[index], subscription.spilled[index]
         if not tracker.won or tracker.image.state != "flowing" or now < self._not_before.get(tracker.partition_id, 0.0):
             return False
-        if tracker.outstanding is None and spilled.ahead and stands_first(spilled.ahead[0], tracker.image):
-            return True
         has_room = not is_full and spilled.size < self._share
         return spilled.wants(subscription.readable(index), 2 * subscription.run_size if has_room else 1)
 
     def _read(self, subscription: Subscription, index: int, *, is_full: bool) -> None:
         tracker, spilled = subscription.trackers[index], subscription.spilled[index]
-        if tracker.outstanding is None and spilled.ahead and stands_first(spilled.ahead[0], tracker.image):
-            self._stand(tracker, spilled)
-            return
         limit = subscription.readable(index)
         count, size = self._batch(tracker, spilled, subscription.run_size, is_full=is_full)
         found = self._store.spill.read(
@@ -129,12 +121,6 @@ class ReadBack:
         if tracker.outstanding is None and not spilled.ahead and self._options.run_bytes > share:
             return run_size, self._options.run_bytes
         return max(_BATCH, 2 * run_size), share - spilled.size
-
-    def _stand(self, tracker: Tracker, spilled: Spilled) -> None:
-        change = spilled.ahead[0]
-        assert change.standing is not None, "a head that stands says how"
-        self._store.partitions.stand(tracker.image, tracker.partition_id, change.data, change.standing)
-        self._not_before[tracker.partition_id] = time.monotonic() + _AGAIN_SECONDS  # the next image shows it
 
     def _find_missing(self, tracker: Tracker, spilled: Spilled) -> None:
         """

@@ -83,11 +83,7 @@ class Replaying:
         layout = subscription.plan.layout
         current = [each for each in waiting if each.generation == layout.generation]
         older = [each for each in waiting if each.generation < layout.generation]
-        for each in older:
-            if each.parked and not each.failed:
-                self._replays.place(each, layout)
-        moved = "its partition layout has changed"
-        self._withdraw([each for each in older if not each.parked and not each.failed], moved, is_over=True)
+        self._withdraw([each for each in older if not each.failed], "its handler was repartitioned", is_over=True)
         self._replays.withdraw([each for each in older if each.failed])
         failed = [each for each in current if each.failed]
         behind = [each for each in current if not each.failed and any(_is_behind(each, first) for first in failed)]

@@ -1,8 +1,8 @@
 """
 The partition rules in force: by which key the changes of each subscription belong to the partitions that it has.
 
-That of its handler, as a rule. After `partition_by` was changed it is the one before, until the layout is another one
-(`relayout`): what is under way in the old partitions belongs to them by that one alone.
+That of its handler, as a rule. After `partition_by` was changed it is the one before, until the handler has other
+partitions (`repartitioning`): what is under way in the old ones belongs to them by that one alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.listener.copying import is_counted
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
@@ -45,7 +43,7 @@ def find_rules(options: BridgeOptions, handlers: Sequence[Handler], takeover: Ta
         try:
             rules[handler.name] = handler.partitioner_named(name, options, handlers)
         except ConfigurationError as error:
-            if not _is_stored(takeover, handler.name):
+            if not takeover.is_settled(handler.name):
                 missing[handler.name] = LayoutError(
                     f"partition_by of handler {handler.name} cannot change from {name} now: changes are under way in "
                     f"the old partitions, and by the old rule alone it is known in which. {error} Deploy the old rule "
@@ -53,16 +51,3 @@ def find_rules(options: BridgeOptions, handlers: Sequence[Handler], takeover: Ta
                     "the handler. Then change it."
                 )
     return Rules(rules, missing)
-
-
-def _is_stored(takeover: Takeover, name: str) -> bool:
-    """Whether all that partitions have to do is stored, or lies behind what they have done: nothing has to be read."""
-    token = takeover.documents[name]["resumeToken"]
-    return all(
-        image.data <= (token_data(token) if token else "")
-        and image.claim is None
-        and image.handled is None
-        and (image.spilled is not None or (image.state == "flowing" and not is_counted(image)))
-        and not image.parked_keys
-        for image in takeover.images[name]
-    )

@@ -17,7 +17,7 @@ Snapshots of one term: existing documents, each exactly at its place between the
    record moves on (`state/snapshots.py`), and the next chunk may begin. So each may start once more after a fault.
 5. A chunk is believed when the stream has passed a write that came after its reading: a collection that was dropped or
    renamed meanwhile reads as if it were empty.
-6. A term that ends, a new layout, and a stream that is opened again drop what is under way: it begins anew. What was
+6. A term that ends, repartitioning, and a stream that is opened again drop what is under way: it begins anew. What was
    stored of it runs where it is.
 7. With look-up, an update at or before T may show its document as it was after T. The existing document would follow as
    it was at T, and go back: it is left out, where the handler is given all changes of documents.
@@ -205,7 +205,7 @@ class Snapshotting:
 
     def _append(self, chunk: Chunk) -> None:
         self._go_on(chunk)
-        if chunk.subscription.lost or chunk.subscription.is_moving:
+        if chunk.subscription.lost or chunk.subscription.is_draining:
             return
         items = chunk.items
         if chunk.newer:
@@ -292,7 +292,7 @@ class Snapshotting:
         reading = self._reading
         if reading is None:
             return
-        if self._is_stale(reading):
+        if self._is_stale(reading) or reading.subscription.is_draining:
             self._give_up(reading)
         elif not reading.is_read and now - reading.sent_at > _STAND_SECONDS:
             self._give_up(reading)
@@ -302,7 +302,7 @@ class Snapshotting:
     def _is_stale(self, chunk: Chunk) -> bool:
         subscription = chunk.subscription
         is_led = self._led.get(subscription.name) is subscription
-        return not is_led or subscription.is_moving or subscription.lost
+        return not is_led or subscription.lost
 
     def _secure(self, now: float) -> None:
         """See which partitions have committed or stored their part of a chunk; the rest holds it."""
@@ -332,9 +332,9 @@ class Snapshotting:
         subscription = self._led.get(record.subscription)
         if subscription is None or record.id in self._appended or now < self._pace(record.id).ready_at:
             return False
-        if subscription.is_moving or subscription.lost or subscription.unstored is not None:
+        if subscription.lost or subscription.unstored is not None:
             return False
-        if subscription.until is not None:  # it has left what is in front of T, and reads that again
+        if subscription.is_draining:  # it leaves what is before T, and reads that again
             return False
         trackers = subscription.trackers.values()
         return all(each.won for each in trackers) and not mostly_stand([each.image for each in trackers])

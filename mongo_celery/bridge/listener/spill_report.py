@@ -16,7 +16,6 @@ from typing import Any
 from mongo_celery.bridge.listener.shares import Key
 from mongo_celery.bridge.listener.stock import LEVELS, Stock
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.command_line import CommandLine
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -43,7 +42,7 @@ class SpillReport:
         self._complained_at = -math.inf
 
     def forget(self, subscription: Subscription) -> None:
-        """Nothing was said yet of a subscription's partitions: they may be those of a new layout."""
+        """Nothing was said yet of a subscription's partitions: they may be new ones."""
         for index in [index for name, index in self._begun if name == subscription.name]:
             del self._begun[subscription.name, index]
 
@@ -56,7 +55,7 @@ class SpillReport:
         self._begun[key] = reason, datetime.now(UTC)
         sentence = "changes of partition %s are stored in the state database from here on (%s), so that others go on"
         extra = {"partition": tracker.partition_id, "reason": reason}
-        if tracker.image.state not in {"flowing", MOVING}:
+        if tracker.image.state != "flowing":
             logger.warning(sentence, tracker.partition_id, reason, extra={"event": "spill_begun", **extra})
         else:
             logger.info(sentence, tracker.partition_id, reason, extra={"event": "spill_begun", **extra})

@@ -116,7 +116,7 @@ class Spilling:
         self._inventory.begin(version)
 
     def follow(self, subscription: Subscription) -> None:
-        """Take in what is stored of a subscription, which may be under a new layout."""
+        """Take in what is stored of a subscription, which may have new partitions."""
         self._said.forget(subscription)
         for tracker in subscription.trackers.values():
             if tracker.image.spilled is not None:
@@ -179,35 +179,27 @@ class Spilling:
 
     # -- storing -----------------------------------------------------------------------------------
 
-    def store(self, subscription: Subscription, index: int, reason: str, *, bounded: bool = True) -> bool:
+    def store(self, subscription: Subscription, index: int, reason: str) -> bool:
         """
-        Store all that a partition has in the buffer; afterwards it holds no watermark, and runs from what is stored.
+        Store a bulk of what a partition has in the buffer; it holds no watermark then, and runs from what is stored.
 
         Args:
             reason: why, for people.
-            bounded: whether `spill_bytes` counts.
 
         Returns:
-            False where the bound does not allow it: then some of it may be stored, and the rest is as before.
+            False where the bound does not allow it: then all is as before.
 
         Raises:
             LeaseLostError: the term has ended.
-            PyMongoError: the rest is as before; to be tried again.
+            PyMongoError: all is as before; to be tried again.
         """
-        while subscription.window.depth(index):
-            if not self._store(subscription, index, reason, bounded=bounded):
-                return False
-        return True
-
-    def _store(self, subscription: Subscription, index: int, reason: str, *, bounded: bool) -> bool:
-        """One bulk of it; False where the bound does not allow it."""
         tracker = subscription.trackers[index]
         subscription.window.complete(index, tracker.image.data)
         changes = self._bulk(subscription, index)
         if not changes:
             return True
         is_again = index in subscription.spilled and changes[-1].data <= subscription.spilled[index].to
-        if bounded and not is_again:
+        if not is_again:
             fitting = _fitting(changes, self._stock.room(tracker.partition_id))
             if not fitting:
                 return False
@@ -262,7 +254,7 @@ class Spilling:
         """Store a bulk of a partition; False after a failure that concerns more than this one, which rests then."""
         name, index = key
         try:
-            self._store(self._led[name], index, reason, bounded=True)
+            self.store(self._led[name], index, reason)
         except (PyMongoError, BSONError) as error:
             self._rest(key)
             self._failed(f"storing changes of partition {name}/{index}", error, is_of_one=_is_of_one(error))

@@ -63,8 +63,7 @@ class Subscription:
 
     Attributes:
         admission: what it owes of what was read.
-        is_moving: whether a new layout is being prepared: nothing is dispatched then.
-        until: meanwhile, the place up to which it is read; None for no limit.
+        until: the place up to which it is read, while it drains for another partitioning; None for no limit.
         left: the first place behind it that was read, and left.
         lost: whether its history is lost: nothing more is read for it, and its watermark stands. What is buffered
             runs, since it was read before.
@@ -84,7 +83,6 @@ class Subscription:
         self.plan = plan
         self.trackers = trackers
         self.window = Window(plan.watermark)
-        self.is_moving = False
         self.until: Mark | None = None
         self.left: str | None = None
         self.lost = False
@@ -132,6 +130,11 @@ class Subscription:
         return self.trackers[index].outstanding is not None or self.has_next(index)
 
     @property
+    def is_draining(self) -> bool:
+        """Return True if it takes in nothing behind a place, so that its partitions run dry."""
+        return self.until is not None
+
+    @property
     def has_ended_replay(self) -> bool:
         """Whether a dead letter that was sent is out no longer, so that another may be next."""
         return any(self.trackers[index].outstanding is None for index in self.replaying)
@@ -167,7 +170,7 @@ class Subscription:
             self._undeliverable.setdefault(change.index, deque()).append(change.data)
 
     def _leaves(self, mark: Mark) -> bool:
-        """Whether a place is left for the new layout, and read again; all behind it is too."""
+        """Return True if a place is left while partitions drain, and read again; all after it is too."""
         if self.until is None or mark.data <= self.until.data:
             return False
         if self.left is None and self.window.seen < self.until.data and not opens_stream(self.until.data):
@@ -311,15 +314,13 @@ class Subscription:
 
     def due(self, now: float) -> Iterable[tuple[Tracker, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now."""
-        if self.is_moving:
-            return
-        unstored = self.unstored
-        for index in self._candidates | self.replays.keys():
+        unstored, replays = self.unstored, {} if self.is_draining else self.replays
+        for index in self._candidates | replays.keys():
             tracker = self.trackers[index]
             if tracker.outstanding is not None:
                 self._candidates.discard(index)
                 continue
-            replay = self.replays.get(index) if tracker.is_free(now) else None
+            replay = replays.get(index) if tracker.is_free(now) else None
             if replay is None or index in self._replayed:  # a partition's changes and its dead letters take turns
                 self._replayed.discard(index)
                 changes = self._due_changes(tracker, now, unstored)
@@ -347,8 +348,7 @@ class Subscription:
         spilled = self.spilled.get(index)
         if spilled is None:
             return _alike(self.window.head(index, limit, self._run_bytes))
-        changes = _alike(spilled.head(limit, self._run_bytes))
-        return [] if changes and stands_first(changes[0], tracker.image) else changes
+        return _alike(spilled.head(limit, self._run_bytes))
 
     def queue_of(self, index: int) -> str:
         """The queue that runs of a partition go to."""
@@ -356,7 +356,7 @@ class Subscription:
 
     def next_due(self) -> float:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
-        if self.is_moving or self.unstored is not None:
+        if self.unstored is not None:
             return math.inf
         return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
 
@@ -409,20 +409,11 @@ class Subscription:
         return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, queue, commits=False)
 
 
-def stands_first(change: PendingChange | StoredChange, image: Image) -> bool:
-    """Whether a change was copied as a head that stands, and its partition is yet to be told so."""
-    return isinstance(change, StoredChange) and change.standing is not None and image.stood != change.data
-
-
 def _alike(changes: Sequence[PendingChange | StoredChange]) -> Sequence[PendingChange | StoredChange]:
-    """A refused change is a run of its own, and one that was copied as a head begins one."""
+    """Return the changes of one run: an undeliverable change is a run of its own."""
     if not changes or changes[0].refusal is not None:
         return changes[:1]
-    ends = (
-        place
-        for place, change in enumerate(changes)
-        if place and (change.refusal is not None or (isinstance(change, StoredChange) and change.standing is not None))
-    )
+    ends = (place for place, change in enumerate(changes) if change.refusal is not None)
     return changes[: next(ends, len(changes))]
 
 

@@ -9,7 +9,7 @@ In this order, each step safe to repeat after a crash:
    writes it does not matter where one was interrupted: what they made is read afterwards, by majority. A partition that
    an open transaction has locked is left out: see `LockedPartitions`.
 2. the layout of each subscription is compared with the options; where they ask for another one, this term begins
-   under the old one, and changes it (`relayout`). Partitions that an earlier term had closed for that are open again.
+   under the old one, and changes it (`repartitioning`).
 3. the start is pinned where there is none (`starts`).
 4. the undeliverable changes that are stored and will be read again are looked up, so that each keeps its partition.
 """
@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.tracker import Tracker
@@ -65,6 +66,21 @@ class Takeover:
     def moving(self) -> list[str]:
         """The subscriptions whose layout is to change."""
         return [name for name, layout in self.layouts.items() if layout is not self.wanted[name]]
+
+    def is_settled(self, name: str) -> bool:
+        """Return True if all that was read for a handler is done, and its watermark says so."""
+        token = self.documents[name]["resumeToken"]
+        place = token_data(token) if token else ""
+        return all(
+            image.data <= place
+            and image.claim is None
+            and image.handled is None
+            and image.state == "flowing"
+            and (image.spilled is None or image.spilled["to"] <= image.data)
+            and not image.parked_keys
+            and not is_counted(image)
+            for image in self.images[name]
+        )
 
 
 def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Takeover:
@@ -166,6 +182,12 @@ class LockedPartitions:
                 extra={"event": "partitions_unlocked", "count": len(won)},
             )
         return images
+
+
+def is_counted(image: Image) -> bool:
+    """Return True if anything is counted of a partition's first change, or it stands for others."""
+    retry = image.retry or {}
+    return any(retry.get(name) for name in ("count", "crashes", "notBefore", "waiting", "error", "passedOver"))
 
 
 def _wanted_layout(handler: Handler, options: BridgeOptions, version: int) -> Layout:

@@ -54,11 +54,6 @@ class Watermarks:
         self._reported: Mapping[str, Any] = {}
         self._flushed_at = 0.0
 
-    def holds_back(self, subscription: Subscription) -> bool:
-        """Whether the watermark must not be stored yet: history was given up, up to a place behind it."""
-        mark = subscription.window.watermark
-        return mark is not None and self._below_floor(subscription.name, mark)
-
     def flush(self, subscriptions: Collection[Subscription], now: float, moved_at: float) -> None:
         """Store what has moved, if it is time; `moved_at` is when a change was last dispatched or done."""
         if now - self._flushed_at < _PAUSE_SECONDS:

@@ -20,7 +20,7 @@ from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import letter_name
 from mongo_celery.bridge.operations.acts import audited
 from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, forms_of
-from mongo_celery.bridge.state.partitions import MOVING, Image, Partitions, state_of
+from mongo_celery.bridge.state.partitions import Image, Partitions, state_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import is_out_of_reach, layouts_in_force, name_in
 from mongo_celery.errors import CommandRefusedError
@@ -42,7 +42,6 @@ _NOT_STORED = (
     "has halted at a change of which nothing is stored, so there is nothing to keep: a listener that has read it "
     "stores what stands after `spill_after` seconds, then repeat the command; or give it up with `skip --discard`"
 )
-_MOVING = "is on its way to a new partition layout: repeat the command when `status` shows that one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +292,7 @@ def _apply(
 def _again(partitions: Partitions, image: Image, generation: int) -> Image:
     found = partitions.look([partitions.partition_id(image.subscription, generation, image.index)])
     if not found:
-        raise CommandRefusedError(sentence_on(image, "is gone: the partition layout has changed; repeat the command"))
+        raise CommandRefusedError(sentence_on(image, "is gone: its handler was repartitioned; repeat the command"))
     return found[0]
 
 
@@ -364,17 +363,13 @@ def not_halted(image: Image) -> str | None:
     """Why the change of a partition cannot be skipped; None when it can."""
     if image.state == "halted":
         return None
-    if image.state == MOVING:
-        return _MOVING
     return f"is {state_of(image)}, not halted: only the change at which a partition halted can be skipped"
 
 
 def _standing(image: Image) -> str:
     if image.state == "halted":
         return "is halted at a change that failed: retry it, or set it aside"
-    if image.state == MOVING:
-        return _MOVING
-    return f"is {image.state}: the partition layout has changed; repeat the command"
+    return f"is {image.state}: its handler was repartitioned; repeat the command"
 
 
 def _passing(token: str | None, name: str, write: Callable[[Partitions, Image, int], bool]) -> _Command:

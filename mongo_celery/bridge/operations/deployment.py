@@ -40,7 +40,6 @@ OPLOG_HOURS_MIN = 24
 """Below this reach of a full oplog a listener that is away for a night loses history."""
 
 _STANDING = ("halted", "paused", "waiting", "parked")
-# A new layout copies stored changes by an aggregation with $merge, which asks for no more than find, insert and update.
 _STATE_COLLECTIONS = (
     "leases",
     "subscriptions",

@@ -34,12 +34,10 @@ _RUNS = (
     "is being replayed at this moment: repeat the command when that has ended; where no listener leads any more, after "
     "claim_ttl"
 )
-_MOVES = "waits for its key in a partition that is on its way to a new layout: repeat the command in some seconds"
 _MOVED_ON = "waits for a key that was just released: repeat the command"
 _ASKED = "is being replayed already"
 _OVERTAKES = "has a key that is parked: replay or discard first what waits for that"
 _QUOTED_CHARS = 100
-_KEPT_BY = {"running": _RUNS, "moving": _MOVES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +265,8 @@ def discard(
 
 
 def _discarded(letter: Letter, outcome: str) -> LetterResult:
-    if outcome in _KEPT_BY:
-        return _result(letter, "refused", _KEPT_BY[outcome])
+    if outcome == "running":
+        return _result(letter, "refused", _RUNS)
     return _result(letter, "unchanged", "is gone already") if outcome == "gone" else _result(letter, "discarded")
 
 

@@ -23,7 +23,6 @@ CELLS: Mapping[str, str] = {
     "paused": "p",
     "waiting": "w",
     "parked": "k",
-    "moving": "m",
     "not_led": "n",
 }
 """How a partition stands, in one letter; running is one that flows, and whose handler is at work."""

@@ -29,7 +29,7 @@ RUNNING_LONG_SECONDS = 60
 """A call that no time limit ends, and that takes longer, may never return: it is told."""
 
 LAYOUT_SECONDS = 300
-"""A new layout waits for live claims: after so long a handler hangs."""
+"""A new partitioning waits for what is blocked, or runs: after so long somebody has to look."""
 
 PARKED_SECONDS = 3600
 """Retries of a few minutes are everyday; one that holds a partition for longer is told."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mongo_celery.bridge.state.partitions import MOVING, Image, mostly_stand, state_of
+from mongo_celery.bridge.state.partitions import Image, mostly_stand, state_of
 from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.command_line import ANY_APP
@@ -69,8 +69,6 @@ class Surroundings:
             return f"its handler has lost its history: decide (`{ANY_APP.changes('go-on', name)}`)"
         images = [image for image in self.images if image.subscription == name]
         states = Counter(map(state_of, images))
-        if states[MOVING] or any(each["subscription"] == name for each in self.report.get("moving", ())):
-            return "a new layout of its partitions is being prepared"
         if not mostly_stand(images):
             return None
         if states["paused"] == len(images):

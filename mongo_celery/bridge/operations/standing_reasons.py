@@ -311,15 +311,15 @@ def _layouts(status: Mapping[str, Any], served: Sequence[Subscription], line: Co
     found = [
         degraded(
             "layout_waits",
-            f"{each['name']} has been on its way to {each['new_layout']['partitions']} partitions since "
-            f"{moment(each['new_layout']['since'])}: {cut(each['new_layout']['waits'])}. Until then its old ones "
+            f"{each['name']} waits for its {each['new_layout']['partitions']} partitions since "
+            f"{moment(each['new_layout']['since'])}: {cut(each['new_layout']['waits'])}. Until then the old ones "
             "serve.",
         )
         for each in served
         if each["new_layout"]
         and (now - datetime.fromisoformat(each["new_layout"]["since"])).total_seconds() >= LAYOUT_SECONDS
     ]
-    yield from summed(found, f"wait for a new layout; {_all(line)}.", None)
+    yield from summed(found, f"wait for new partitions; {_all(line)}.", None)
 
 
 # -- what is left over -----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import process_of
-from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
+from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in, position_in
@@ -49,7 +49,7 @@ _HEADS_MAX = 10
 _FAILURES = {"failed", "history_lost"}
 _OLDEST_MAX = 32
 """Partitions whose oldest stored change is looked up for each status, by the index alone."""
-_WORST_FIRST = ("halted", "paused", "waiting", "parked", MOVING, "flowing")
+_WORST_FIRST = ("halted", "paused", "waiting", "parked", "flowing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       their sums.
     - `parked_keys`: how many keys are parked, in a partition and in all of a subscription: changes of theirs are set
       aside until a person releases them.
-    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
+    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`,
       `flowing`, which is `not_led` where no listener is running), or `new` (registered, but no listener has led with it
       yet), or `unregistered`; `history_lost` where the oplog no longer holds its place: then `lost` says since when
       and where, and what was `decided`; `stopped` where the listener does not lead it: then `stopped` says why.

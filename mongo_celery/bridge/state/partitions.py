@@ -26,21 +26,16 @@ from bson.int64 import Int64
 from pymongo import InsertOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.existing import version_in
-from mongo_celery.bridge.state.claims import CHARGE, COMMIT, TRANSACTION_SECONDS, parked_in
+from mongo_celery.bridge.state.claims import COMMIT, TRANSACTION_SECONDS, parked_in
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import literal, next_number, remaining
-from mongo_celery.mongo.locked import is_lock, update_around_locks, update_one_around_lock, update_unlocked
+from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
 
-MOVING = "moving"
-"""The state of a partition that is closed, because a new layout of its subscription is being prepared."""
-
-_CLOSABLE = ("flowing", "halted", "paused")
 _COMPARED = 64  # with how many that were seen a partition is compared; with all, the cost would grow with their square
 _FLOWING_SHARE = 2  # one in so many has to flow
 _WINNING_SECONDS = 0.25  # the leading thread has other things to do
@@ -55,9 +50,7 @@ _DEFAULTS: dict[str, Any] = {
     "single": None,
     "head": None,
     "state": "flowing",
-    "was": None,
     "spilled": None,
-    "stood": None,
     "ran": None,
 }
 
@@ -84,9 +77,7 @@ class Image:
         due_in: seconds until a parked change may run; 0 or less when it may.
         spilled: `to`, `since`, `reason`: up to where changes of this partition are stored, and not all committed; None
             where none are.
-        stood: comparable part of the token of a copied head whose carried state was put in force.
         retry: what is counted of the first change, as it is stored; None where it is of another one.
-        was: the state in which it was closed for a new layout.
         waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
             infrastructure; None after any other outcome.
         ran: of the last run that was committed, its `last` change, when it was `claimed` and committed (`at`), and the
@@ -114,9 +105,7 @@ class Image:
     head: Mapping[str, Any] | None
     waiting: Mapping[str, Any] | None = None
     spilled: Mapping[str, Any] | None = None
-    stood: str | None = None
     retry: Mapping[str, Any] | None = None
-    was: str | None = None
     ran: Mapping[str, Any] | None = None
     read_at: datetime | None = field(default=None, compare=False)
     parked_keys: int = 0
@@ -156,7 +145,6 @@ class Partitions:
         positions: Mapping[str, Mapping[str, Any] | None],
         layouts: Mapping[str, Layout],
         version: int,
-        inherited: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """
         Create the partitions of some subscriptions that are missing in their layouts, positioned at each one's token.
@@ -164,9 +152,6 @@ class Partitions:
         Their fences count from the lease's version, which is above all that was ever given. Their epoch is that
         version too: so it shows whose they are, and a later term knows what an older one has left. The number of
         calls does not depend on that of subscriptions.
-
-        Args:
-            inherited: fields that partitions have from an older layout, by `_id`.
         """
         if not positions:
             return
@@ -187,7 +172,6 @@ class Partitions:
                         "epoch": Int64(version),
                         "fence": Int64(version),
                         "resumeToken": dict(token) if token else None,
-                        **(inherited or {}).get(partition_id, {}),
                     }
                 )
                 for partition_id, token in missing.items()
@@ -253,8 +237,7 @@ class Partitions:
     def are_touched(self, subscription: str) -> bool:
         """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
         marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
-        states: dict[str, Any] = {"state": {"$nin": ["flowing", "closed", MOVING]}, "was": {"$nin": [None, "flowing"]}}
-        traces = [{"committed": {"$gt": 0}}, *({name: found} for name, found in states.items()), *marks]
+        traces = [{"committed": {"$gt": 0}}, {"state": {"$ne": "flowing"}}, *marks]
         found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
         return found is not None
 
@@ -290,75 +273,38 @@ class Partitions:
         change = {"$set": {"spilled": None}}
         update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
 
-    def stand(self, image: Image, partition_id: str, data: str, standing: Mapping[str, Any]) -> bool:
+    def repartition(
+        self,
+        name: str,
+        old: Layout,
+        new: Layout,
+        token: Mapping[str, Any] | None,
+        version: int,
+        session: ClientSession,
+    ) -> bool:
         """
-        Put in force what a head, copied from an older layout, was there: the state, head and retry of its partition.
+        Put the partitions of a new layout in the place of the old ones, in the transaction of a session.
+
+        The new ones begin at the watermark, with fencing tokens above those of the old ones. Partitions that an older
+        term has left go, too.
 
         Args:
-            image: as it was seen; nothing may be claimed or handled.
-            data: comparable part of the head's token, kept as `stood`, so that it is put in force once.
+            token: of the watermark; None where nothing was ever stored.
 
         Returns:
-            False when the partition has moved on, also by an operator; when it is in force; or when an open transaction
-            has locked it: the image says which.
+            False where an old partition has anything left to do, is blocked, or has gone beyond the watermark.
         """
-        guard = {
-            "_id": partition_id,
-            "epoch": image.epoch,
-            "committed": image.committed,
-            "fence": image.fence,
-            "state": image.state,
-            "claim": None,
-            "handled": None,
-        }
-        change = {name: standing.get(name) for name in ("state", "head", "retry")} | {"stood": data}
-        try:
-            return update_one_around_lock(self._table, {**guard, "stood": {"$ne": data}}, {"$set": change})
-        except PyMongoError as error:
-            if is_lock(error):
-                return False
-            raise
-
-    def close(self, ids: Iterable[str], version: int, session: ClientSession | None = None) -> list[Image]:
-        """
-        Close partitions for a new layout, those where nothing runs; bounded, and waits for none that is locked.
-
-        Afterwards nobody can claim there, and no execution of before can write; a claim that has lapsed is ended, and
-        charged as always. A take-over opens what is closed: the new layout is not in force then.
-
-        Returns:
-            Their images afterwards. What is closed is `moving`.
-        """
-        wanted = list(ids)
-        free = {"$lte": ["$claim.until", "$$NOW"]}  # also where there is no claim
-        condition = {"epoch": version, "handled": None, "state": {"$in": _CLOSABLE}, "$expr": free}
-        has_claim = {"$gt": ["$claim", None]}
-        change = {
-            "was": "$state",
-            "state": MOVING,
-            "fence": next_number("fence"),
-            "claim": None,
-            "retry": {"$cond": [has_claim, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
-            "single": {"$cond": [has_claim, {"$max": ["$single", "$claim.last"]}, "$single"]},
-        }
-        update_unlocked(self._table, wanted, condition, [{"$set": change}], seconds=_WINNING_SECONDS)
-        return self.look(wanted, session)
-
-    def open(self, ids: Iterable[str], version: int) -> None:
-        """Open again what this version has closed: it is as it was before."""
-        scope = {"_id": {"$in": list(ids)}, "epoch": version, "state": MOVING}
-        with self._table.limit():
-            self._table.collection.update_many(scope, [{"$set": _OPENED}])
-
-    def discard_others(self, generations: Mapping[str, int], version: int) -> None:
-        """
-        Remove the partitions of all generations of some subscriptions but these, which are in force under this version.
-
-        What a later term has prepared stays.
-        """
-        if generations:
-            others = [_but(f"{self._bridge}/{name}/", number) for name, number in generations.items()]
-            self._table.delete_all({"$or": others, "epoch": {"$lte": version}})
+        drained = {**self._scope({name: old.generation}), "epoch": version, **_drained(token["_data"] if token else "")}
+        found = list(self._table.collection.find(drained, {"fence": 1}, session=session))
+        if len(found) != old.partitions:
+            return False
+        left = {**_under(f"{self._bridge}/{name}/"), "epoch": {"$lte": version}}
+        self._table.collection.delete_many(left, session=session)
+        fence = Int64(max(version, *(each["fence"] for each in found)))
+        fields = {**_DEFAULTS, "epoch": Int64(version), "fence": fence, "resumeToken": dict(token) if token else None}
+        ids = [self.partition_id(name, new.generation, index) for index in range(new.partitions)]
+        self._table.collection.insert_many([{"_id": each, **fields} for each in ids], session=session)
+        return True
 
     def parked_keys(self, subscription: str, generation: int, session: ClientSession | None = None) -> frozenset[int]:
         """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
@@ -497,9 +443,7 @@ def image_of(document: Mapping[str, Any]) -> Image:
         head=document["head"],
         waiting=retries.get("waiting"),
         spilled=document.get("spilled"),
-        stood=document.get("stood"),
         retry=retry,
-        was=document.get("was"),
         ran=document.get("ran"),
         read_at=document.get("readAt"),
         parked_keys=document.get("parkedCount") or 0,
@@ -536,11 +480,16 @@ def _passed(image: Image) -> dict[str, Any]:
     }
 
 
-_OPENED: dict[str, Any] = {
-    "state": {"$cond": [{"$eq": ["$state", MOVING]}, {"$ifNull": ["$was", "flowing"]}, "$state"]},
-    "was": None,
-}
-"""A partition that was closed for a new layout is as it was before."""
+def _drained(data: str) -> dict[str, Any]:
+    """Match partitions that flow, with nothing under way, stored, parked, or done after a place."""
+    own = {"$ifNull": ["$resumeToken._data", ""]}
+    conditions = [
+        {"$lte": ["$claim.until", "$$NOW"]},  # also where there is no claim
+        {"$lte": [own, literal(data)]},
+        {"$lte": [{"$ifNull": ["$spilled.to", ""]}, own]},
+    ]
+    parked = {"parkedKeys": {"$in": [None, []]}}
+    return {"state": "flowing", "handled": None, **parked, "$expr": {"$and": conditions}}
 
 
 def _unlike(seen: Mapping[str, Seen | None]) -> dict[str, Any]:
@@ -563,9 +512,9 @@ def _older(version: int) -> dict[str, Any]:
 
 
 def _winning(version: int) -> list[dict[str, Any]]:
-    """The update of a take-over: my epoch, the commit of what is handled, and open again what was closed in vain."""
+    """The update of a take-over: my epoch, and the commit of what is handled."""
     handled = {"$gt": ["$handled", None]}
-    change: dict[str, Any] = {"epoch": Int64(version), **_OPENED}
+    change: dict[str, Any] = {"epoch": Int64(version)}
     for name, value in COMMIT.items():
         change[name] = {"$cond": [handled, value, f"${name}"]}
     return [{"$set": change}]
@@ -580,9 +529,6 @@ def moved_stages(
     What stood there is over, and whoever runs is refused. A pause is kept. A mark that was reached goes: what it stood
     for may be removed, and nobody stores it again.
 
-    On the way back this is over, too, where nothing was committed in this layout: what was done before it the watermark
-    alone says, which goes back, and whoever runs or stands there would pass it.
-
     Args:
         version: of the move.
         token: of the place.
@@ -594,7 +540,6 @@ def moved_stages(
     if only is not None:
         moves = {"$and": [{"$eq": ["$_id", literal(only)]}, moves]}
     reached = {"$lte": ["$spilled.to", data if forward else own]}  # also where there is no mark
-    ends = moves if forward else {"$or": [moves, {"$eq": [own, ""]}]}
     is_again = not forward and only is None  # all that these have handled behind the place is handled again
     place = {
         **({"rewound": {"$cond": [moves, Int64(version), "$rewound"]}} if is_again else {}),
@@ -606,13 +551,8 @@ def moved_stages(
         "fence": next_number("fence"),
         **dict.fromkeys(("claim", "retry", "head")),
     }
-    over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
+    over = {name: {"$cond": [moves, value, f"${name}"]} for name, value in over.items()}
     return [*_winning(version), {"$set": {**place, **over}}]
-
-
-def _but(prefix: str, generation: int) -> dict[str, Any]:
-    inside = _under(f"{prefix}{generation}/")["_id"]
-    return {"$and": [_under(prefix), {"$or": [{"_id": {"$lt": inside["$gte"]}}, {"_id": {"$gte": inside["$lt"]}}]}]}
 
 
 def _under(prefix: str) -> dict[str, Any]:

@@ -73,7 +73,6 @@ from mongo_celery.bridge.state.dead_letters import (
     replay_of,
     signed,
 )
-from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import Table, call_timeout
@@ -143,7 +142,7 @@ class Replays:
         change = _request(found, generation, partition, hash_, over_newer=over_newer)
         return "done" if self._table.update(guard, change) else "requested"
 
-    def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "moving", "gone"]:
+    def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "gone"]:
         """
         Remove a dead letter, and the request for its replay; not while that is running.
 
@@ -152,9 +151,6 @@ class Replays:
 
         Args:
             layout: of its subscription, in force; without it the others of its key go on waiting.
-
-        Returns:
-            `moving` where its key is parked, and its partition is closed for a new layout.
         """
         found = self._letters.header(letter)
         if found is None:
@@ -167,13 +163,11 @@ class Replays:
                 is_removed = self._dead_letters.delete_one(guard).deleted_count
             return "done" if is_removed else "running"
 
-        def remove(session: ClientSession) -> Literal["done", "running", "moving"]:
+        def remove(session: ClientSession) -> Literal["done", "running"]:
             gone, first = self._removed(guard, session)
             if gone is None:
                 return "running"
-            if not self._go_on_without(gone, first, layout, session):
-                session.abort_transaction()
-                return "moving"
+            self._go_on_without(gone, first, layout, session)
             return "done"
 
         return self._together(remove)
@@ -344,23 +338,16 @@ class Replays:
         over_newer = gone.replay is not None and gone.replay.over_newer
         self._ask_next(following, generation, partition, session, over_newer=over_newer)
 
-    def _go_on_without(self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession) -> bool:
-        """As `_go_on_behind`, of one that was discarded; False where its partition is closed for a new layout."""
+    def _go_on_without(self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession) -> None:
+        """As `_go_on_behind`, of one that was discarded."""
         assert gone.parked is not None, "it waited for its key"
-        holding, in_force = self._holding(gone), layout.generation if layout is not None else 0
-        found = self._partitions.collection.find(holding, {"state": 1}, session=session)
-        if any(each["state"] == MOVING and _generation(each["_id"]) >= in_force for each in found):
-            return False  # what is left of an older layout is over, and stays closed until it is removed
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
         self._count_removed(gone, session, is_last=following is None)
-        if following is None:
-            return True
-        if first and layout is not None:
+        if following is not None and first and layout is not None:
             self._ask_next(following, layout.generation, gone.parked % layout.partitions, session, over_newer=False)
-        return True
 
     def _holding(self, letter: Letter) -> dict[str, Any]:
-        """The partition in which the key of a letter is parked; two, while a layout is being prepared or left."""
+        """Match the partition in which the key of a letter is parked."""
         assert letter.parked is not None, "it waits for its key"
         prefix = f"{self._bridge}/{letter.subscription}"
         return {"_id": {"$gt": f"{prefix}/", "$lt": f"{prefix}0"}, "parkedKeys": Int64(signed(letter.parked))}
@@ -392,11 +379,6 @@ class Replays:
         self._dead_letters.update_one(key, change, session=session)
 
     # -- what the listener does --------------------------------------------------------------------
-
-    def place(self, replay: ReplayRequest, layout: Layout) -> None:
-        """Send a request for a parked key to where that belongs in a later layout, whose key is as it was."""
-        where = {"replay.generation": Int64(layout.generation), "replay.partition": replay.hash % layout.partitions}
-        self._table.update({"_id": replay.letter, "replay.generation": replay.generation}, {"$set": where})
 
     def withdraw(self, replays: Sequence[ReplayRequest], *, is_over: bool = False) -> None:
         """
@@ -453,10 +435,6 @@ def _as_seen(letter: Letter) -> dict[str, Any]:
     start = {"replay.fencingToken": letter.replay.fence} if has_started else {"replay.state": {"$ne": STARTED}}
     waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(signed(letter.parked))
     return {**start, "parked": waits}
-
-
-def _generation(partition_id: str) -> int:
-    return int(partition_id.split("/")[-2])
 
 
 def _in_transaction(session: ClientSession, body: Callable[[ClientSession], T]) -> T:

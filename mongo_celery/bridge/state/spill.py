@@ -15,13 +15,12 @@ of the stream. Nothing here is guarded by an epoch, and needs none:
 | field | |
 |---|---|
 | `term` | the version of the lease that inserted it, or met it last |
-| `hash` | of the partition key, as a signed number of 64 bits: a new layout is copied on the server |
+| `hash` | of the partition key, as a signed number of 64 bits |
 | `raw`, `zip` | the event as the server sent it; whether it is compressed |
 | `parts`, `digest` | of an event that fits into no document: its bytes lie in so many documents behind it |
 | `part` | the number of such a document, from 1 |
 | `token` | the resume token, where `_id` and bytes do not tell it: they cannot be read, or it is long |
 | `refusal` | why it is not given to its handler; whether that halts, and lasts |
-| `standing` | the carried state of a head that was copied from an older layout: `state`, `head`, `retry` |
 | `size` | bytes of the document |
 
 What is read here decides what runs, so it is read in a causally consistent session that has seen the partition's image
@@ -30,7 +29,7 @@ What is read here decides what runs, so it is read in a causally consistent sess
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bson.int64 import Int64
@@ -38,7 +37,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
-from mongo_celery.bridge.existing import place_of
+from mongo_celery.bridge.existing import END, place_of
 from mongo_celery.bridge.state.stored import (
     Amount,
     Document,
@@ -50,14 +49,11 @@ from mongo_celery.bridge.state.stored import (
     id_of,
     ids_between,
     ids_under,
-    index_by,
     part_ids,
     past,
     place_in,
     replacing,
-    size_of,
 )
-from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.table import Table, call_timeout, present_in
 
 __all__ = ["REMOVED", "Amount", "Spill", "StoredChange", "place_of"]
@@ -65,10 +61,10 @@ __all__ = ["REMOVED", "Amount", "Spill", "StoredChange", "place_of"]
 REMOVED = 2000
 """How many documents one call removes: some hundredths of a second where a machine has nothing else to do."""
 
+EVERYTHING = END
+"""A place after that of every change."""
+
 _SUMMED = 500  # at a time: each may have megabytes, which the server reads for its size
-_LOOKED_AT = 32  # at a time, for the same reason
-_COPIED = 500  # one takes the server thrice the time of an insert
-_COPIED_BYTES = 16 << 20
 _ROUNDS = 3
 _SLASHES = 3  # of a partition's `_id`
 
@@ -173,7 +169,8 @@ class Spill:
         Remove what is committed: up to a token of a majority image, never what a later term has stored.
 
         Args:
-            committed: comparable part of the committed token; nothing is committed where it is empty.
+            committed: comparable part of the committed token; nothing is committed where it is empty. `EVERYTHING` for
+                a partition that is no longer in force.
             version: that of the term.
             limit: how many documents one call takes at most: where there may be more, it has to be made again.
 
@@ -183,15 +180,6 @@ class Spill:
         if not committed:
             return 0
         return self._delete(ids_between(partition_id, "", committed), version, limit)
-
-    def discard(self, partition_id: str, version: int, *, limit: int = REMOVED) -> bool:
-        """
-        Remove stored changes of a layout that is over, or never in force, some at a time; never a later term's.
-
-        Returns:
-            Whether there may be more to remove. Not where a later term has stored some: then it removes the rest.
-        """
-        return self._delete(ids_under(partition_id), version, limit) == limit
 
     def _delete(self, ids: Mapping[str, str], version: int, limit: int) -> int:
         """One deletion of all could take longer than a call may; the index alone says where a part of it ends."""
@@ -304,113 +292,8 @@ class Spill:
         document = next(found.skip(number - 1).limit(1), None)
         return None if document is None else str(document["_id"])
 
-    # -- a new layout ------------------------------------------------------------------------------
-
-    def copy(
-        self,
-        partition_id: str,
-        after: str,
-        until: str,
-        to: str,
-        count: int,
-        version: int,
-        *,
-        limit: int,
-        session: ClientSession | None = None,
-    ) -> str | None:
-        """
-        Copy the next stored changes of a partition to the partitions of a new layout, on the server, by their hash.
-
-        What is there already is kept, so repeating it is harmless.
-
-        Args:
-            after: where to begin, behind this place (as returned by the call before, or the comparable part of the
-                committed token); empty for the beginning.
-            until: comparable part of the last token to be copied.
-            to: what the `_id`s of the new partitions begin with: `<bridge>/<subscription>/<generation>/`.
-            count: of the new partitions.
-            version: that of the term, as `term` of the copies.
-            limit: how many documents at most, but for the parts of the last change; a call takes 500 at most, and as
-                many as have 16 MB.
-
-        Returns:
-            Where to go on; None when all is copied.
-
-        Raises:
-            PyMongoError: any of them may be missing.
-        """
-        ids = ids_between(partition_id, after, until)
-        place = self._chunk(partition_id, ids, min(limit, _COPIED), session)
-        if place is not None:
-            ids = ids_between(partition_id, after, place)
-        rest: dict[str, Any] = {"$substrBytes": ["$_id", len(f"{partition_id}/".encode()), -1]}
-        copied = {"$concat": [literal(to), {"$toString": index_by(count)}, "/", rest]}
-        stages: list[dict[str, Any]] = [
-            {"$match": {"_id": ids}},
-            {"$set": {"_id": copied, "term": literal(Int64(version))}},
-            {"$merge": {"into": self._table.collection.name, "on": "_id", "whenMatched": "keepExisting"}},
-        ]
-        with self._table.limit():
-            self._table.collection.aggregate(stages, session=session)
-        return place
-
-    def _chunk(
-        self, partition_id: str, ids: Mapping[str, Any], limit: int, session: ClientSession | None
-    ) -> str | None:
-        """The place of the last change of a chunk; None where the chunk has all that is left."""
-        size, place = 0, ""
-        fields = {"_id": 1, "size": 1}
-        options: dict[str, Any] = {"batch_size": _LOOKED_AT, "session": session}
-        with self._table.limit(), self._table.collection.find({"_id": ids}, fields, **options).sort("_id", 1) as found:
-            for number, document in enumerate(found):
-                here = place_in(partition_id, document["_id"])
-                if here != place and place and (number >= limit or size + size_of(document) > _COPIED_BYTES):
-                    return place  # never between a change and its parts
-                size, place = size + size_of(document), here
-        return None
-
-    def copy_by(
-        self,
-        partition_id: str,
-        after: str,
-        until: str,
-        to: str,
-        count: int,
-        version: int,
-        rekeyed: Callable[[StoredChange], StoredChange],
-        *,
-        limit: int,
-        session: ClientSession | None = None,
-    ) -> str | None:
-        """
-        As `copy`, by a new hash of each change: for a partition key that is another one now. The bytes come by here.
-
-        Args:
-            rekeyed: gives a change with its new hash, refused where the new rule fails on it. What it raises ends the
-                call, and any of the changes may be missing.
-        """
-        changes = self.read(partition_id, after, until, limit=limit, max_bytes=_COPIED_BYTES, session=session)
-        by_index: dict[int, list[StoredChange]] = {}
-        for renewed in map(rekeyed, changes):
-            by_index.setdefault(renewed.hash % count, []).append(renewed)
-        for index, renewed_changes in by_index.items():
-            self.insert(f"{to}{index}", renewed_changes, version, session)
-        return changes[-1].data if changes else None
-
-    def last(self, partition_id: str, session: ClientSession | None = None) -> StoredChange | None:
-        """The last stored change of a partition, committed or not; None where there is none."""
-        query = {"_id": ids_under(partition_id), "part": None}
-        with self._table.limit():
-            found = self._table.collection.find_one(query, sort=[("_id", -1)], session=session)
-            return None if found is None else self._change(found, session)
-
     def count(self, partition_id: str, until: str, session: ClientSession | None = None) -> int:
         """At most how many changes are stored of a partition up to a place: their parts count too."""
         with self._table.limit():
             ids = ids_between(partition_id, "", until)
             return self._table.collection.count_documents({"_id": ids}, session=session)
-
-    def stand(self, partition_id: str, data: str, standing: Mapping[str, Any]) -> bool:
-        """Record the carried state with a stored change: what its partition was; False when it is gone."""
-        query = {"_id": id_of(partition_id, data)}
-        return self._table.update(query, {"$set": {"standing": dict(standing)}})

@@ -51,7 +51,6 @@ class StoredChange:
         hash: of its partition key, from 0 to 2^64 - 1.
         refusal: why it is not given to its handler; None for all others.
         token: the whole resume token, where `raw` may not give it, and where it is long; None for all others.
-        standing: its carried state, where it was copied as a head: `state`, `head`, `retry`; None for all others.
         size: bytes that it takes in the collection; 0 before it is stored.
     """
 
@@ -60,7 +59,6 @@ class StoredChange:
     hash: int = 0
     refusal: Refusal | None = None
     token: Mapping[str, Any] | None = None
-    standing: Mapping[str, Any] | None = None
     size: int = 0
 
 
@@ -110,14 +108,6 @@ def part_ids(head: Mapping[str, Any]) -> list[str]:
     """The `_id`s of a change's parts: behind its own, and named by their contents."""
     # Read again, an event may have other bytes: those of two readings must not be mixed.
     return [f"{head['_id']}/{head['digest']}.{number:02d}" for number in range(head["parts"])]
-
-
-def index_by(count: int) -> dict[str, Any]:
-    """The partition of a stored hash, as an expression: kept as a signed number, it counts as an unsigned one."""
-    zero = Int64(0)  # of a damaged document
-    kept = {"$convert": {"input": "$hash", "to": "long", "onError": zero, "onNull": zero}}
-    wrapped = {"$cond": [{"$lt": [kept, zero]}, Int64(_HASHES % count), zero]}
-    return {"$mod": [{"$add": [{"$mod": [kept, Int64(count)]}, wrapped, Int64(count)]}, Int64(count)]}
 
 
 # -- documents -------------------------------------------------------------------------------------
@@ -173,7 +163,7 @@ def size_of(document: Mapping[str, Any]) -> int:
 
 def replacing(document: Mapping[str, Any]) -> Document:
     """
-    The update that puts one reading of a change in the place of another; what it stood for stays with it.
+    The update that puts one reading of a change in the place of another.
 
     One without bytes replaces nothing: it was read where they are damaged, and those that are there may be restored.
     """
@@ -211,7 +201,6 @@ def _change_in(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> S
         hash=head["hash"] % _HASHES,
         refusal=Refusal.because(**refusal) if refusal else None,
         token=token if damage or "token" in head else None,
-        standing=dict(head["standing"]) if head.get("standing") else None,
         size=amount_of([head, *parts]).size,
     )
 
@@ -245,8 +234,6 @@ def _rare(change: StoredChange) -> Document:
         fields["token"] = {"_data": change.data}
     if change.refusal is not None:
         fields["refusal"] = asdict(change.refusal)
-    if change.standing is not None:
-        fields["standing"] = dict(change.standing)
     return fields
 
 

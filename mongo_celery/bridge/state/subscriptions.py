@@ -23,6 +23,7 @@ from typing import Any
 from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import UpdateOne
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
@@ -113,25 +114,18 @@ class Subscriptions:
         wanted = {self._id(name): name for name in names}
         return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
 
-    def put_in_force(self, layouts: Mapping[str, Layout], version: int, places: Mapping[str, str]) -> list[str]:
+    def put_in_force(
+        self, name: str, layout: Layout, version: int, token: Mapping[str, Any] | None, session: ClientSession
+    ) -> bool:
         """
-        Put layouts in force, each in one write.
+        Put a layout in force, in the transaction of a session; False when the epoch or the watermark is another one.
 
         Args:
-            places: comparable part of the token that the watermark of each must have reached; empty for none.
-
-        Returns:
-            Those that are, by a majority read; where one is not, the epoch has moved on, or the watermark is elsewhere.
+            token: of the watermark; None where nothing was ever stored.
         """
-        writes = []
-        for name, layout in layouts.items():
-            guard: dict[str, Any] = {"_id": self._id(name), "epoch": version}
-            if places[name]:
-                guard["resumeToken._data"] = {"$gte": places[name]}
-            writes.append(UpdateOne(guard, {"$set": {"layout": layout.document()}}))
-        self._table.write_all(writes)
-        found = self._read(list(layouts))
-        return [name for name, document in found.items() if layout_in(document) == layouts[name]]
+        guard = {"_id": self._id(name), "epoch": version, "resumeToken._data": token["_data"] if token else None}
+        change = {"$set": {"layout": layout.document()}}
+        return self._table.collection.update_one(guard, change, session=session).matched_count == 1
 
     def pin(
         self,

@@ -33,7 +33,7 @@ REPEATED = 3
 """How often a change may start again: while there is no primary, its claim lapses."""
 STORING = {"at": "Partitions.mark_spilled", "signal": "SIGSTOP"}
 RUNNING = {"at": "Spill.read", "behind": True, "signal": "SIGSTOP"}
-MOVING = {"at": "Subscriptions.put_in_force", "signal": "SIGSTOP"}
+SWITCHING = {"at": "Store.repartition", "signal": "SIGSTOP"}
 Election = Callable[[MongoReplicaSet, str], None]
 
 
@@ -147,7 +147,7 @@ def test_an_election_while_what_is_stored_is_read_back(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("election", [step_down, die])
-def test_an_election_before_a_new_layout_is_put_in_force(
+def test_an_election_before_new_partitions_are_put_in_force(
     chain: SpillRig, three_members: MongoReplicaSet, election: Election
 ) -> None:
     """P1, P2, P13: one of them is in force, whole."""
@@ -157,7 +157,8 @@ def test_an_election_before_a_new_layout_is_put_in_force(
     with writing(chain, 2):
         chain.wait_stored(bad)
         assert old.terminate() == 0
+        assert chain.changes("retry", "halting")["retried"] == 1
         chain.spread(3)
-        elect(chain, three_members, election, chain.pointed("listener", MOVING))
-        wait_for(lambda: chain.subscription("halting")["layout"]["partitions"] == 3, message="the new layout")
+        elect(chain, three_members, election, chain.pointed("listener", SWITCHING))
+        wait_for(lambda: chain.subscription("halting")["layout"]["partitions"] == 3, message="new partitions")
     finish(chain)

@@ -1,0 +1,357 @@
+"""
+Repartitioning: other partitions for a handler, or another key, with order per key kept.
+
+The old partitions serve until everything that was read has been handled. So the listener stops reading for the handler
+at a place, and lets its partitions *drain*. Then one transaction puts the new partitions in the place of the old ones,
+at that place (`Partitions.repartition`). A crash at any point leaves the old partitions in force, or the new ones.
+
+A blocked partition would keep the handler waiting. So a drain begins only while none is halted, paused or retrying for
+long, and no key is parked. Until then the old partitions go on, and `status` says for what the new ones wait. A drain
+that takes too long is given up, and tried again after a pause. Other handlers never wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.existing import opens_stream
+from mongo_celery.bridge.listener.subscription import Subscription, make_trackers
+from mongo_celery.bridge.listener.takeover import Takeover
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.partitioning import HASH_NAME
+from mongo_celery.bridge.state.claims import process_of
+from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.subscriptions import Layout, layout_in
+from mongo_celery.bridge.window import Mark
+from mongo_celery.command_line import ANY_APP, CommandLine
+from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.oplog import time_of_token
+from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.spilling import Spilling
+    from mongo_celery.bridge.listener.watermarks import Watermarks
+    from mongo_celery.bridge.state.store import Store
+
+logger = logging.getLogger("mongo_celery.listener")
+
+DRAIN_SECONDS = 60.0
+"""A drain that takes longer is given up: partitions with nothing left to do wait for the others."""
+
+_TURN_SECONDS = 0.1
+_POLL_SECONDS = 0.25
+_PAUSE_SECONDS = 1.0
+_READ_AGAIN_PAUSE = 1.0
+_COMPLAINT_SECONDS = 30.0
+_SOON_SECONDS = 5.0
+_LONGEST_PAUSE = 600.0
+
+
+@dataclass(slots=True)
+class _Move:
+    """
+    One handler on its way to another partitioning.
+
+    Attributes:
+        waits: for what, as a sentence.
+        drains_until: monotonic time at which its drain is given up; infinite while it does not drain.
+        ready_at: monotonic time of the next drain.
+        pause: seconds after the next drain that is given up.
+    """
+
+    layout: Layout
+    waits: str = "the listener reads partitions"
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
+    drains_until: float = math.inf
+    ready_at: float = 0.0
+    pause: float = DRAIN_SECONDS
+
+
+class Repartitioning:
+    """
+    The new partitionings of one term. Used by the leading thread.
+
+    Args:
+        store: the state database.
+        options: of the bridge.
+        concern: whom an error of the state database concerns.
+        watermarks: of this term.
+        spilling: in its session images are read.
+        line: how commands about the bridge begin.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        options: BridgeOptions,
+        concern: Concern,
+        watermarks: Watermarks,
+        spilling: Spilling,
+        line: CommandLine = ANY_APP,
+    ) -> None:
+        self._line = line
+        self._store = store
+        self._options = options
+        self._concern = concern
+        self._watermarks = watermarks
+        self._session = spilling.session
+        self._version = 0
+        self._led: Mapping[str, Subscription] = {}
+        self._moves: dict[str, _Move] = {}
+        self._rereading: list[Subscription] = []
+        self._next_at = self._read_again_at = 0.0
+        self._complained_at = -math.inf
+
+    def begin(self, subscriptions: Mapping[str, Subscription], takeover: Takeover) -> list[Subscription]:
+        """
+        Take in the handlers of this term, before anything is read, and switch those whose old rule is not known.
+
+        These have nothing left to do; by the new rule nothing may be put into an old partition.
+
+        Returns:
+            Handlers under their new partitionings, which take the place of the old ones.
+
+        Raises:
+            LeaseLostError: one of them could not be switched; the next term judges it anew.
+        """
+        self._led, self._version = subscriptions, takeover.version
+        self._moves = {name: _Move(takeover.wanted[name]) for name in takeover.moving if name in subscriptions}
+        moved = []
+        for name, move in list(self._moves.items()):
+            if not _is_by_its_rule(subscriptions[name]):
+                new = self._try_to_switch(subscriptions[name], move, time.monotonic())
+                if new is None:
+                    raise LeaseLostError
+                moved.append(new)
+        return moved
+
+    def due(self) -> float:
+        """Return the monotonic time of the next turn that may have something to do; infinite without one."""
+        return self._next_at if self._moves or self._rereading else math.inf
+
+    def turn(self, now: float) -> list[Subscription]:
+        """
+        Go on with each handler that is on its way.
+
+        Returns:
+            Handlers under their new partitionings, which take the place of the old ones.
+
+        Raises:
+            LeaseLostError: the term has ended.
+            MongoCeleryError: something that waiting cannot cure.
+        """
+        if not self._moves or now < self._next_at:
+            return []
+        self._next_at = now + _POLL_SECONDS
+        until, moved = time.monotonic() + _TURN_SECONDS, []
+        try:
+            for name in list(self._moves):
+                new = self._go_on(self._led[name], self._moves[name], now)
+                if new is not None:
+                    moved.append(new)
+                if time.monotonic() > until:
+                    self._next_at = 0.0
+                    break
+        except PyMongoError as error:
+            self.note_failure(error)
+        self._complain(now)
+        return moved
+
+    def note_failure(self, error: PyMongoError) -> None:
+        """Try again after a pause; raise what waiting cannot cure."""
+        raise_if_final(error, self._concern)
+        logger.warning("repartitioning failed, trying again: %s", brief(error), extra={"event": "layout_failed"})
+        self._next_at = time.monotonic() + _PAUSE_SECONDS
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return what `status` shows of handlers on their way to another partitioning."""
+        return [
+            {"subscription": name, "partitions": move.layout.partitions, "since": move.since, "waits": move.waits}
+            for name, move in list(self._moves.items())
+        ]
+
+    # -- draining ----------------------------------------------------------------------------------
+
+    def _go_on(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
+        new = self._try_to_switch(subscription, move, now)
+        if new is not None:
+            return new
+        if move.waits:
+            self._stop_draining(subscription, move, now + _SOON_SECONDS)
+            return None
+        move.waits = _left(subscription)
+        if move.drains_until == math.inf:
+            if now >= move.ready_at and subscription.until is None and opens_stream(subscription.window.seen):
+                _drain(subscription, move, now)
+        elif now > move.drains_until:
+            self._stop_draining(subscription, move, now + move.pause)
+            move.pause = min(2 * move.pause, _LONGEST_PAUSE)
+        return None
+
+    def _try_to_switch(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
+        """
+        Switch if nothing is left to do; else `waits` is what has to be settled first, empty for nothing.
+
+        A handler takes in nothing from then on, so that a switch whose answer was lost can be repeated.
+        """
+        move.waits = self._obstacle(subscription)
+        if not move.waits and self._is_drained(subscription):
+            if subscription.until is None:
+                _drain(subscription, move, now)
+            return self._switch(subscription, move)
+        if subscription.lost and not move.waits:
+            move.waits = f"its oplog history is lost. Decide: {self._line.changes('go-on', subscription.name)}"
+        return None
+
+    def _stop_draining(self, subscription: Subscription, move: _Move, ready_at: float) -> None:
+        if move.drains_until == math.inf:
+            return
+        move.drains_until, move.ready_at = math.inf, ready_at
+        if subscription.left is None:
+            subscription.until = None
+        else:
+            self._reread(subscription)
+
+    def _is_drained(self, subscription: Subscription) -> bool:
+        """Return True if all that was read is committed, and the watermark says so."""
+        window = subscription.window
+        if window.count or subscription.outstanding or subscription.spilled:
+            return False
+        if window.seen != (window.watermark.data if window.watermark is not None else ""):
+            return False  # no stream can be opened there
+        if subscription.stored is not window.watermark and not subscription.lost:
+            self._watermarks.store([subscription], time.monotonic())
+        return subscription.stored is window.watermark
+
+    def _obstacle(self, subscription: Subscription) -> str:
+        """Return what has to be settled before a drain; empty where nothing has."""
+        images = [tracker.image for tracker in subscription.trackers.values()]
+        marks = [spilled.to for spilled in subscription.spilled.values()]
+        if subscription.window.seen < max([*marks, *(image.data for image in images)], default=""):
+            return "it reads up to what its partitions have done"
+        for index, tracker in subscription.trackers.items():
+            if not tracker.won:
+                return f"an open transaction has locked partition {index}"
+            obstacle = self._obstacle_of(subscription.name, tracker.image)
+            if obstacle:
+                return f"partition {index} {obstacle}"
+        return ""
+
+    def _obstacle_of(self, name: str, image: Image) -> str:
+        index, line = image.index, self._line
+        if image.parked_keys:
+            listed = line.changes("dead-letters", "list", name)
+            return f"has {image.parked_keys} parked keys. Replay or discard their dead letters: {listed}"
+        if image.state == "halted":
+            return f"is halted. Fix the handler and run: {line.on('retry', name, [index])}"
+        if image.state == "paused":
+            return f"is paused. Run: {line.on('resume', name, [index])}"
+        if image.due_in > _SOON_SECONDS:
+            state = "retrying" if state_of(image) == "parked" else state_of(image)
+            return f"is {state}, next in {image.due_in:.0f} s. To run it now: {line.on('retry', name, [index])}"
+        return ""
+
+    # -- switching ---------------------------------------------------------------------------------
+
+    def _switch(self, old: Subscription, move: _Move) -> Subscription | None:
+        """Put the new partitions in force; None where an old one has something to do again."""
+        store, layout, name = self._store, move.layout, old.name
+        mark = old.window.watermark
+        token = mark.token if mark is not None else None
+        if not store.repartition(name, old.plan.layout, layout, token, self._version):
+            found = store.subscriptions.affirm([name], self._version)[name]
+            if found["epoch"] != self._version:
+                raise LeaseLostError
+            if layout_in(found).generation != layout.generation:
+                return None  # a command or a late commit came in between: the next images show it
+        images = store.partitions.of({name: layout.generation}, self._session)
+        if len(images) != layout.partitions:
+            raise LeaseLostError
+        del self._moves[name]
+        logger.warning(
+            "partitioning of %s changed: generation %d, %d partitions",
+            name,
+            layout.generation,
+            layout.partitions,
+            extra={"event": "layout_changed", "subscription": name},
+        )
+        return self._renewed(old, layout, images)
+
+    def _renewed(self, old: Subscription, layout: Layout, images: list[Image]) -> Subscription:
+        """The handler under its new partitioning; it begins where the old one has ended."""
+        rule, watermark = old.plan.handler.partitioner(self._options), old.window.watermark
+        plan = replace(old.plan, layout=layout, partitioner=rule, watermark=watermark, undeliverable={})
+        ids = {
+            image.index: self._store.partitions.partition_id(old.name, layout.generation, image.index)
+            for image in images
+        }
+        new = Subscription(self._options, plan, make_trackers(images, ids, self._version, self._options))
+        new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
+        if old.left is not None:
+            new.until, new.left = old.until, old.left
+            self._reread(new)
+        return new
+
+    # -- reading again -----------------------------------------------------------------------------
+
+    def _reread(self, subscription: Subscription) -> None:
+        """Have what it has left read again; until then it takes in nothing, since it must miss nothing."""
+        subscription.until = _place(subscription)
+        self._rereading.append(subscription)
+
+    def wants_reading(self, now: float) -> bool:
+        """Return True if the stream should be read again from where the handlers are: one has left something."""
+        return bool(self._rereading) and now - self._read_again_at >= _READ_AGAIN_PAUSE
+
+    def reads_again(self, now: float) -> None:
+        """Let the handlers that have left something take in what comes from now on."""
+        self._read_again_at = now
+        for subscription in self._rereading:
+            subscription.until = subscription.left = None
+        self._rereading.clear()
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _complain(self, now: float) -> None:
+        if not self._moves or now - self._complained_at < _COMPLAINT_SECONDS:
+            return
+        self._complained_at = now
+        for name, move in self._moves.items():
+            logger.warning(
+                "%s waits for its %d partitions: %s. Until then the old ones serve",
+                name,
+                move.layout.partitions,
+                move.waits,
+                extra={"event": "layout_waits", "subscription": name},
+            )
+
+
+def _is_by_its_rule(subscription: Subscription) -> bool:
+    """Return True if its changes are spread by the rule of its layout, not by a new one while that is unknown."""
+    return subscription.plan.layout.key == f"{HASH_NAME}:{subscription.plan.partitioner.name}"
+
+
+def _drain(subscription: Subscription, move: _Move, now: float) -> None:
+    subscription.until, move.drains_until = _place(subscription), now + DRAIN_SECONDS
+
+
+def _left(subscription: Subscription) -> str:
+    """Name what a drain has left to do, and who has it in hand."""
+    stored = f", stored changes of {len(subscription.spilled)} partitions" if subscription.spilled else ""
+    claims = [(each.image.index, each.image.claim) for each in subscription.outstanding if each.image.claim]
+    running = "".join(f", partition {index} runs in {process_of(str(claim['owner']))}" for index, claim in claims[:1])
+    return f"{subscription.window.count} changes are left to handle{stored}{running}"
+
+
+def _place(subscription: Subscription) -> Mark:
+    """Up to where it has been read."""
+    seen = subscription.window.seen
+    return Mark({"_data": seen}, seen, time_of_token({"_data": seen}, None)) if seen else Mark({}, "", None)

@@ -1,0 +1,449 @@
+"""
+Another number of partitions, or another key: what it waits for, kills at each step, listeners that wake too late.
+
+P1 to P16 are the design's promises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bson.int64 import Int64
+from pymongo import MongoClient
+from pymongo.errors import AutoReconnect
+
+from mongo_celery.bridge.listener.repartitioning import DRAIN_SECONDS
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.errors import LayoutError, LeaseLostError
+from tests.fixtures.process import wait_for
+from tests.fixtures.samples import token_data
+from tests.integration.repartition_rig import NAME, Shop, Term, region
+from tests.integration.term_rig import BRIDGE, KilledError, around, begin_term
+
+Document = dict[str, Any]
+
+OLD, NEW = 4, 3
+WRITTEN = range(1, 41)
+
+
+@pytest.fixture
+def shop(mongo_client: MongoClient[Document], state_database: str) -> Shop:
+    """Give a bridge with forty events of ten keys, some of them handled."""
+    shop = Shop(mongo_client, state_database)
+    shop.write(*WRITTEN)
+    term = shop.begin(OLD, run_size=3)
+    term.turn()
+    term.work(most=3)
+    return shop
+
+
+# -- what is kept ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("partitions", "rule"), [(1, None), (NEW, None), (7, None), (OLD, region)])
+def test_each_change_is_handled_once_in_the_order_of_its_key(shop: Shop, partitions: int, rule: Any) -> None:
+    """P1, P2, P4, P6: before the switch in the old partitions, after it in the new ones."""
+    term = shop.begin(partitions, partition_by=rule)
+    old = shop.in_force(term)
+    term.finish()
+    shop.write(*range(41, 61))
+    term.finish()
+    new = shop.in_force(term)
+    assert (new.generation, new.partitions) == (term.rig.version, partitions)
+    assert new.generation > old.generation
+    assert new.key.endswith(":region" if rule else ":_id")
+    shop.check()
+    assert shop.generations() == {new.generation}
+    tokens = [image.fence for image in shop.images(term).values()]
+    assert min(tokens) > old.generation
+
+
+def test_stored_changes_are_handled_before_the_switch(shop: Shop) -> None:
+    """P1, P2, P13: from the collection alone, where the oplog has rolled over them."""
+    term = shop.begin(OLD)
+    term.turn()
+    for index in list(term.led[NAME].window.waiting()):
+        while term.led[NAME].window.depth(index):
+            assert term.spilling.store(term.led[NAME], index, "halted")
+    term.watermarks.store(list(term.led.values()), 0.0)
+    written, shop.events = shop.events, []
+    term = shop.begin(NEW)
+    term.turn()
+    assert shop.in_force(term).partitions == OLD
+    term.finish()
+    assert shop.in_force(term).partitions == NEW
+    shop.events = written
+    shop.check()
+
+
+def test_new_partitions_begin_at_the_watermark_above_all_fencing_tokens(shop: Shop) -> None:
+    """P3, P4: nothing is stored, and no token is given twice."""
+    term = shop.begin(NEW)
+    tokens: list[int] = []
+    term.finish(is_done=lambda: tokens.extend(each.fence for each in shop.images(term).values()) or not term.waits)
+    images = shop.images(term).values()
+    assert {image.data for image in images} == {token_data(40)}
+    assert min(image.fence for image in images) >= max(tokens)
+    assert term.rig.store.spill.next_partition() is None
+
+
+def test_a_term_that_asks_for_the_same_changes_nothing(shop: Shop) -> None:
+    """P3: a deploy is no repartitioning."""
+    before = shop.in_force(term := shop.begin(OLD))
+    assert term.takeover.moving == []
+    term.finish()
+    assert shop.in_force(term) == before
+
+
+# -- what it waits for -------------------------------------------------------------------------------
+
+
+def _halt(term: Term) -> Callable[[], object]:
+    run, partitions = next(iter(term.runs().values())), term.rig.store.partitions
+    claim = term.claim(run)
+    assert claim is not None
+    token = {"_data": token_data(0)} | dict(term.led[NAME].window.head(run.index, 1, 1)[0].mark.token)
+    assert term.rig.store.claims.halt(claim, token, "a key", "ValueError: no")
+    return lambda: partitions.retry(_image(term, run.index), term.rig.generation(NAME))
+
+
+def _park(term: Term) -> Callable[[], object]:
+    run, partitions = next(iter(term.runs().values())), term.rig.store.partitions
+    claim = term.claim(run)
+    assert claim is not None
+    assert term.rig.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
+    return lambda: partitions.retry(_image(term, run.index), term.rig.generation(NAME))
+
+
+def _pause(term: Term) -> Callable[[], object]:
+    partitions, generation = term.rig.store.partitions, term.rig.generation(NAME)
+    assert partitions.pause(_image(term, 1), generation)
+    return lambda: partitions.resume(_image(term, 1), generation)
+
+
+def _park_key(term: Term) -> Callable[[], object]:
+    where = {"_id": term.rig.partition_id(NAME, 2)}
+    term.rig.partitions.update_one(where, {"$set": {"parkedKeys": [Int64(7)]}})
+    return lambda: term.rig.partitions.update_one(where, {"$set": {"parkedKeys": []}})
+
+
+def _image(term: Term, index: int) -> Any:
+    return term.rig.store.partitions.look([term.rig.partition_id(NAME, index)])[0]
+
+
+_BLOCKED = [
+    pytest.param(_halt, "changes retry record --partition", id="halted"),
+    pytest.param(_park, "changes retry record --partition", id="retrying"),
+    pytest.param(_pause, "changes resume record --partition 1", id="paused"),
+    pytest.param(_park_key, "changes dead-letters list record", id="parked key"),
+]
+
+
+@pytest.mark.parametrize(("block", "command"), _BLOCKED)
+def test_a_blocked_partition_keeps_the_old_ones_which_say_so_and_go_on(
+    shop: Shop, block: Callable[[Term], Callable[[], object]], command: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P2, P12, P16: all other partitions handle what comes; after the command that is named they are switched."""
+    release = block(shop.begin(OLD))
+    term = shop.begin(NEW)
+    for _ in range(30):
+        term.turn()
+        term.work()
+    assert command in term.waits[NAME]
+    said = [each for each in caplog.records if getattr(each, "event", "") == "layout_waits"]
+    assert any(command in each.getMessage() for each in said)
+    assert shop.in_force(term).partitions == OLD
+    shop.write(*range(41, 61))
+    before = len(shop.numbers())
+    for _ in range(3):
+        term.turn()
+        term.work()
+    assert len(shop.numbers()) > before, "the old ones serve"
+    assert release()
+    term.finish()
+    assert shop.in_force(term).partitions == NEW
+    shop.check()
+
+
+def test_what_is_blocked_in_the_middle_of_a_drain_ends_it(shop: Shop) -> None:
+    """P12: what was left in the stream meanwhile is read again, and the others go on."""
+    term = shop.begin(NEW)
+    release = _halt(term)
+    shop.write(*range(41, 61))
+    term.turn()
+    term.work()
+    for _ in range(5):
+        term.turn()
+        term.work()
+    assert "is halted" in term.waits[NAME]
+    assert max(shop.numbers()) > 40
+    assert release()
+    term.finish()
+    shop.check()
+
+
+def test_a_drain_that_takes_long_is_given_up_and_tried_again(shop: Shop) -> None:
+    """P12, P16: partitions with nothing left to do never wait for long for one whose handler hangs."""
+    before = shop.begin(OLD, claim_ttl=300.0)
+    hanging = next(iter(before.runs().values()))
+    claim = before.claim(hanging)
+    assert claim is not None
+    term = shop.begin(NEW, claim_ttl=300.0)
+    term.turn()
+    shop.write(*range(41, 61))
+
+    def read_to() -> str:
+        term.turn()
+        term.work()
+        return term.led[NAME].window.seen
+
+    seconds = 0.0
+    while read_to() == token_data(40):
+        assert "changes are left" in term.waits[NAME]
+        seconds += 2.0
+        assert seconds < 2 * DRAIN_SECONDS
+    assert seconds > DRAIN_SECONDS / 2
+    assert read_to() == token_data(60)
+    assert shop.in_force(term).partitions == OLD
+    before.end(claim, hanging)
+    term.finish()
+    assert shop.in_force(term).partitions == NEW
+    shop.check()
+
+
+def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitions(shop: Shop) -> None:
+    """P12: each handler for itself."""
+    shop.begin(OLD, NAME, "audit", "gone")
+    release = _halt(shop.begin(OLD))
+    term = shop.begin(NEW, NAME, "audit")
+    term.finish(is_done=lambda: set(term.waits) == {NAME} and len(shop.numbers("audit")) == len(WRITTEN))
+    assert shop.in_force(term, "audit").partitions == NEW
+    assert shop.in_force(term).partitions == shop.in_force(term, "gone").partitions == OLD
+    assert release()
+    term.finish()
+    shop.check()
+    shop.check("audit")
+
+
+def test_lost_history_waits_for_a_decision_where_anything_is_left_to_do(shop: Shop) -> None:
+    """P9, P12: what was read before is handled, and the sentence has the command."""
+    term = shop.begin(NEW)
+    term.turn()
+    term.led[NAME].lost = True
+    for _ in range(40):
+        term.turn()
+        term.work()
+    assert "changes go-on record" in term.waits[NAME]
+    assert shop.in_force(term).partitions == OLD
+    term.led[NAME].lost = False
+    term.finish()
+    shop.check()
+
+
+def test_a_key_whose_old_rule_is_unknown_is_refused_while_anything_is_under_way(shop: Shop) -> None:
+    """P2: only by that rule it is known whose changes have been done; once all is done it may change."""
+    shop.begin(OLD, partition_by=region).finish()
+    shop.write(*range(41, 61))
+    term = shop.begin(OLD, partition_by=region)
+    term.turn()
+    term.work(most=1)
+    with pytest.raises(LayoutError, match=r"cannot change from .*:region now"):
+        shop.begin(OLD)
+    term = shop.begin(OLD, partition_by=region)
+    term.finish()
+    term.watermarks.store(list(term.led.values()), 0.0)
+    shop.write(*range(61, 81))
+    term = shop.begin(OLD)
+    assert not term.waits, "it was switched before anything was read"
+    term.finish()
+    assert shop.in_force(term).key.endswith(":_id")
+    shop.check()
+
+
+# -- kills, and late writes --------------------------------------------------------------------------
+
+STEPS: list[tuple[type, str]] = [
+    (Subscriptions, "advance_all"),
+    (Store, "repartition"),
+    (Partitions, "repartition"),
+    (Subscriptions, "put_in_force"),
+    (Partitions, "of"),
+]
+_NAMES = [f"{kind.__name__}.{name}" for kind, name in STEPS]
+
+
+def _kill() -> None:
+    raise KilledError
+
+
+@pytest.mark.parametrize("wanted", [NEW, OLD])
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_is_killed_at_any_step_has_lost_and_doubled_nothing(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool, wanted: int
+) -> None:
+    """P1, P2, P5, P6: old or new partitions are in force, whatever the next one wants."""
+    killed = shop.begin(NEW)
+    with monkeypatch.context() as patch:
+        around(patch, step, _kill, behind=behind)
+        with pytest.raises(KilledError):
+            killed.finish()
+    shop.write(*range(41, 61))
+    term = shop.begin(wanted)
+    term.finish()
+    assert shop.in_force(term).partitions == wanted
+    assert shop.generations() == {shop.in_force(term).generation}
+    shop.check()
+
+
+@pytest.mark.parametrize("wanted", [OLD, NEW, NEW + 2])
+@pytest.mark.parametrize("step", STEPS[:3], ids=_NAMES[:3])
+def test_a_listener_that_wakes_at_any_step_harms_nothing(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], wanted: int
+) -> None:
+    """P1, P3: its successor has other partitions by then, or keeps the old ones; it is refused."""
+    frozen, successors = shop.begin(NEW), list[Term]()
+
+    def succeed() -> None:
+        successor = shop.begin(wanted)
+        successor.finish()
+        successors.append(successor)
+
+    with monkeypatch.context() as patch:
+        around(patch, step, succeed)
+        with pytest.raises(LeaseLostError):
+            frozen.finish()
+    (successor,) = successors
+    assert shop.in_force(successor).partitions == wanted
+    assert {image.epoch for image in shop.images(successor).values()} == {successor.rig.version}
+    shop.check()
+
+
+def test_partitions_that_a_late_listener_makes_anew_are_led_by_nobody_and_go(
+    shop: Shop, mongo_client: MongoClient[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1, P3: it has read of a layout whose partitions are gone by the time at which it makes them."""
+    shop.begin(OLD)
+    frozen = begin_term(mongo_client, shop.database, OLD)
+    with monkeypatch.context() as patch:
+        around(patch, (Partitions, "prepare"), lambda: shop.begin(NEW).finish())
+        with pytest.raises(LeaseLostError):
+            frozen.take_over()
+    assert len(shop.generations()) == 2
+    term = shop.begin(OLD)
+    term.finish()
+    assert shop.generations() == {term.rig.version}
+    shop.check()
+
+
+def test_what_is_stored_of_former_partitions_is_removed_but_not_that_of_a_later_term(shop: Shop) -> None:
+    """P1, P12: a listener that wakes late may store there; what a person has put beside it stays."""
+    term = shop.begin(NEW)
+    term.finish()
+    spill = term.rig.database["spill"]
+    foreign = [f"{BRIDGE}/0", f"{BRIDGE}/{NAME}"]
+    spill.insert_many([{"_id": name} for name in foreign])
+    for generation, version in ((1, term.rig.version), (2, term.rig.version + 1)):
+        late = StoredChange(token_data(99), b"")
+        term.rig.store.spill.insert(f"{BRIDGE}/{NAME}/{generation}/0", [late], version)
+        term.spilling.has_documents(f"{BRIDGE}/{NAME}/{generation}/0")
+
+    def left() -> bool:
+        term.turn()
+        return sorted(spill.distinct("_id")) == sorted([*foreign, f"{BRIDGE}/{NAME}/2/0/{token_data(99)}"])
+
+    wait_for(left, message="the late change is removed")
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "after"])
+def test_a_server_that_does_not_answer_is_asked_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
+    """P12: the switch can be repeated, also where it was made and the answer was lost."""
+
+    def fail() -> None:
+        raise AutoReconnect("gone")
+
+    term = shop.begin(NEW)
+    for step in STEPS:
+        around(monkeypatch, step, fail, behind=behind)
+    monkeypatch.setattr("mongo_celery.bridge.listener.repartitioning._PAUSE_SECONDS", 0.0)
+    term.finish()
+    assert shop.in_force(term).partitions == NEW
+    shop.check()
+
+
+@pytest.mark.parametrize("command", [_pause, _park_key])
+def test_what_comes_in_between_the_look_and_the_switch_is_not_overlooked(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, command: Callable[[Term], Callable[[], object]]
+) -> None:
+    """P16: an operator whose partition was paused finds it paused."""
+    term = shop.begin(NEW)
+    released: list[Callable[[], object]] = []
+    around(monkeypatch, (Store, "repartition"), lambda: released.append(command(term)))
+    term.finish(is_done=lambda: bool(released))
+    assert shop.in_force(term).partitions == OLD
+    assert released[0]()
+    term.finish()
+    assert shop.in_force(term).partitions == NEW
+    shop.check()
+
+
+def test_messages_of_the_old_partitions_are_refused_after_the_switch(shop: Shop) -> None:
+    """P3, P6, P8: whatever the broker gives again."""
+    term = shop.begin(NEW)
+    late = list(term.runs().values())
+    term.finish()
+    assert [term.handle(run) for run in late] == [False] * len(late)
+    shop.check()
+
+
+# -- generations -------------------------------------------------------------------------------------
+
+
+def test_generations_only_grow_also_where_the_state_was_dropped(
+    shop: Shop, mongo_client: MongoClient[Document]
+) -> None:
+    """P4: targets that were stamped under the old ones refuse smaller ones."""
+    generations = []
+    for partitions in (OLD, NEW, OLD, NEW):
+        term = shop.begin(partitions)
+        term.finish()
+        generations.append(term.rig.generation(NAME))
+        if partitions == NEW:
+            mongo_client.drop_database(shop.database)
+    assert generations == sorted(set(generations))
+
+
+def test_a_larger_epoch_anywhere_raises_the_version(shop: Shop) -> None:
+    """P4: a lease from a backup; what later partitions begin with must lie above it."""
+    before = shop.begin(OLD)
+    ahead = before.rig.version + (1 << 50)
+    before.rig.partitions.update_one({"_id": before.rig.partition_id(NAME, 0)}, {"$set": {"epoch": Int64(ahead)}})
+    term = shop.begin(NEW)
+    assert term.takeover.version == term.rig.version > ahead
+    term.finish()
+    assert shop.in_force(term).generation > ahead
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_changes_drain_and_no_turn_is_long(
+    shop: Shop, record_property: Callable[[str, object], None]
+) -> None:
+    """P12: the longest turn of the switch is what other handlers wait for."""
+    shop.write(*range(41, 100_001))
+    term, longest = shop.begin(7, run_size=500), 0.0
+    while term.waits:
+        began = time.monotonic()
+        term.turn(seconds=0.3)
+        longest = max(longest, time.monotonic() - began)
+        term.work()
+    record_property("longest_turn_seconds", round(longest, 2))
+    term.finish()
+    shop.check()
