@@ -376,7 +376,7 @@ def go_on(
     Let a subscription go on that has lost its history.
 
     What lies between its place and there cannot be read any more, or is not read, and will not be handled; what was
-    read and is stored runs all the same. The listener goes on within seconds, or the next one when it starts.
+    read and is stored runs all the same. A listener continues there within a second, or the next one when it starts.
     Partitions that are halted or paused stay so.
     """
     from mongo_celery.bridge.operations import going_on
@@ -387,19 +387,17 @@ def go_on(
         lost = going_on.read_lost(chosen, subscription)
     say(f"{subscription} stands at {moment(lost.at.as_datetime().isoformat())}", err=True)
     say(f"  {lost.error}", err=True)
-    if lost.decided:
-        say(f"  it is decided already that it goes on ({lost.decided})", err=True)
     if lost.stored:
         indexes = ", ".join(str(index) for index in lost.stored)
         say(f"  what is stored of its partitions {indexes} runs all the same", err=True)
     if not yes:
         click.confirm("Give up what it has not read?", abort=True, err=True)
     with one_sentence_errors():
-        going_on.go_on(chosen, lost, policy, reason=reason)
+        at = going_on.go_on(chosen, lost, policy, reason=reason).as_datetime().isoformat()
     if as_json:
-        click.echo(json.dumps({"bridge": chosen.name, "subscription": subscription, "from": policy}))
+        click.echo(json.dumps({"bridge": chosen.name, "subscription": subscription, "from": policy, "at": at}))
     else:
-        say(f"{subscription} goes on ({policy}) as soon as a listener leads")
+        say(f"{subscription} continues at {moment(at)} ({policy}); without a listener, when one starts")
 
 
 # -- check -----------------------------------------------------------------------------------------

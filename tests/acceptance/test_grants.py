@@ -231,7 +231,7 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
         setting.halt(subscription)
     document = setting.state["subscriptions"].find_one({"_id": f"{NAME}/record"}) or {}
     place = max(document["startAtOperationTime"], document["clusterTime"] or document["startAtOperationTime"])
-    lost = {"since": None, "at": place, "oldest": None, "error": "it is gone", "goOn": None}
+    lost = {"since": None, "at": place, "oldest": None, "error": "it is gone"}
     setting.state["subscriptions"].update_one({"_id": f"{NAME}/record"}, {"$set": {"lost": lost}})
     for name in ("gone", "former"):
         _hold(setting, name)

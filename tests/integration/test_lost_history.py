@@ -24,8 +24,9 @@ from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.state.audit import make_record
 from mongo_celery.bridge.stream.reader import Position
-from mongo_celery.bridge.window import Mark, PendingChange, Window
+from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
@@ -69,14 +70,19 @@ class Bridge:
 
     def begin(self, decision: str = "halt") -> Position | None:
         starts_ = read_starts(self.rig.store, list(self.led), self.rig.version)
-        return self.history(decision).begin(self.led, starts_, self.watermarks)
+        return self.history(decision).begin(self.led, starts_)
 
     def look(self, decision: str = "halt") -> Position | None:
-        return self.history(decision).look(self.led, self.watermarks, time.monotonic())
+        return self.history(decision).look(self.led, time.monotonic())
 
-    def decide(self, name: str, policy: str) -> None:
+    def decide(self, name: str, policy: str) -> Timestamp:
+        """Move one as `changes go-on` does; where to."""
+        start = self.oldest if policy == "oldest" else operation_time(self.client)
+        record = make_record("go-on", [name], "why", "who", [name], {"handlers": 1})
         seen = self.document(name)["lost"]
-        assert self.rig.store.subscriptions.decide(name, seen, policy, operation_time(self.client))
+        assert self.rig.store.positions.pass_gap(name, seen, start, policy, record)
+        assert not self.rig.store.positions.pass_gap(name, seen, start, policy, record), "once"
+        return start
 
     def document(self, name: str) -> Document:
         found = self.rig.database["subscriptions"].find_one({"_id": f"shop/{name}"})
@@ -133,7 +139,7 @@ def test_only_what_lies_before_the_oldest_entry_is_moved(make: Make, tip: Mark) 
     assert moved["startAtOperationTime"] == moved["clusterTime"] > tip.cluster_time
     assert bridge.led["record"].plan.start == moved["startAtOperationTime"]
     assert (bridge.led["record"].stored, bridge.led["audit"].stored) == (None, tip)
-    assert bridge.watermarks.floors == {"record": moved["startAtOperationTime"]}
+    assert bridge.led["record"].plan.start == moved["startAtOperationTime"]
 
 
 def test_a_handler_that_is_added_after_lost_history_begins_where_the_bridge_went_on(make: Make, tip: Mark) -> None:
@@ -226,7 +232,7 @@ def test_what_an_error_interrupts_is_taken_up_where_it_was(
     assert go_on() == Position(ROLLED_LATER.token, ROLLED_LATER.cluster_time)
     assert [bridge.document(name)["resumeToken"] for name in bridge.led] == [None, ROLLED_LATER.token, tip.token]
     assert [each["subscriptions"] for each in bridge.lease["gaps"]] == [["record"]]
-    assert {*bridge.watermarks.floors} == {"record"}
+    assert [name for name, each in bridge.led.items() if each.has_gap] == ["record"]
     assert bridge.led["record"].plan.watermark is None
 
 
@@ -257,14 +263,13 @@ def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> N
     assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
 
 
-def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times(make: Make) -> None:
-    """P1: `oldest` was asked for, and a young bridge races a fast oplog."""
+def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_once(make: Make) -> None:
+    """P1, P9: `oldest` was asked for, and a young bridge races a fast oplog; then somebody has to know."""
     bridge = make(record=None)
     lost = bridge.history("halt")
-    for _ in range(3):
-        assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
-        rolled = {"startAtOperationTime": PINNED, "clusterTime": None}
-        bridge.rig.database["subscriptions"].update_one({}, {"$set": rolled})
+    assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
+    rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
+    bridge.rig.database["subscriptions"].update_one({}, {"$set": rolled})
     assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) is None
     assert bridge.led["record"].lost
 
@@ -355,8 +360,6 @@ def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make:
     assert bridge.led["record"].lost is touched
     assert position == (None if touched else Position(None, bridge.oldest))
     assert ("gaps" in bridge.lease) is not touched
-    if not touched:
-        assert bridge.document("record")["clusterTime"] is None, "should it roll away again, it is chosen again"
 
 
 @pytest.mark.usefixtures("rolling")
@@ -397,50 +400,33 @@ def test_attempts_at_a_change_that_is_given_up_are_not_charged_to_the_next_one(m
     assert after[bridge.rig.partition_id("record", 0)]["retry"] is None
 
 
-def test_an_oldest_entry_that_rolls_away_before_it_is_read_is_chosen_again_a_few_times(make: Make, tip: Mark) -> None:
-    """P12: a fast oplog must not ask its operator again and again for the same decision."""
-    bridge = make(record=ROLLED, audit=tip)
-    bridge.go_on("halt")
-    bridge.decide("record", "oldest")
-    lost = bridge.history("halt")
-    assert lost.look(bridge.led, bridge.watermarks, time.monotonic()) == Position(None, bridge.oldest)
-    for again in range(3):
-        rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
-        bridge.rig.database["subscriptions"].update_one({"_id": "shop/record"}, {"$set": rolled})
-        bridge.led["record"].window = Window(ROLLED)
-        lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks)
-        assert bridge.led["record"].lost is (again == 2)
-
-
 @pytest.mark.usefixtures("rolling")
-def test_a_decision_that_nobody_saw_is_acted_upon_by_the_next_term(make: Make, tip: Mark) -> None:
-    """P12: the listener may have been down; `now` is when somebody said it."""
+def test_a_move_while_nobody_leads_is_where_the_next_term_begins(make: Make, tip: Mark) -> None:
+    """P12: the listener may have been down."""
     bridge = make(record=ROLLED, audit=tip)
     bridge.begin()
-    bridge.decide("record", "now")
-    said = bridge.document("record")["lost"]["goOn"]["time"]
+    start = bridge.decide("record", "now")
     bridge.led["record"].lost = False  # a new process
     assert bridge.begin() == Position(tip.token, tip.cluster_time)
-    assert bridge.document("record")["startAtOperationTime"] == said
+    assert bridge.document("record")["startAtOperationTime"] == start
 
 
-@pytest.mark.usefixtures("rolling")
-def test_a_decision_that_cannot_be_carried_out_stops_nobody_else(
-    make: Make, tip: Mark, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P12: it is taken back, and said; an endless repetition would be neither."""
-    bridge = make(record=ROLLED, audit=tip)
-    bridge.begin()
-    bridge.decide("record", "oldest")
-
-    def refuse(_client: object) -> None:
-        raise AccessError
-
-    monkeypatch.setattr(oplog, "read_oplog", refuse)
-    monkeypatch.setattr(starts, "read_oplog", refuse)
-    assert bridge.look() == Position(tip.token, tip.cluster_time)
-    assert bridge.document("record")["lost"]["goOn"] is None
-    assert bridge.look() is None
+def test_what_is_buffered_outlives_a_move_and_its_place_is_not_stored_over_the_new_one(make: Make) -> None:
+    """P4, P13: the leader that has read it keeps it; the oplog no longer has it."""
+    bridge = make(record=ROLLED)
+    led = bridge.led["record"]
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    assert bridge.go_on("halt") is None
+    start = bridge.decide("record", "now")
+    assert bridge.look() == Position(None, start)
+    assert led.window.depth(0) == 1
+    led.window.complete(0, ROLLED_LATER.data)
+    assert bridge.watermarks.holds_back(led)
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["clusterTime"] == start
+    led.take_in(FUTURE_MARK)
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["clusterTime"] == FUTURE
 
 
 def test_who_was_read_further_in_this_term_is_judged_by_that(make: Make) -> None:
@@ -474,10 +460,10 @@ def test_a_decision_counts_until_the_last_moment(make: Make) -> None:
     led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
     assert bridge.go_on("halt") is None
     judge, now = bridge.history("halt"), time.monotonic()
-    assert judge.look(bridge.led, bridge.watermarks, now) is None
+    assert judge.look(bridge.led, now) is None
     bridge.decide("record", "now")
     led.window.complete(0, ROLLED_LATER.data)
-    position = judge.look(bridge.led, bridge.watermarks, now)
+    position = judge.look(bridge.led, now)
     assert position == Position(None, bridge.document("record")["startAtOperationTime"])
     assert not led.lost
 

@@ -23,6 +23,7 @@ from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
 from mongo_celery.bridge.operations import amounts, commands, going_on, heads, worker_check
+from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.refusal import Refusal
@@ -31,6 +32,7 @@ from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.findings import Finding
 from mongo_celery.mongo.oplog import operation_time
@@ -348,8 +350,8 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     assert led.partition()["state"] == "flowing"
 
 
-def test_a_decision_on_lost_history_is_refused_where_there_is_nothing_to_decide(led: Led) -> None:
-    """P12: one sentence; and two operators do not decide the same thing twice."""
+def test_a_lost_history_is_passed_once_and_leaves_a_record(led: Led) -> None:
+    """P12: refused in one sentence where there is nothing to decide, also when it is repeated; beside a listener."""
     wiring = led.bridge.wiring
     with pytest.raises(CommandRefusedError, match="did you mean 'summarise'"):
         going_on.read_lost(wiring, "summarize")
@@ -358,12 +360,20 @@ def test_a_decision_on_lost_history_is_refused_where_there_is_nothing_to_decide(
     assert led.store.subscriptions.pin("summarise", led.version, Timestamp(5, 1), None)
     assert led.store.subscriptions.mark_lost("summarise", led.version, Timestamp(5, 1), Timestamp(9, 1), "why")
     seen = going_on.read_lost(wiring, "summarise")
-    assert (seen.at, seen.oldest, seen.decided) == (Timestamp(5, 1), Timestamp(9, 1), None)
-    going_on.go_on(wiring, seen, "now")
-    assert going_on.read_lost(wiring, "summarise").decided == "now"
-    assert read_status(wiring)["subscriptions"][0]["lost"]["decided"] == "now"
+    assert (seen.at, seen.oldest) == (Timestamp(5, 1), Timestamp(9, 1))
+    before = led.store.leases.read() or {}
+    start = going_on.go_on(wiring, seen, "now", reason="why")
     with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
         going_on.go_on(wiring, seen, "oldest")
+    with pytest.raises(CommandRefusedError, match="has not lost its history"):
+        going_on.read_lost(wiring, "summarise")
+    (document,) = [each for each in led.store.subscriptions.read_all() if name_in(each) == "summarise"]
+    assert (document["startAtOperationTime"], document["lost"], document["resumeToken"]) == (start, None, None)
+    assert [(each["policy"], each["until"]) for each in document["gaps"]] == [("now", start)]
+    lease = led.store.leases.read() or {}
+    assert (lease["version"], lease["live"]) == (before["version"], before["live"]), "the term continues"
+    (record,) = read_history(wiring)
+    assert (record["command"], record["reason"]) == ("go-on summarise --from now", "why")
 
 
 def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
@@ -581,7 +591,7 @@ def test_a_retry_of_a_stored_change_outlives_its_history(storing: Storing, *, ma
     storing.lose_history()
     halted = by_name(check(storing.wiring))["halted"]
     command = f"celery -A APP changes {'retry' if marked else 'skip'} summarise --partition 0"
-    assert (halted.command, "Repair by hand" in halted.message) == (command, not marked)
+    assert (halted.command, "Repair" in halted.message) == (command, not marked)
     assert commands.retry(storing.wiring, "summarise", 0)[0].result == "done"
     assert storing.image.spilled is not None
     assert storing.image.spilled["to"] == token(number)["_data"]

@@ -189,13 +189,10 @@ def test_a_paused_handler_is_one_line_and_very_many_partitions_are_counted() -> 
 
 
 def test_lost_history_is_told_with_the_command_that_decides() -> None:
-    """And once somebody has, that it is decided; and before it is lost, how near that is."""
+    """And before it is lost, how near that is."""
     lost = shown(view_of(shape(facts(subscriptions=[subscription(lost=LOST)])), everything=False))
     assert "summarise has lost its history" in lost
     assert "changes go-on summarise --from oldest" in lost
-    decided = {**LOST, "goOn": {"policy": "oldest"}}
-    text = shown(view_of(shape(facts(subscriptions=[subscription(lost=decided)])), everything=False))
-    assert "it goes on (oldest)" in text
     late = facts(oplog=Oplog(Timestamp(SECOND - 6, 1), Timestamp(SECOND + 10, 1)), oplog_rolls=True)
     assert "62% of the oplog's window lie behind summarise" in shown(view_of(shape(late), everything=False))
 

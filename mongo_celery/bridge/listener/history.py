@@ -1,15 +1,16 @@
 """
 History lost: the oplog no longer reaches back to where a subscription stands.
 
-It concerns each subscription for itself. One whose place is in the oplog goes on, whatever happens to others.
-What becomes of the rest, in this order:
+It concerns each handler for itself. One whose place is in the oplog continues, whatever happens to others. The rest, in
+this order:
 
-1. somebody has decided: for this subscription (`changes go-on`), or for the bridge (`on_history_lost`, the option or
-   the one of the process). It is moved, and what it gave up is kept among the lease's `gaps`.
+1. `on_history_lost`, the option or the one of the process, is `oldest` or `now`: it is moved there, and what it gave up
+   is kept among the lease's `gaps`.
 2. `start_from="oldest"` has chosen a place that rolled away before anything was stored or claimed there: it is chosen
-   again, a few times. So is an `oldest` of a decision before anything was read behind it.
+   again, once.
 3. else it stands still, loudly: `lost` in its document says since when and where. The stream is opened without it, and
-   its watermark stands; its partitions stay as they are. It waits for a decision, also while the listener runs.
+   its watermark stands; its partitions stay as they are. `changes go-on` moves its position; a listener that leads sees
+   that within a second, and reads from there. It keeps what it has buffered: the oplog may no longer have that.
 
 Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read; and when the server
 refuses the place at which the stream was opened. Then each is judged by how far it has been read in this term, since
@@ -28,7 +29,6 @@ whose place is in the oplog.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP, CommandLine
-from mongo_celery.errors import DeploymentError, HistoryLostError, LeaseLostError
+from mongo_celery.errors import HistoryLostError, LeaseLostError
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
 from mongo_celery.quantities import moment
 
@@ -53,19 +53,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_AGAIN_LIMIT = 3
 _DECISION_SECONDS = 1.0
 
 Subscriptions = Mapping[str, Subscription]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """How one goes on: from the oldest entry, or at a time."""
-
-    policy: str
-    time: Timestamp | None = None
-    is_first: bool = False
 
 
 @dataclass(slots=True)
@@ -94,13 +84,11 @@ class _Places:
         self._oplog = oplog
         self._known: dict[str, Timestamp] = {}
 
-    def of(self, choice: _Choice) -> Timestamp:
-        if choice.time is not None:  # somebody said when, which may be long ago
-            return max(choice.time, self._oplog.first) if self._oplog is not None else choice.time
-        if choice.policy not in self._known:
-            known = self._oplog.first if self._oplog is not None and choice.policy == "oldest" else None
-            self._known[choice.policy] = known or start_time(self._client, choice.policy)
-        return self._known[choice.policy]
+    def find(self, policy: str) -> Timestamp:
+        if policy not in self._known:
+            known = self._oplog.first if self._oplog is not None and policy == "oldest" else None
+            self._known[policy] = known or start_time(self._client, policy)
+        return self._known[policy]
 
 
 class LostHistory:
@@ -131,16 +119,13 @@ class LostHistory:
         self._options = options
         self._decision = decision
         self._fingerprint = fingerprint
-        self._again: Counter[str] = Counter()
         self._looked_at = 0.0
         self._error = HistoryLostError()
         self._gap: _Gap | None = None
 
     # -- when it is judged -------------------------------------------------------------------------
 
-    def begin(
-        self, subscriptions: Subscriptions, starts: Mapping[str, Start], watermarks: Watermarks
-    ) -> Position | None:
+    def begin(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> Position | None:
         """
         Judge every place before the stream is opened.
 
@@ -163,7 +148,7 @@ class LostHistory:
                     lost.append(name)
         if not lost:
             return open_position(starts, self._fingerprint)
-        return self._settle(_Gap(lost, starts, oplog, HistoryLostError()), subscriptions, watermarks)
+        return self._settle(_Gap(lost, starts, oplog, HistoryLostError()), subscriptions)
 
     def go_on(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> Position | None:
         """
@@ -180,7 +165,7 @@ class LostHistory:
         """
         if self._gap is None:
             self._gap = self._find_gap(error, subscriptions, watermarks)
-        position = self._settle(self._gap, subscriptions, watermarks)
+        position = self._settle(self._gap, subscriptions)
         self._gap = None
         return position
 
@@ -195,17 +180,16 @@ class LostHistory:
         lost = rolled or [name for name, start in reached.items() if start.place == smallest]
         return _Gap(lost, before, oplog, error)
 
-    def look(self, subscriptions: Subscriptions, watermarks: Watermarks, now: float) -> Position | None:
+    def look(self, subscriptions: Subscriptions, now: float) -> Position | None:
         """
-        See whether somebody has decided for those that stand still; asks MongoDB once a second while there are any.
+        See whether `changes go-on` has moved those that stand still; asks MongoDB once a second while there are any.
 
         Returns:
-            Where to read on when somebody has; else None.
+            Where to read on if it has; else None.
 
         Raises:
-            HistoryLostError: nobody is left who can be read, nothing is left to run, and nobody has decided.
+            HistoryLostError: nobody is left who can be read, nothing is left to run, and nobody was moved.
             LeaseLostError: the term has ended.
-            AccessError: the oldest entry is asked for and may not be read.
         """
         standing = [name for name, subscription in subscriptions.items() if subscription.lost]
         if not standing:
@@ -216,16 +200,20 @@ class LostHistory:
             return None
         self._looked_at = now
         starts = starts_now(self._store, subscriptions, self._renewal.term.version)
-        decided = [name for name in standing if (starts[name].lost or {}).get("goOn")]
-        moved = [name for name in standing if starts[name].lost is None]  # by hand, in the state database
-        for name in moved:
-            _move(subscriptions[name], starts[name].time, watermarks)
-        if not decided and not moved:
+        moved = [name for name in standing if starts[name].lost is None]
+        if not moved:
             if is_over:
                 raise self._error
             return None
-        gap = _Gap(decided, starts, oplog_or_none(self._client), self._error)
-        return self._settle(gap, subscriptions, watermarks)
+        for name in moved:
+            _move(subscriptions[name], starts[name].time)
+            logger.warning(
+                "handler %s continues at %s, where `changes go-on` has moved it",
+                name,
+                starts[name].time.as_datetime().isoformat(),
+                extra={"event": "gap_passed", "subscription": name},
+            )
+        return open_position(self._reached(subscriptions, starts), self._fingerprint)
 
     def place(self, subscriptions: Subscriptions) -> Position | None:
         """
@@ -239,83 +227,53 @@ class LostHistory:
         )
         return open_position(reached, self._fingerprint) if reached else None
 
-    # -- what becomes of it ------------------------------------------------------------------------
+    # -- what happens to it ------------------------------------------------------------------------
 
-    def _settle(self, gap: _Gap, subscriptions: Subscriptions, watermarks: Watermarks) -> Position | None:
-        """Move those for whom somebody has decided, let the others stand still, and say so."""
+    def _settle(self, gap: _Gap, subscriptions: Subscriptions) -> Position | None:
+        """Move those for whom an option has decided, let the others stand still, and say so."""
         places = _Places(self._client, gap.oplog)
         for name in list(gap.left):
             start = gap.before[name]
-            choice = self._choice(subscriptions[name], start)
-            place = self._start(choice, places) if choice is not None else None
-            if choice is None or place is None or not self._moves(name, choice, place, start):
+            policy = self._choose_policy(subscriptions[name], start, gap.oplog)
+            place = None if policy is None else places.find(policy)
+            if policy is None or place is None or not self._moves(name, policy, place, start):
                 self._stand(subscriptions[name], start, gap.oplog, gap.error)
             else:
-                gap.moved.setdefault((choice.policy, place), []).append(name)
+                gap.moved.setdefault((policy, place), []).append(name)
             gap.left.remove(name)
         moved = [name for names in gap.moved.values() for name in names]
         for name in moved:
-            self._forget_attempts(subscriptions[name])
+            self._store.partitions.forget_attempts(name, subscriptions[name].plan.layout.generation)
         after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         for name in moved:
-            _move(subscriptions[name], after[name].time, watermarks)
+            _move(subscriptions[name], after[name].time)
         reached = self._reached(subscriptions, after)
         for policy, place in list(gap.moved):
             self._note(gap, place, policy)
             del gap.moved[policy, place]
         return open_position(reached, self._fingerprint) if reached else None
 
-    def _choice(self, subscription: Subscription, start: Start) -> _Choice | None:
-        decided = (start.lost or {}).get("goOn")
-        if decided:
-            return _Choice(decided["policy"], decided["time"] if decided["policy"] == "now" else None)
+    def _choose_policy(self, subscription: Subscription, start: Start, oplog: Oplog | None) -> str | None:
         if self._decision != "halt":
-            return _Choice(self._decision)
-        name, untouched = subscription.name, False
-        start_from = subscription.plan.handler.start(self._options)
-        if start.is_first and start_from == "oldest" and not subscription.window.seen:
-            untouched = not self._store.partitions.are_touched(name)
-        again = untouched or (self._again[name] and not _has_read(subscription))
-        if again and self._again[name] < _AGAIN_LIMIT:
-            return _Choice("oldest", is_first=untouched)
-        return None
-
-    def _start(self, choice: _Choice, places: _Places) -> Timestamp | None:
-        """The place that was chosen; None where it cannot be found, which must not end the bridge for the others."""
-        try:
-            return places.of(choice)
-        except DeploymentError as error:
-            if self._decision != "halt":  # so it was configured for all of them
-                raise
-            logger.error("going on is not possible: %s", error, extra={"event": "decision_refused"})
+            return self._decision
+        is_oldest = start.is_first and subscription.plan.handler.start(self._options) == "oldest"
+        if not is_oldest or oplog is None or subscription.window.seen:
             return None
+        return None if self._store.partitions.are_touched(subscription.name) else "oldest"
 
-    def _moves(self, name: str, choice: _Choice, start: Timestamp, before: Start) -> bool:
-        """Whether it goes on; False where that place itself was refused, so that moving there cannot help."""
+    def _moves(self, name: str, policy: str, start: Timestamp, before: Start) -> bool:
+        """Return True if it continues there; False where that place itself was refused: moving there cannot help."""
         if before.watermark is None and before.place[0] >= start:
             return False
-        self._again[name] += 1
-        version, subscriptions = self._renewal.term.version, self._store.subscriptions
         start = max(start, before.place[0])
-        moved = choice.is_first and subscriptions.pin_again(name, version, start, choice.policy)
-        return moved or subscriptions.move_start(name, version, start, choice.policy)
-
-    def _forget_attempts(self, subscription: Subscription) -> None:
-        """What is counted of a change that is given up must not be charged to the one that comes next."""
-        generation, partitions = subscription.plan.layout.generation, self._store.partitions
-        for image in partitions.of({subscription.name: generation}):
-            if image.spilled is not None and image.spilled["to"] > image.data:
-                continue  # its first change is stored, and is not given up
-            counted = image.retries or image.crashes or image.claim is not None
-            if counted and image.state == "flowing" and not image.live and image.handled is None:
-                partitions.retry(image, generation)
+        return self._store.subscriptions.move_start(name, self._renewal.term.version, start, policy)
 
     def _stand(self, subscription: Subscription, start: Start, oplog: Oplog | None, error: HistoryLostError) -> None:
         name, place = subscription.name, start.place[0]
         oldest = oplog.first if oplog is not None else None
         reason = _reason(place, oldest, error)
-        # What stands there undecided is left as it is: somebody may decide at this very moment.
-        if (start.lost is None or start.lost.get("goOn")) and not self._store.subscriptions.mark_lost(
+        # What stands there is left as it is: somebody may move it at this very moment.
+        if start.lost is None and not self._store.subscriptions.mark_lost(
             name, self._renewal.term.version, place, oldest, reason
         ):
             raise LeaseLostError
@@ -389,13 +347,6 @@ def _was_rolled_over(lost: Mapping[str, Any]) -> bool:
     return lost.get("oldest") is not None and lost["at"] < lost["oldest"]
 
 
-def _has_read(subscription: Subscription) -> bool:
-    """Whether anything was read behind its present start."""
-    seen = subscription.window.seen
-    time_ = time_of_token({"_data": seen}, None) if seen else None
-    return time_ is not None and time_ >= subscription.plan.start
-
-
 def _read_up_to(subscription: Subscription, start: Start) -> Start:
     """
     How far a subscription has been read, as a place to read on.
@@ -409,9 +360,8 @@ def _read_up_to(subscription: Subscription, start: Start) -> Start:
     return Start(start.time, Mark({"_data": seen}, seen, time_of_token({"_data": seen}, start.place[0])), None)
 
 
-def _move(subscription: Subscription, start: Timestamp, watermarks: Watermarks) -> None:
+def _move(subscription: Subscription, start: Timestamp) -> None:
     """What is buffered stays and is handled; nothing between it and the new start is owed."""
     subscription.plan = replace(subscription.plan, start=start, watermark=None)
     subscription.stored = None
     subscription.lost, subscription.has_gap = False, True
-    watermarks.floors[subscription.name] = start

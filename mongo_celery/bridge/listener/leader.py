@@ -316,7 +316,7 @@ class Leader:
         self._spilling.begin(subscriptions, takeover.version)
         owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
         self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
-        position = self._history.begin(subscriptions, starts, self._watermarks) if subscriptions else None
+        position = self._history.begin(subscriptions, starts) if subscriptions else None
         self._renewal.alive()
         for subscription in self._repartitioning.begin(subscriptions, takeover):
             self._replace(subscription)
@@ -605,12 +605,12 @@ class Leader:
         self._read_on(position)
 
     def _look_at_history(self, now: float) -> None:
-        """Warn of histories that are about to be lost, and go on where somebody has decided about a lost one."""
+        """Warn of histories that are about to be lost, and read on where a command has moved a lost one."""
         if self._lost is not None:
             self._resume_behind_gap(self._lost, now)
             return
         self._horizon.judge(self._subscriptions.values())
-        position = self._history.look(self._subscriptions, self._watermarks, now)
+        position = self._history.look(self._subscriptions, now)
         if position is not None:
             self._read_on(position)
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.renewal import Renewal
@@ -33,10 +32,6 @@ class Watermarks:
         renewal: the term.
         fingerprint: of the stream that the tokens are from.
         report: gives what `status` shows of the listener.
-
-    Attributes:
-        floors: the new starts of subscriptions that have lost history, by name; a place that is not behind its
-            floor must not be stored over it.
     """
 
     def __init__(
@@ -46,7 +41,6 @@ class Watermarks:
         fingerprint: str,
         report: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.floors: dict[str, Timestamp] = {}
         self._store = store
         self._renewal = renewal
         self._fingerprint = fingerprint
@@ -87,15 +81,12 @@ class Watermarks:
 
     def _moved(self, subscription: Subscription) -> Mark | None:
         mark = subscription.window.watermark
-        if (
-            subscription.lost
-            or mark is None
-            or mark is subscription.stored
-            or self._below_floor(subscription.name, mark)
-        ):
+        if subscription.lost or mark is None or mark is subscription.stored or _is_given_up(subscription, mark):
             return None
         return mark
 
-    def _below_floor(self, name: str, mark: Mark) -> bool:
-        floor = self.floors.get(name)
-        return floor is not None and (mark.cluster_time is None or mark.cluster_time <= floor)
+
+def _is_given_up(subscription: Subscription, mark: Mark) -> bool:
+    """Return True if a place lies in history that was given up: it must not be stored over the new start."""
+    start = subscription.plan.start
+    return subscription.has_gap and (mark.cluster_time is None or mark.cluster_time <= start)

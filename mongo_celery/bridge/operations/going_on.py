@@ -1,10 +1,10 @@
 """
-An operator's decision on lost history: one subscription goes on, and what it has not read is given up.
+An operator's decision on lost history: one handler continues, and what it has not read is given up.
 
-What was read is not: it is stored, and runs whatever became of the oplog.
+What was read is not given up: it is stored or buffered, and runs whatever happened to the oplog.
 
-The command records the decision; the listener acts on it within seconds, or the next one when it begins. So a place is
-moved by one hand only, and the oldest entry is looked up when it is used.
+The command moves the position itself, in one transaction with its audit record. A listener that leads reads the
+position again within a second; else the next one begins there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
+from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.acts import audited, reached
+from mongo_celery.bridge.operations.places import iso
+from mongo_celery.bridge.operations.rewinding import LOCKED
+from mongo_celery.bridge.state.positions import is_locked
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
@@ -34,16 +38,14 @@ class LostPlace:
     Attributes:
         at: its place: what came behind it is owed.
         oldest: the oldest entry of the oplog when it was noticed; None where the oplog cannot be read.
-        decided: `oldest` or `now` where somebody has decided already, and no listener has acted on it yet.
-        stored: partitions of which something is stored: that runs, whatever is decided.
-        seen: the record as it was read; only this one is decided.
+        stored: partitions of which something is stored: that runs in any case.
+        seen: the record as it was read; only this one is settled.
     """
 
     subscription: str
     at: Timestamp
     oldest: Timestamp | None
     error: str
-    decided: str | None
     stored: tuple[int, ...]
     seen: Mapping[str, Any] = field(repr=False)
 
@@ -70,8 +72,7 @@ def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
         raise CommandRefusedError(
             f"Subscription {subscription} has not lost its history, as far as a listener has seen: nothing to decide.",
         )
-    decided = (lost.get("goOn") or {}).get("policy")
-    return LostPlace(subscription, lost["at"], lost.get("oldest"), str(lost.get("error")), decided, stored, lost)
+    return LostPlace(subscription, lost["at"], lost.get("oldest"), str(lost.get("error")), stored, lost)
 
 
 def _stored(store: Store, subscription: str) -> tuple[int, ...]:
@@ -80,29 +81,38 @@ def _stored(store: Store, subscription: str) -> tuple[int, ...]:
     return tuple(sorted(image.index for image in images if image.spilled))
 
 
-def go_on(wiring: Wiring, lost: LostPlace, policy: str, *, reason: str | None = None) -> None:
+def go_on(wiring: Wiring, lost: LostPlace, policy: str, *, reason: str | None = None) -> Timestamp:
     """
-    Decide that a subscription goes on; what lies between its place and there, and is not stored, will not be handled.
+    Let a subscription continue; what lies between its place and there, and is not stored, will not be handled.
 
-    Afterwards the decision is stored, and a listener acts on it once one leads. What partitions have committed, and
-    where they are halted or paused, stays.
+    Afterwards its position and the audit record are stored. What partitions have committed, and where they are halted
+    or paused, stays.
 
     Args:
         lost: as the operator has seen it.
-        policy: `oldest`, from the oldest entry of the oplog when a listener acts on it; `now`, from this moment.
+        policy: `oldest`, from the oldest entry of the oplog; `now`, from this moment.
         reason: why, for people.
 
+    Returns:
+        Where it continues.
+
     Raises:
-        CommandRefusedError: it is no longer as it was seen.
+        CommandRefusedError: it is no longer as it was seen, or a partition is locked. Nothing is changed.
         ServerUnavailableError, DeploymentError: as for `read_lost`.
     """
     with audited(wiring, "go-on", lost.subscription, from_=policy, reason=reason) as act:
-        if policy == "oldest":
-            read_oplog(wiring.client)
         now = operation_time(wiring.client)
-        later = Timestamp(now.time, now.inc + 1)
-        if not wiring.store.subscriptions.decide(lost.subscription, lost.seen, policy, later):
+        place = read_oplog(wiring.client).first if policy == "oldest" else Timestamp(now.time, now.inc + 1)
+        start = max(place, lost.at)
+        record = act.record(lost.subscription, **{"from": iso(lost.at), "to": iso(start)})
+        try:
+            is_moved = wiring.store.positions.pass_gap(lost.subscription, lost.seen, start, policy, record)
+        except PyMongoError as error:
+            if is_locked(error):
+                raise CommandRefusedError(LOCKED) from error
+            raise
+        if not is_moved:
             raise CommandRefusedError(
                 f"Subscription {lost.subscription} has changed meanwhile; look at status, then repeat the command.",
             )
-        act.count("handlers", lost.subscription)
+        return start

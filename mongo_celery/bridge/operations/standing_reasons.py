@@ -224,7 +224,7 @@ def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLin
     leads = status["state"] == "leading"
     for each, partitions in concerned:
         if each["lost"]:
-            lost.append(_lost(each, line, leads=leads))
+            lost.append(_lost(each, line))
         elif each["oplog_share"] is not None and each["oplog_share"] >= THRESHOLDS[0]:
             near.append(_near(each, partitions, line, leads=leads))
     yield from summed(lost, f"have lost their history; {_all(line)}.", None)
@@ -232,14 +232,8 @@ def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLin
     yield from summed(near, f"are about to lose their history; {_all(line)}.", None)
 
 
-def _lost(subscription: Subscription, line: CommandLine, *, leads: bool) -> Reason:
+def _lost(subscription: Subscription, line: CommandLine) -> Reason:
     name, lost = subscription["name"], subscription["lost"]
-    if lost["decided"]:
-        return degraded(
-            "history_lost",
-            f"{name} has lost its history; it goes on ({lost['decided']}) as soon as a listener leads.",
-            None if leads else line.celery("listener"),
-        )
     return failing(
         "history_lost",
         f"{name} has lost its history before {moment(lost['oldest'])} and stands still. Go on with the oldest entry of "

@@ -153,7 +153,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`,
       `flowing`, which is `not_led` where no listener is running), or `new` (registered, but no listener has led with it
       yet), or `unregistered`; `history_lost` where the oplog no longer holds its place: then `lost` says since when
-      and where, and what was `decided`; `stopped` where the listener does not lead it: then `stopped` says why.
+      and where; `stopped` where the listener does not lead it: then `stopped` says why.
     - a subscription's `match_refused`: what the server said of its `match`, which it refuses, so that no change comes
       (`state` says so, too); else None.
     - a subscription's `fed_back`: the `key` of which `count` changes in a row (rounded down), `since` when, were
@@ -476,7 +476,6 @@ def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:
         "at": _iso(lost.get("at")),
         "oldest": _iso(lost.get("oldest")),
         "error": lost.get("error"),
-        "decided": (lost.get("goOn") or {}).get("policy"),
     }
 
 

@@ -152,7 +152,7 @@ def _listening(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
             yield degraded("no_listener", f"{gone}: nothing is read, which in a deploy ends by itself.", start)
         else:
             yield failing("no_listener", f"{gone}: nothing is read, and no change is handled.", start)
-    elif status["state"] == "history_lost" and any(_is_undecided(each) for each in status["subscriptions"]):
+    elif status["state"] == "history_lost" and any(_has_lost_history(each) for each in status["subscriptions"]):
         text = "Nobody leads, since every handler has lost its history: decide for each of them, then start a listener."
         yield failing("no_listener", text)
     elif status["state"] != "leading":
@@ -170,8 +170,8 @@ def _listening(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
         )
 
 
-def _is_undecided(subscription: Mapping[str, Any]) -> bool:
-    return subscription["state"] == "history_lost" and not subscription["lost"]["decided"]
+def _has_lost_history(subscription: Mapping[str, Any]) -> bool:
+    return subscription["state"] == "history_lost"
 
 
 def _handlers(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:

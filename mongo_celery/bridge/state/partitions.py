@@ -66,6 +66,10 @@ _PROJECTION: dict[str, Any] = {
 }
 
 
+_COUNTED: Mapping[str, Any] = {"claim": None, "retry.count": 0, "retry.crashes": 0}
+"""Fields that say, above these values, that a partition's first change was tried."""
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
     """
@@ -332,6 +336,11 @@ class Partitions:
         change = {"state": "flowing", "retry": retry, "head": None, "claim": None, "fence": next_number("fence")}
         return self._command(image, generation, change, image.state)
 
+    def forget_attempts(self, subscription: str, generation: int) -> None:
+        """Forget what is counted of changes that are given up, in all partitions of a handler."""
+        with self._table.limit():
+            self._table.collection.update_many(*attempts_forgotten(f"{self._bridge}/{subscription}/{generation}"))
+
     def mark_head(self, image: Image, generation: int) -> bool:
         """
         Let the mark reach the change at which a partition has halted; it must be stored.
@@ -401,6 +410,28 @@ class Partitions:
 
     def _images(self, query: Mapping[str, Any], session: ClientSession | None = None) -> list[Image]:
         return [image_of(document) for document in self._table.find(query, _PROJECTION, session=session)]
+
+
+def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """
+    Return guard and update that forget attempts at changes that are given up, so that the next ones are not charged.
+
+    A partition keeps its counts while its first change is stored, runs, or is halted.
+
+    Args:
+        prefix: of the partitions' ids.
+    """
+    is_free = {"$lte": [{"$ifNull": ["$claim.until", "$$NOW"]}, "$$NOW"]}
+    is_given_up = {"$lte": [{"$ifNull": ["$spilled.to", ""]}, {"$ifNull": ["$resumeToken._data", ""]}]}
+    is_counted = {"$or": [{"$gt": [f"${name}", least]} for name, least in _COUNTED.items()]}
+    guard = {
+        **_under(f"{prefix}/"),
+        "state": "flowing",
+        "handled": None,
+        "$expr": {"$and": [is_free, is_given_up, is_counted]},
+    }
+    kept = {"$cond": [{"$gt": ["$retry.passedOver", None]}, {"passedOver": "$retry.passedOver"}, None]}
+    return guard, [{"$set": {"retry": kept, "head": None, "claim": None, "fence": next_number("fence")}}]
 
 
 def state_of(image: Image) -> str:

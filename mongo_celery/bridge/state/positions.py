@@ -1,9 +1,10 @@
 """
 Positions that a person moves: a subscription is sent back or forward, gets another name, or is forgotten.
 
-Each move is a term of its own: it takes the lease's next version while nobody leads, and writes that version into what
-it moves. So no listener of before moves anything back, no message of before is claimed, and an execution of before is
-refused by its fence. The audit record of a move is stored in its transaction.
+Each move but the one over lost history (`pass_gap`) is a term of its own: it takes the lease's next version while
+nobody leads, and writes that version into what it moves. So no listener of before moves anything back, no message of
+before is claimed, and an execution of before is refused by its fence. The audit record of a move is stored in its
+transaction.
 
 A rewind is one transaction, so it is killed at no point between. Its rules were found by a search of schedules
 (`tests/property/spill_faults.py`, `snapshot_faults.py`), which has each of them as a broken variant:
@@ -36,8 +37,9 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED
-from mongo_celery.bridge.state.partitions import moved_stages
+from mongo_celery.bridge.state.partitions import attempts_forgotten, moved_stages
 from mongo_celery.bridge.state.stored import ids_under, past
+from mongo_celery.bridge.state.subscriptions import start_moved
 from mongo_celery.mongo.expressions import literal, next_number
 from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.opening import open_session
@@ -129,6 +131,43 @@ class Positions:
             effect = {**record["effect"], "partitions": len(moved.partitions), "withdrawn": moved.withdrawn}
             self._audit.add({**record, "effect": effect}, session)
             return moved
+
+        return self.together(write)
+
+    def pass_gap(
+        self, subscription: str, lost: Mapping[str, Any], start: Timestamp, policy: str, record: Mapping[str, Any]
+    ) -> bool:
+        """
+        Move a subscription over the history that it has lost, all of it or nothing.
+
+        A listener may lead meanwhile: it stores nothing of a subscription that stands still, and reads its position
+        again. So this is the one move without a term of its own, which would have the leader drop what it has buffered.
+
+        Args:
+            lost: as it was seen.
+            start: where it continues.
+            record: its audit record.
+
+        Returns:
+            False where it does not stand there any more: nothing is changed.
+        """
+        subscription_id = f"{self._bridge}/{subscription}"
+
+        def write(session: ClientSession) -> bool:
+            guard = {"_id": subscription_id, "lost": dict(lost)}
+            found = self._database["subscriptions"].find_one_and_update(
+                guard, start_moved(start, policy), {"layout": 1}, session=session
+            )
+            if found is None:
+                session.abort_transaction()
+                return False
+            prefix = f"{subscription_id}/{int(found['layout']['generation'])}"
+            self._database["partitions"].update_many(*attempts_forgotten(prefix), session=session)
+            gap = {"until": start, "policy": policy, "subscriptions": [subscription], "error": lost.get("error")}
+            kept = {"$push": {"gaps": {"$each": [gap], "$slice": -_GAPS_KEPT}}}
+            self._database["leases"].update_one({"_id": self._bridge}, kept, session=session)
+            self._audit.add(record, session)
+            return True
 
         return self.together(write)
 

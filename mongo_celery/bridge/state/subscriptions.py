@@ -5,8 +5,8 @@ Every write of a listener is guarded by `epoch`, which a take-over sets to the v
 whose term has ended can move nothing here. A watermark only grows.
 
 A subscription whose place the oplog no longer holds carries `lost`: `since`, `at` (its place), `oldest` (the oldest
-entry that was seen then, or null), `error`, and `goOn` once somebody has decided: `policy`, `time` (of the decision),
-for the listener to act on. It counts only while the subscription stands at `at`.
+entry that was seen then, or null) and `error`. It counts only while the subscription stands at `at`: a new position
+settles it.
 
 `layout` says how its changes are spread: the generation, how many partitions, and by which key. The partitions in force
 are those of that generation. It is there from the first take-over on, and changed in one write. A generation is the
@@ -158,10 +158,7 @@ class Subscriptions:
 
     def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
         """
-        Begin again at a later time, after history was lost and an operator decided to go on.
-
-        The token is dropped, since the server no longer accepts it; what partitions have committed stays. A start
-        that was pinned later still is kept. What is given up is noted among `gaps` by the same write.
+        Begin again at a later time, after history was lost (see `start_moved`).
 
         Returns:
             False when the epoch has moved on, or the subscription stands behind this time already.
@@ -172,27 +169,7 @@ class Subscriptions:
                 "epoch": version,
                 "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
             },
-            [
-                {"$set": {"gaps": _with_gap(start, policy)}},
-                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
-                {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
-            ],
-        )
-
-    def pin_again(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
-        """
-        Begin later than was pinned, where nothing was ever stored: the pinned place rolled away before it was read.
-
-        Returns:
-            False when the epoch has moved on, or a place was stored.
-        """
-        never = {"resumeToken": None, "clusterTime": None}
-        return self._table.update(
-            {"_id": self._id(name), "epoch": version, **never},
-            [
-                {"$set": {"gaps": _with_gap(start, policy)}},
-                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
-            ],
+            start_moved(start, policy),
         )
 
     def mark_lost(self, name: str, version: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
@@ -202,28 +179,13 @@ class Subscriptions:
         Returns:
             False when the epoch has moved on.
         """
-        lost = {"at": place, "oldest": oldest, "error": error, "goOn": None}
+        lost = {"at": place, "oldest": oldest, "error": error}
         change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
         return self._table.update({"_id": self._id(name), "epoch": version}, [{"$set": change}])
 
     def clear_lost(self, name: str, version: int) -> bool:
         """The place can be read after all; False when the epoch has moved on."""
         return self._table.update({"_id": self._id(name), "epoch": version}, {"$set": {"lost": None}})
-
-    def decide(self, name: str, seen: Mapping[str, Any], policy: str, now: Timestamp) -> bool:
-        """
-        Record an operator's decision on lost history, for the listener to act on.
-
-        Args:
-            seen: `lost` as the operator has seen it.
-            policy: `oldest` or `now`.
-            now: the time that `now` means.
-
-        Returns:
-            False when `lost` is another one by now.
-        """
-        change = {"lost.goOn": {"policy": policy, "time": now}}
-        return self._table.update({"_id": self._id(name), "lost": dict(seen)}, {"$set": change})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
@@ -261,6 +223,20 @@ def _winning(version: int, layout: Layout) -> Update:
     return [
         {"$replaceWith": {"$mergeObjects": [literal(defaults), "$$ROOT"]}},
         {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
+    ]
+
+
+def start_moved(start: Timestamp, policy: str) -> list[dict[str, Any]]:
+    """
+    The update that moves a subscription over history that was lost, to a later time.
+
+    The token is dropped, since the server no longer accepts it; what partitions have committed stays. A start that was
+    pinned later still is kept. What is given up is noted among `gaps`.
+    """
+    return [
+        {"$set": {"gaps": _with_gap(start, policy)}},
+        {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
+        {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
     ]
 
 
