@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import pymongo
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
 from mongo_celery.mongo.expressions import after, created, literal
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.entries import Entry
@@ -71,10 +73,11 @@ class OutboxDeadLetters:
         is_unsigned = isinstance(error, UnsignedEntryError)
         names = [_name_of_contents(stored, document_id)] if is_unsigned else _names_of(stored, document_id)
         ids = [f"{self._outbox}/{name}" for name in names]
-        for id in ids:  # noqa: A001
-            if self._collection.find_one({"_id": {"$in": ids}, "document": {"$eq": document_id}}, {"_id": 1}):
-                return
-            self._store(id, stored, document_id, error)
+        with pymongo.timeout(ANSWER_SECONDS):
+            for id in ids:  # noqa: A001
+                if self._collection.find_one({"_id": {"$in": ids}, "document": {"$eq": document_id}}, {"_id": 1}):
+                    return
+                self._store(id, stored, document_id, error)
 
     def _store(self, id: str, stored: Mapping[str, Any], document_id: object, error: BaseException) -> None:  # noqa: A002
         dead_letter = {

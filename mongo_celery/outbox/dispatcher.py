@@ -33,7 +33,7 @@ from typing import Any
 from bson import Regex
 from bson.codec_options import CodecOptions
 from celery.exceptions import SoftTimeLimitExceeded
-from pymongo.errors import ExecutionTimeout, PyMongoError
+from pymongo.errors import PyMongoError
 
 from mongo_celery.exits import close_at_exit
 from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
@@ -107,10 +107,12 @@ class AppDispatcher:
 
     def wake(self, outbox: OutboxDispatcher) -> None:
         """Let the thread take an outbox's turn when it is due; the caller has the lock."""
-        if self.closing_by is not None:
+        is_running = self._thread is not None and self._thread.is_alive()
+        if self.closing_by is not None and is_running:
             return
+        self.closing_by = None  # the process goes on after a close that took too long
         self._outboxes.add(outbox)
-        if self._thread is None or not self._thread.is_alive():
+        if not is_running:
             close_at_exit(self)
             self._thread = threading.Thread(target=self._run, name="mongo_celery-outbox", daemon=True)
             self._thread.start()
@@ -168,13 +170,13 @@ class AppDispatcher:
         return self.closing_by is None or (now < self.closing_by and not self.broker.is_down)
 
     def _first(self) -> tuple[float, OutboxDispatcher | None]:
-        """Return the outbox whose turn is due first, and when; of several that are due, the one that waits longest."""
-        found: tuple[float, OutboxDispatcher | None] = (math.inf, None)
-        for outbox in list(self._outboxes):
-            due = outbox.next_at()
-            if due is not None and due < found[0]:
-                found = (due, outbox)
-        return found
+        """
+        Return the outbox whose turn is due first, and when.
+
+        Of several that are due at one time, as when the broker is asked again, the one whose last turn is longest ago.
+        """
+        dues = [(due, outbox) for outbox in list(self._outboxes) if (due := outbox.next_at()) is not None]
+        return min(dues, key=lambda each: (each[0], each[1].turn_began), default=(math.inf, None))
 
 
 class OutboxDispatcher:
@@ -220,7 +222,7 @@ class OutboxDispatcher:
         self._expected_looks: list[float] = []
         self._expected = 0
         self._refused: dict[Hashable, tuple[float, Any]] = {}
-        self._turn_began = -math.inf
+        self.turn_began = -math.inf
         self._not_before = -math.inf
         self._no_look_before = -math.inf
         self._failures = self._rests = self._passed_over = 0
@@ -340,29 +342,29 @@ class OutboxDispatcher:
         down_until = self._thread.broker.down_until
         looks = [max(each[0], self._no_look_before) for each in (self._looks, self._expected_looks) if each]
         if down_until is not None:
-            return down_until if looks or self._queue else None
+            return max(down_until, self._not_before) if looks or self._queue else None
         if self._queue:
             is_urgent = len(self._queue) >= TURN or any(waiting for _, waiting in self._queue.values())
             is_urgent = is_urgent or self._thread.closing_by is not None
-            looks.append(self._turn_began if is_urgent else self._turn_began + _APART_SECONDS)
+            looks.append(self.turn_began if is_urgent else self.turn_began + _APART_SECONDS)
         return max(min(looks), self._not_before) if looks else None
 
     def take_turn(self) -> None:
         """Ask a broker that was away; else look at the index if that is due, and deliver some documents."""
-        if self._thread.broker.is_down and not self._thread.broker.probe(self._answers):
-            return
-        with self._thread.changed:
-            now = self._turn_began = time.monotonic()
-            batch = [self._queue.pop(key) for key in list(self._queue)[:TURN]]
-            is_look_due = self._is_look_due(now)
-            self._in_turn = [event for _, waiting in batch for event in waiting]
+        self.turn_began = time.monotonic()
         try:
+            if self._thread.broker.is_down and not self._thread.broker.probe(self._answers):
+                return
+            with self._thread.changed:
+                batch = [self._queue.pop(key) for key in list(self._queue)[:TURN]]
+                is_look_due = self._is_look_due(self.turn_began)
+                self._in_turn = [event for _, waiting in batch for event in waiting]
             is_whole = self._deliver_some([document_id for document_id, _ in batch], is_look_due=is_look_due)
             self._failures = 0 if is_whole else self._failures + 1
         except PyMongoError as error:
             self._report(error)
             self._pause()
-        except Exception as error:  # noqa: BLE001 - a dispatcher that ends would deliver nothing from then on
+        except BaseException as error:  # noqa: BLE001 - a thread that ends would deliver nothing from then on
             logger.error(
                 "outbox %s: the dispatcher met an error of its own, and the sweep delivers what it had: %s",
                 self._name_here(),
@@ -396,6 +398,7 @@ class OutboxDispatcher:
             self._thread.broker.went_out()
         until = time.monotonic() + _REFUSED_SECONDS
         self._refused.update((id_key(each, self._codec()), (until, each)) for each in delivery.refused)
+        self._refused = dict(list(self._refused.items())[-QUEUE_MAX:])
         with self._thread.changed:
             if delivery.broker_down:
                 self._thread.broker.went_down()
@@ -410,11 +413,12 @@ class OutboxDispatcher:
     def _found(self) -> list[Any]:
         """Return what the index says is waiting."""
         now = time.monotonic()
-        newest = list(self._refused.items())[-QUEUE_MAX:]
-        self._refused = {key: each for key, each in newest if each[0] > now}
+        self._refused = {key: each for key, each in self._refused.items() if each[0] > now}
         try:
             found = self._waiting(_LOOK, [document_id for _, document_id in self._refused.values()])
-        except ExecutionTimeout:
+        except PyMongoError as error:
+            if not error.timeout:
+                raise
             with self._thread.changed:
                 self._no_look_before = time.monotonic() + _RESTS.nth(self._rests)
                 self._rests += 1

@@ -196,18 +196,17 @@ def due_documents(
         passing_over: `_id`s of documents that are not wanted.
         by_lot: drawn from all that are due, those that were never claimed before the others. It reads all of them.
             Else the first that the index has, which may be the same ones each time.
-        seconds: that the server may take, where it is not by lot; None for no bound.
+        seconds: that this may take, where it is not by lot; None for no bound.
 
     Raises:
-        ExecutionTimeout: it took longer.
+        PyMongoError: it took longer, or MongoDB did not answer.
     """
     condition = claims.claimable(older_than)
     if passing_over:
         condition["_id"] = {"$nin": list(passing_over)}
     if not by_lot:
-        bound = None if seconds is None else int(seconds * 1000)
-        found = _local(collection).find(condition, {"_id": 1}, limit=limit, max_time_ms=bound)
-        return [document["_id"] for document in found]
+        with nullcontext() if seconds is None else pymongo.timeout(seconds):
+            return [each["_id"] for each in _local(collection).find(condition, {"_id": 1}, limit=limit)]
     stages: list[dict[str, Any]] = [
         {"$match": condition},
         {"$project": {"until": f"${claims.field.until}", "lot": {"$rand": {}}}},  # documents may be large

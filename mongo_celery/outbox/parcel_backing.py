@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pymongo
@@ -92,10 +93,11 @@ class ParcelBacking(Backing):
         *,
         passing_over: Sequence[Any] = (),
         by_lot: bool = False,  # noqa: ARG002 - they have their turn one after the other in any case
-        seconds: float | None = None,  # noqa: ARG002 - the collection has nothing but what is pending
+        seconds: float | None = None,
     ) -> list[Any]:
         """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
-        self._here.looked_at = self.store.due(older_than, limit, passing_over)
+        with nullcontext() if seconds is None else pymongo.timeout(seconds):
+            self._here.looked_at = self.store.due(older_than, limit, passing_over)
         return [head.id for head in self._here.looked_at]
 
     def still_due(self, document_ids: Sequence[Any]) -> list[Any]:

@@ -21,12 +21,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pymongo
 from bson import ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import DeleteMany, UpdateMany, UpdateOne
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
+from mongo_celery.outbox.commands import each_of
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
 from mongo_celery.outbox.entries import Entry
@@ -214,8 +217,9 @@ class ParcelRelay(Relay):
         run = _Reading(ObjectId(), until, judge=judge and is_finalized)
         claimable = self._store.claimable(older_than, _id={"$in": list(ids)})
         claim = self._claims.claimed(run.owner, self._claim_ttl)
-        if not self._store.collection.update_many(claimable, claim).modified_count:
-            return run
+        with pymongo.timeout(ANSWER_SECONDS):
+            if not self._store.collection.update_many(claimable, claim).modified_count:
+                return run
         parcels = self._read(ids, run)
         try:
             self._deliver_parcels(parcels, run)
@@ -228,7 +232,7 @@ class ParcelRelay(Relay):
         """The parcels behind the heads that were claimed, in their order."""
         shown = {"key": 1, "seq": 1, _FIELD.name: 1, "open": self._claims.free}
         owned = {"_id": {"$in": list(ids)}, f"{_FIELD.claim}.owner": run.owner}
-        claimed = list(self._snapshot.find(owned, shown))
+        claimed = list(each_of(self._snapshot.find(owned, shown)))
         run.claimed = [parcel["_id"] for parcel in claimed]
         fields = [parcel[_FIELD.name] for parcel in claimed if isinstance(parcel[_FIELD.name], Mapping)]
         run.claim = fields[0]["claim"] if fields else {}
@@ -237,7 +241,7 @@ class ParcelRelay(Relay):
         if not run.keys:
             return single
         following = self._snapshot.find({"key": {"$in": list(run.keys)}}, shown).sort(ORDER).limit(PARCELS_MAX)
-        return [*single, *_within_reach(following, run)]
+        return [*single, *_within_reach(each_of(following), run)]
 
     # -- publish -----------------------------------------------------------------------------------
 
@@ -340,7 +344,8 @@ class ParcelRelay(Relay):
     def _settle_done(self, run: _Reading, kept: Sequence[Any]) -> None:
         """Remove what was published, but for some heads."""
         if removals := _removals(run, kept):
-            self.removals.quick.bulk_write(removals, ordered=True)
+            with pymongo.timeout(ANSWER_SECONDS):
+                self.removals.quick.bulk_write(removals, ordered=True)
             run.removed += [each["_id"] for each in run.done if each["_id"] not in kept]
             run.done = [each for each in run.done if each["_id"] in kept]
 
@@ -354,7 +359,8 @@ class ParcelRelay(Relay):
             requests.append(UpdateMany(*self._claims.released(unreached, [run.owner])))
         requests += _removals(run)
         if requests:
-            self.removals.quick.bulk_write(requests, ordered=True)
+            with pymongo.timeout(ANSWER_SECONDS):
+                self.removals.quick.bulk_write(requests, ordered=True)
 
     def _let_go(self, held: _StoppedParcel, owner: ObjectId) -> list[_Request]:
         id, field = held.parcel["_id"], held.parcel[_FIELD.name]  # noqa: A001
@@ -368,7 +374,7 @@ class ParcelRelay(Relay):
         return requests
 
 
-def _within_reach(parcels: Iterable[Document], run: _Reading) -> list[Document]:
+def _within_reach(parcels: Iterable[Mapping[str, Any]], run: _Reading) -> list[Document]:
     """Those for which the claim of their key's head stands: up to one that somebody holds or that is held back."""
     found: list[Document] = []
     begun: set[str] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection as Some
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -48,8 +47,7 @@ class ParcelStore:
         self.keys = collection.database[f"{collection.name}_keys"].with_options(write_concern=collection.write_concern)
         self._local = collection.with_options(read_concern=ReadConcern("local"))
         self.claims = claims
-        self._lock = threading.Lock()
-        self._after = ""
+        self._after = ""  # threads of a process share the turns, and a race between them costs nothing but fairness
         self._is_singles_turn = False
 
     @property
@@ -126,10 +124,7 @@ class ParcelStore:
             limit: how many at most.
             passing_over: `_id`s of parcels that are not wanted; those behind them in their keys wait for them.
         """
-        with self._lock:  # of the dispatcher and the sweeps of this process
-            return self._due(older_than, limit, {"_id": {"$nin": list(passing_over)}} if passing_over else {})
-
-    def _due(self, older_than: float, limit: int, wanted: Document) -> list[ParcelHead]:
+        wanted = {"_id": {"$nin": list(passing_over)}} if passing_over else {}
         found = self._local.find(self.claimable(older_than, key=None, **wanted), {"_id": 1}, limit=limit)
         single = [ParcelHead(parcel["_id"], None) for parcel in found]
         self._is_singles_turn = not self._is_singles_turn
@@ -158,7 +153,7 @@ class ParcelStore:
             where: more conditions; each branch has them, since each is a range of the index.
         """
         field = FIELD_OF_PARCELS
-        written_over = {field.until: None, field.name: {"$not": {"$type": "object"}}}
+        written_over = {field.until: {"$exists": False}, field.name: {"$not": {"$type": "object"}}}
         return {"$or": [{**where, **each} for each in (*self.claims.claimable(older_than)["$or"], written_over)]}
 
     def heads(self, keys: Some[str]) -> list[ParcelHead]:
@@ -175,10 +170,10 @@ class ParcelStore:
         while True:
             due = self.claimable(older_than, key={"$gt": key})
             parcels = list(self._local.find(due, {"key": 1}).sort(_DUE).limit(_PAGE))
-            heads = {head.id: head for head in self.heads({parcel["key"] for parcel in parcels})}
-            free = self._local.find(self.claimable(older_than, _id={"$in": list(heads)}), {"_id": 1})
+            heads = self.heads({parcel["key"] for parcel in parcels})
+            free = self.still_due([head.id for head in heads], older_than)
             unwanted = wanted.get("_id", {}).get("$nin", ())
-            found = [heads[each["_id"]] for each in free if each["_id"] not in unwanted]
+            found = [head for head in heads if head.id in free and head.id not in unwanted]
             yield from sorted(found, key=lambda head: str(head.key))
             if len(parcels) < _PAGE:
                 return

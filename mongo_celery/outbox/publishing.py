@@ -19,6 +19,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.claims import age_of
+from mongo_celery.outbox.commands import bounded
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, HeldDocument, PublishedPart
 from mongo_celery.outbox.entries import Entry, entries_of
@@ -232,7 +233,8 @@ class PendingPublisher:
 
     def _nameless(self, document_id: object) -> list[Entry | Mapping[str, Any]]:
         """All entries of a document that have no id."""
-        document = self._collection.find_one({"_id": document_id}, {self._field.events: 1}) or {}
+        with bounded():
+            document = self._collection.find_one({"_id": document_id}, {self._field.events: 1}) or {}
         stored = document.get(self._field.name)
         events = stored.get("events") if isinstance(stored, Mapping) else None
         return [each for each in self.entries_of(events or []) if entry_id_of(each) is None]

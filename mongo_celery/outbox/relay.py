@@ -221,7 +221,7 @@ class Relay:
                     break
             published.settle()
         except BaseException:  # MongoDB, a time limit, or the end of the process
-            with suppress(PyMongoError):
+            with suppress(PyMongoError), bounded():  # all of it: claims lapse, and what was published is removed later
                 published.settle()
                 self.removals.release(looks.document_ids, [owner, *looks.owners])
             self._late += [*published.parts, *(part for part, _ in published.left.failed)]
@@ -313,11 +313,19 @@ class Relay:
             except PyMongoError as error:
                 if not is_about_some(error):
                     raise
+                self._ask_mongodb()
             else:
                 return document_ids if many else ()
         claimed = list[Any]()
         missed += singly(document_ids, lambda each: claimed.append(each) if claim_one(each) else None)
+        if not claimed and any(error.timeout for _, error in missed):
+            self._ask_mongodb()
         return claimed
+
+    def _ask_mongodb(self) -> None:
+        """Raise a PyMongoError if MongoDB answers nothing: else each document would be waited for."""
+        with bounded():
+            self._collection.database.command("ping")
 
     def _repair(self, document_id: object, events: object, owner: ObjectId) -> None:
         """Somebody else has written to the field: what is no list of entries is set aside, and the field goes."""

@@ -45,6 +45,7 @@ COMMANDS = {"insert", "update", "findAndModify", "commitTransaction"}
 _INTERRUPTED = 11601
 _SOAK_NUMBERS = 10_000
 _LIFE_SECONDS_MAX = 5.0
+_TURNS_SECONDS_MAX = 60.0
 
 
 def configured(broker: str, **conf: Any) -> Celery:
@@ -256,10 +257,19 @@ def _at_each_point(said: str, job: Callable[[int], object], number: signal.Signa
         yield fork(run)
 
 
+def write_and_deliver(kind: str, key: str) -> None:
+    """Write, and let the dispatcher end its turns, however slow the machine is: a write waits for it within a bound."""
+    KINDS[kind](key)
+    dispatcher = items.backing.dispatcher
+    changed = dispatcher._thread.changed
+    with changed:
+        assert changed.wait_for(lambda: dispatcher._is_done() and not dispatcher._looks, _TURNS_SECONDS_MAX)
+
+
 def die_writing(*kinds: str) -> None:
     """Per kind, a writer that dies at its first point, one that dies at its second, until one lives."""
     for kind in kinds:
-        for pid in _at_each_point(kind, lambda at, kind=kind: KINDS[kind](f"{kind} {at}"), signal.SIGKILL):  # type: ignore[misc]
+        for pid in _at_each_point(kind, lambda at, kind=kind: write_and_deliver(kind, f"{kind} {at}"), signal.SIGKILL):  # type: ignore[misc]
             status = wait_for_end(pid)
             if status == 0:
                 break

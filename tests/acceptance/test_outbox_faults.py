@@ -39,7 +39,7 @@ def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_cl
     """Every kind of write, killed before and after each of its commands and messages; beat and a worker do the rest."""
     shop.items.insert_many([{"_id": f"old {kind} {at}", "ns": []} for kind in OLD for at in range(1, POINTS)])
     worker = shop.worker()
-    writers = shop.program("die-writing", *KINDS)
+    writers = shop.program("die-writing", *KINDS, claim_ttl=12.0)  # a slow machine needs some of it to reach each point
     assert writers.wait() == 0, writers.text
     deaths = said(writers)
     mongo_client.admin.command("killAllSessions", [])  # who died in a transaction holds its documents for a minute

@@ -135,7 +135,7 @@ def test_what_is_late_failing_or_set_aside_is_told(outbox: Outbox) -> None:
     outbox.dead_letters.add(2, {"id": "one", "name": "mail"}, LookupError("gone"))
     found = findings(outbox)
     assert levels(found).items() >= {"late": "error", "failing": "warning", "dead_letters": "warning"}.items()
-    assert found["dead_letters"].command == "celery -A ... outbox dead-letters list"
+    assert found["dead_letters"].command == "celery -A shop outbox dead-letters list"
 
 
 def test_a_missing_right_is_named_and_the_rest_is_looked_at(

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.outbox import backing
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
@@ -26,6 +27,7 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.forking import holds_after_a_fork
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
+from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import MakeRedis
 from tests.integration.outbox_rig import Rig, due_again, opened, pending
 
@@ -339,3 +341,24 @@ def test_what_this_process_cannot_publish_keeps_nothing_else_in_the_index_waitin
         return rig.sent() == [[1, 2]]
 
     wait_for(is_sent)
+
+
+@pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
+def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bound(
+    rig: Rig, database: Database[Document], make_proxy: Callable[[int], Proxy], replica_set: MongoReplicaSet,
+    make_client: MakeClient, kind: Any,
+) -> None:  # fmt: skip
+    """P12: they share the thread; neither a look nor documents that are named keep it for long."""
+    proxy = make_proxy(replica_set.members[0].port)
+    silent = kind(rig.app, make_client(proxy.mongo_url)[database.name]["silent"], name="silent", sweep_every=None)
+    other = rig.outbox("other", at_once=True)
+    turns, waiting = silent.backing.dispatcher, other.backing.counters
+    silent.sweep()  # its indexes are there
+    proxy.black_hole()
+    for number in range(1, 3):
+        turns.hint()
+        turns.hint(*range(5))
+        other.insert_one({"_id": number}, tasks=[rig.add.s(1, number)])
+        wait_for(lambda number=number: waiting.dispatched == number, 25)  # type: ignore[misc]
+    proxy.pass_through()
+    silent.backing.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.dispatcher import TURN, AppDispatcher, OutboxDispatcher
 from mongo_celery.outbox.outage_watch import OutageWatch
@@ -75,7 +76,7 @@ def test_a_broker_that_takes_connections_and_no_message_is_asked_ever_more_rarel
 def test_turns_are_apart_so_that_something_gathers_unless_there_is_enough_or_somebody_waits(
     outbox: OutboxDispatcher,
 ) -> None:
-    now = outbox._turn_began = time.monotonic()
+    now = outbox.turn_began = time.monotonic()
     outbox.hint(0)
     assert outbox.next_at() == pytest.approx(now + 0.1)
     next(iter(outbox._queue.values()))[1].append(threading.Event())
@@ -143,3 +144,94 @@ def test_one_thread_takes_the_turns_of_all_outboxes_and_survives_one_that_fails(
         ((number, each) for number in range(20) for each in (*range(TURN + 1), "last")), key=str
     )
     assert {number for number, _ in delivered[: 20 * TURN]} == set(range(20)), "no outbox waits for the end of another"
+
+
+def test_the_thread_outlives_whatever_a_turn_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """P17: also what is no `Exception`, and what comes from the question whether the broker is back."""
+    thread, delivered, raised = AppDispatcher(), list[Any](), list[Any]()
+
+    def deliver(ids: Any) -> Delivery:
+        if "exit" in ids:
+            raise SystemExit
+        delivered.extend(ids)
+        return Delivery(broker_down="down" in ids)
+
+    def answers() -> bool:
+        if not raised:
+            raised.append(1)
+            raise SystemExit
+        return True
+
+    outbox = made(thread, deliver=deliver, answers=answers)
+
+    def failed() -> int:
+        return [record.__dict__.get("event") for record in caplog.records].count("dispatcher_failed")
+
+    outbox.hint("exit")
+    wait_for(lambda: failed() == 1)
+    outbox.hint("down")
+    wait_for(lambda: "down" in delivered)
+    running = thread._thread
+    wait_for(lambda: bool(raised) and not thread.broker.is_down)
+    assert thread._thread is running
+    assert outbox.wait_all(["last"], 60)
+    thread.close()
+    assert delivered[-1] == "last"
+    assert failed() == 2
+
+
+def test_a_process_that_goes_on_after_a_close_that_took_too_long_delivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a worker inside a program has ended while a message hung."""
+    monkeypatch.setattr("mongo_celery.outbox.dispatcher.CLOSE_SECONDS", 0.05)
+    thread, delivered, go_on, begun = AppDispatcher(), list[Any](), threading.Event(), threading.Event()
+
+    def deliver(ids: Any) -> Delivery:
+        begun.set()
+        assert go_on.wait(60)
+        delivered.extend(ids)
+        return Delivery(dispatched=len(ids))
+
+    outbox = made(thread, deliver=deliver, waiting=lambda *_: ["written"] if "written" not in delivered else [])
+    outbox.hint("first")
+    assert begun.wait(60)
+    thread.close()
+    running = thread._thread
+    assert running is not None
+    go_on.set()
+    running.join(60)
+    outbox.hint("written")
+    wait_for(lambda: "written" in delivered)
+    thread.close()
+
+
+def test_an_outbox_whose_messages_are_refused_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: a result backend may refuse what some outboxes have, again and again; the broker takes the rest."""
+    monkeypatch.setattr("mongo_celery.outbox.outage_watch._PROBES", Pauses(first=0.01, longest=0.01))
+    thread, delivered = AppDispatcher(), set[str]()
+
+    def refuse(_ids: Any) -> Delivery:
+        return Delivery(broker_down=True)
+
+    def deliver(ids: Any) -> Delivery:
+        delivered.update(ids)
+        return Delivery(dispatched=len(ids))
+
+    def one(name: str, how: Any) -> OutboxDispatcher:
+        return made(thread, deliver=how, waiting=lambda *_: [name], answers=lambda: True)
+
+    outboxes = [one(f"{number}", deliver if number % 2 else refuse) for number in range(10)]
+    for outbox in outboxes:
+        outbox.hint()
+    wait_for(lambda: delivered == {"1", "3", "5", "7", "9"}, 30)
+    thread.close()
+
+
+def test_what_this_process_cannot_deliver_is_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that writes what another app delivers, and never looks at the index."""
+    monkeypatch.setattr("mongo_celery.outbox.dispatcher.QUEUE_MAX", 100)
+    thread = AppDispatcher()
+    outbox = made(thread, deliver=lambda ids: Delivery(refused=list(ids)))
+    for first in range(0, 1000, TURN):
+        assert outbox.wait_all(range(first, first + TURN), 60)
+    thread.close()
+    assert len(outbox._refused) <= 100
