@@ -11,6 +11,7 @@ import click
 from celery.bin.base import handle_preload_options
 
 from mongo_celery.cli.apps import FiniteRange, console_of, json_option, one_sentence_errors, say
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.visible import visible
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ def _named(found: Sequence[Found], ids: Sequence[str]) -> list[Found]:
         matching = [pair for pair in found if typed and str(pair[1].id).startswith(typed.lower())]
         if len(matching) != 1:
             ending = "is open" if not matching else "is meant alone: type more of it"
-            raise click.ClickException(f"no transaction {typed} {ending}; `locks list` shows all.")
+            line = ANY_APP.celery("locks", "list")
+            raise click.ClickException(f"no transaction {typed} {ending}; `{line}` shows all.")
         chosen[matching[0][1].id] = matching[0]
     return list(chosen.values())
 

@@ -343,6 +343,7 @@ def _reached(outbox: AnyOutbox) -> Iterator[None]:
 
 def _find(outboxes: Sequence[AnyOutbox], id: str) -> tuple[AnyOutbox, DeadLetter]:  # noqa: A002
     """A dead letter and its outbox."""
+    from mongo_celery.command_line import CommandLine
     from mongo_celery.outbox.replay import dead_letter
 
     for each in outboxes:
@@ -351,7 +352,8 @@ def _find(outboxes: Sequence[AnyOutbox], id: str) -> tuple[AnyOutbox, DeadLetter
         if found is not None:
             return each, found
     names = ", ".join(each.name for each in outboxes)
-    raise click.ClickException(f"there is no dead letter {id!r} in {names}; see `outbox dead-letters list`.")
+    line = CommandLine.of(outboxes[0].app).celery("outbox", "dead-letters", "list")
+    raise click.ClickException(f"there is no dead letter {id!r} in {names}; see `{line}`.")
 
 
 def _all_dead_letters(outboxes: Sequence[AnyOutbox]) -> list[tuple[AnyOutbox, str]]:

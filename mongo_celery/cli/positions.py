@@ -55,8 +55,9 @@ def rewind(
     wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
         plan = plan_rewind(wiring, handler, parse_place(to), key=key, source=source)
-    for line in plan_lines(plan):
-        say(line, err=not dry_run or as_json)
+    line = line_of(ctx, wiring)
+    for text in plan_lines(plan, line):
+        say(text, err=not dry_run or as_json)
     if dry_run:
         if as_json:
             click.echo(json.dumps({"bridge": wiring.name, "dry_run": True, **plan.plain()}))
@@ -70,7 +71,7 @@ def rewind(
         done = {"moved": list(moved.partitions), "withdrawn": moved.withdrawn}
         click.echo(json.dumps({"bridge": wiring.name, "dry_run": False, **plan.plain(), **done}))
         return
-    for text in rewound_lines(plan, moved, line_of(ctx, wiring)):
+    for text in rewound_lines(plan, moved, line):
         say(text)
 
 

@@ -23,13 +23,13 @@ def wrapped(text: str, indent: str = "  ") -> Iterator[str]:
     yield from textwrap.wrap(text, _COLUMNS, subsequent_indent=indent, break_long_words=False) or [""]
 
 
-def plan_lines(plan: RewindPlan) -> Iterator[str]:
+def plan_lines(plan: RewindPlan, line: CommandLine) -> Iterator[str]:
     """What a rewind would do."""
     way = "goes forward" if plan.forward else "goes back"
     yield from wrapped(
         f"{plan.subscription} {way} to {moment(plan.to.iso)}, from {moment(plan.plain()['passed_from'] or plan.at)}"
     )
-    for text in (*_counts(plan), *_ended(plan), *_left_out(plan)):
+    for text in (*_counts(plan), *_ended(plan), *_left_out(plan, line)):
         yield from wrapped(f"  {text}", "    ")
 
 
@@ -61,7 +61,7 @@ def _ended(plan: RewindPlan) -> Iterator[str]:
         yield f"handlers run in {_indexes(running)} at this moment: their outcome will be refused"
 
 
-def _left_out(plan: RewindPlan) -> Iterator[str]:
+def _left_out(plan: RewindPlan, line: CommandLine) -> Iterator[str]:
     """What else a person should know before."""
     if plan.key is not None:
         yield f"all keys that share a partition with {plan.key} come along"
@@ -79,7 +79,8 @@ def _left_out(plan: RewindPlan) -> Iterator[str]:
     if plan.snapshots:
         yield (
             "what a snapshot has given behind it is not given again: where the handler has operations, fields or "
-            f"match, targets may end at older states; `changes snapshot {plan.subscription}` afterwards sets that right"
+            f"match, targets may end at older states; `{line.changes('snapshot', plan.subscription)}` afterwards sets "
+            "that right"
         )
     if plan.replays:
         yield f"{number(plan.replays, 'replay', 'replays')} of these will not be made"

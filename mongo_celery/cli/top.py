@@ -46,10 +46,10 @@ def top(ctx: click.Context, bridge: str | None, every: float) -> None:
     not fit below is left out. It is what the listener's page shows with `listener --http`. For a program:
     `status --watch --json`.
     """
-    console = console_of(ctx)
+    console, bridges = console_of(ctx), bridges_of(ctx, bridge)
     if not console.is_terminal:
-        raise click.ClickException("top draws on a terminal, and this is none: use `changes status --watch` instead.")
-    bridges = bridges_of(ctx, bridge)
+        instead = line_of(ctx, bridges[0]).changes("status", "--watch")
+        raise click.ClickException(f"top draws on a terminal, and this is none: use `{instead}`.")
     from rich.live import Live
 
     from mongo_celery.cli.top_view import top_view

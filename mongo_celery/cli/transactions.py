@@ -284,6 +284,7 @@ def _chosen(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
 
 def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
     """The transaction whose id somebody has typed: as Extended JSON, as an ObjectId, or as plain text."""
+    from mongo_celery.command_line import CommandLine
     from mongo_celery.errors import ConfigurationError
     from mongo_celery.twophase.values import plain_id, readings
 
@@ -295,7 +296,8 @@ def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
         found = chosen.stored(identity)
         if found is not None:
             return found
-    raise click.ClickException(f"there is no transaction {text}; `transactions list` shows ids as they can be typed.")
+    line = CommandLine.of(chosen.app).celery("transactions", "list")
+    raise click.ClickException(f"there is no transaction {text}; `{line}` shows ids as they can be typed.")
 
 
 def _row(document: Mapping[str, Any], now: datetime | None) -> tuple[str, str, str, str, str]:

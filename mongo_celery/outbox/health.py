@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.broker.connection import reach_broker, write_connection
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import ConfigurationError, DeploymentError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
@@ -100,7 +101,8 @@ class Health:
         if self.status.unsigned:
             found.append(unsigned_sentence(self.status.unsigned))
         if self.status.dead_letters:
-            found.append("Look at the dead letters with `outbox dead-letters list`, then replay or discard them.")
+            letters = ANY_APP.celery("outbox", "dead-letters", "list")
+            found.append(f"Look at the dead letters with `{letters}`, then replay or discard them.")
         if self.indexed is False and self.status.pending:
             found.append(
                 f"The index {self.index} is missing: each sweep reads the whole collection. The first delivery creates "
@@ -118,28 +120,29 @@ class Health:
     def _unswept(self) -> str:
         since = "yet" if self.swept_seconds is None else f"for {duration(self.swept_seconds)}"
         return (
-            f"Nobody has swept it {since}: what a crash or an outage leaves is never sent. `outbox check` says what is "
-            "missing."
+            f"Nobody has swept it {since}: what a crash or an outage leaves is never sent. What is missing says "
+            f"`{ANY_APP.celery('outbox', 'check')}`."
         )
 
     def _late_sweep(self) -> str:
         oldest = self.status.oldest_seconds or 0.0
         waited = f"Entries have waited for {oldest:.0f} s; a sweep should take them after {self.sweep_after:g} s."
-        cure = "`outbox sweep` delivers them now."
+        cure = f"`{ANY_APP.celery('outbox', 'sweep')}` delivers them now."
         if not self.scheduled:
             return f"{waited} This app has no beat entry for it: make an outbox with sweep_every, or run {cure}"
         return (
-            f"{waited} Is `celery beat`, or the listener of a bridge, running, and a worker on the queue of "
-            f"{SWEEP_TASK}? Look for `outbox` in the worker's log; {cure}"
+            f"{waited} Is `{ANY_APP.celery('beat')}`, or the listener of a bridge, running, and a worker on the queue "
+            f"of {SWEEP_TASK}? Look for `outbox` in the worker's log; {cure}"
         )
 
 
 def unsigned_sentence(count: int) -> str:
     """Return what to do about entries that the outbox has not signed."""
+    letters = ANY_APP.celery("outbox", "dead-letters", "list")
     return (
         f"{number(count, 'dead letter was', 'dead letters were')} not signed by the outbox, and not sent. Somebody "
         "else writes to its field, its signing key was lost, or its writers have another option database. Find out who "
-        "wrote them, see `outbox dead-letters list`, and discard them or replay them with --sign."
+        f"wrote them with `{letters}`, and discard them or replay them with --sign."
     )
 
 

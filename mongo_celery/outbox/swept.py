@@ -23,6 +23,7 @@ from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.mongo.expressions import after, literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
@@ -179,9 +180,9 @@ def sweep_watch(
 
     def tell(since: str) -> None:
         logger.error(
-            "outbox %s: nobody has swept it %s, so what a crash or an outage leaves in it is never sent; run `celery "
-            "beat`, or the listener of a bridge, and a worker that import it, then see `outbox check`",
-            name(), since,
+            "outbox %s: nobody has swept it %s, so what a crash or an outage leaves in it is never sent; run `%s`, "
+            "or the listener of a bridge, and a worker that import it, then `%s`",
+            name(), since, ANY_APP.celery("beat"), ANY_APP.celery("outbox", "check"),
             extra={"event": "nobody_sweeps"},
         )  # fmt: skip
 

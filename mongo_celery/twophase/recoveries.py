@@ -24,6 +24,7 @@ from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.command_line import ANY_APP
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
@@ -204,9 +205,9 @@ def recovery_watch(name: str, records: Callable[[], RecoveryRecords], patience: 
     def tell(since: str) -> None:
         logger.error(
             "transactions %s: no recovery has noted itself %s, so what a crash or an outage leaves may stay half done; "
-            "run `celery beat`, or the listener of a bridge, and a worker that import them, or `transactions recover`. "
+            "run `%s`, or the listener of a bridge, and a worker that import them, or `%s`. "
             "If one runs, grant it find, insert and update on %s",
-            name, since, records().full_name,
+            name, since, ANY_APP.celery("beat"), ANY_APP.celery("transactions", "recover"), records().full_name,
             extra={"event": "nobody_recovers"},
         )  # fmt: skip
 

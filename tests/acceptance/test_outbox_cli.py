@@ -108,7 +108,7 @@ def test_status_shows_what_waits_and_a_sweep_delivers_it_in_order(shop: Shop) ->
     assert orders["broker"] == {"answers": True, "error": None}
     assert (orders["late"], orders["scheduled"], orders["indexed"]) == (True, True, False)
     assert orders["oldest_seconds"] > 0
-    assert [words in " ".join(orders["advice"]) for words in ("celery beat", "index pendingEvents")] == [True, True]
+    assert [words in " ".join(orders["advice"]) for words in ("APP beat", "index pendingEvents")] == [True, True]
     assert (parcels["outbox"], parcels["pending"], parcels["oldest_seconds"]) == ("parcels", 0, None)
     assert (parcels["late"], parcels["swept_seconds"]) == (False, None)
     assert ["Nobody has swept it yet" in each for each in parcels["advice"]] == [True]
@@ -134,7 +134,7 @@ def test_a_broker_that_is_down_is_said_and_ends_a_sweep_with_status_1(shop: Shop
     assert done.returncode == 0, done.stderr
     assert "does not answer" in done.stdout
     assert "Writes go on" in done.stdout
-    assert "celery beat" not in done.stdout, "one cause is enough"
+    assert "APP beat" not in done.stdout, "one cause is enough"
     assert "secret" not in done.stdout + done.stderr
 
     (swept,) = shop.lines("sweep", "--name", "orders", status=1, PROJECT_BROKER=away)

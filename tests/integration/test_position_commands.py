@@ -15,6 +15,7 @@ from pymongo.database import Database
 from mongo_celery import Bridge
 from mongo_celery.cli.forget import forget
 from mongo_celery.cli.positions import history, rewind
+from mongo_celery.cli.snapshot import snapshot
 from tests.integration.positions_rig import HANDLER, Stage, bridge_on, data_of, staged
 
 Document = dict[str, Any]
@@ -96,3 +97,19 @@ def test_a_handler_is_forgotten(stage: Stage) -> None:
     assert run(emptied, forget, HANDLER, answer="y\n").stdout == f"{HANDLER}: forgotten\n"
     assert [each["act"] for each in plain(emptied, history)["audit_records"]] == ["forget"]
     emptied.client.close()
+
+
+def test_a_snapshot_shows_what_it_reads_and_asks(stage: Stage) -> None:
+    """Neither `--dry-run` nor a no begins one; a yes does, and so does `--yes`, which asks nothing."""
+    source, known = f"{stage.data.name}.orders for {HANDLER}", stage.state["snapshots"]
+    dry = run(stage.bridge, snapshot, HANDLER, "--dry-run")
+    assert (dry.exit_code, source in dry.stdout, "[y/N]" in dry.output) == (0, True, False)
+    no = run(stage.bridge, snapshot, HANDLER, answer="n\n")
+    assert (no.exit_code, source in no.stderr, known.count_documents({})) == (1, True, 0)
+    yes = run(stage.bridge, snapshot, HANDLER, answer="y\n")
+    assert (yes.exit_code, source in yes.stdout, known.count_documents({})) == (0, True, 1)
+    stop = known.find_one({}, {"_id": 1})
+    assert stop is not None
+    assert run(stage.bridge, snapshot, "--stop", stop["_id"].rpartition("/")[2]).exit_code == 0
+    assert not run(stage.bridge, snapshot, HANDLER, "--yes").stderr
+    assert known.count_documents({}) == 2

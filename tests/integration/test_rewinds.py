@@ -93,7 +93,7 @@ def test_a_partition_that_has_handled_nothing_behind_the_place_is_in_the_plan(st
     plan = stage.rewind(data_of(place["_id"]))
     assert ([each.index for each in plan.partitions], plan.reread, plan.staying) == ([], [0, 1], 0)
     assert plan.plain()["reread"] == [0, 1]
-    lines = [*plan_lines(plan), *rewound_lines(plan, Moved([]), CommandLine("shop"))]
+    lines = [*plan_lines(plan, CommandLine("shop")), *rewound_lines(plan, Moved([]), CommandLine("shop"))]
     assert [sum(count in line for line in lines) for count in ("0 partitions", "2 partitions")] == [0, 2]
     assert data_of(stage.subscription["resumeToken"]) == data_of(place["_id"])
     stage.lead()
@@ -282,9 +282,9 @@ def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Sta
     assert (plan.dead_letters, plan.documents, plan.replays, plan.snapshots) == (1, 1, 1, 1)
     assert [each.letter for each in stage.store.replays.read()] == [f"{NAME}/{HANDLER}/00AA"]
     assert stage.state["dead_letters"].count_documents({}) == 2
-    said = " ".join(" ".join(plan_lines(plan)).split())
+    said = " ".join(" ".join(plan_lines(plan, CommandLine("shop"))).split())
     assert "1 of them is of an existing document, and would not run again" in said
-    assert f"targets may end at older states; `changes snapshot {HANDLER}` afterwards" in said
+    assert f"targets may end at older states; `celery -A shop changes snapshot {HANDLER}` afterwards" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from bson import Timestamp
 from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
+import mongo_celery
 from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.reasons import Reason
@@ -202,3 +204,17 @@ def test_the_page_has_the_keys_of_a_status() -> None:
     assert {name: set(part) for name, part in parts.items()} == {name: found[name] for name in parts}
     assert found.keys() == {"where", *parts}
     assert set(judge(status).plain()) == {"verdict", "note", "reasons"}
+
+
+def test_a_message_prints_a_command_whole() -> None:
+    """From `celery -A` on, by `CommandLine`; but for modules whose texts only describe a command."""
+    short = re.compile(r"`(?:celery(?! -A)|changes|dead-letters|outbox|transactions|locks|listener|manage\.py) [a-z]")
+    package, describing, found = Path(mongo_celery.__file__).parent, {"grants.py", "listener.py", "renewal.py"}, []
+    for path in sorted(package.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text()))) if path.name not in describing else []
+        docs = {id(each.value) for each in nodes if isinstance(each, ast.Expr)}
+        helps = (each.value for each in nodes if isinstance(each, ast.keyword) and each.arg == "help")
+        docs |= {id(part) for each in helps for part in ast.walk(each)}
+        texts = (each for each in nodes if isinstance(each, ast.Constant) and id(each) not in docs)
+        found += [f"{path.name}:{each.lineno}" for each in texts if short.search(str(each.value))]
+    assert found == []

@@ -46,6 +46,7 @@ def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
     first = {**LETTER, "id": "8266001122336655669900", "parked": True, "waiting": 2}
     lines = list(list_lines("shop", Found(7, [], {}, leads=True), [LETTER, waiting, behind, first]))
     assert lines[0] == "shop: 7 dead letters"
+    assert lines.count("  its last replay has failed (2 starts)") == 3, "where none is asked for"
     assert lines[1:3] == ["8266001122334455667  set aside 2026-11-23 06:30:19 UTC", "  summarise: shop.orders insert 5"]
     assert "  its replay waits for its next try: ConnectionError: no" in lines
     assert "  waits behind 826600112233445566" in lines

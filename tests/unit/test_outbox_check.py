@@ -171,7 +171,7 @@ SWEEPS = said("celery", f"{SWEEP_TASK} [rate_limit=1/s]")
         (sweeping(), None, "Nobody has swept this outbox yet"),
         (sweeping(300.0), SWEEPS, "for 5 min"),
         (sweeping(is_scheduled=False), SWEEPS, "no beat entry"),
-        (sweeping(), "no remote control", "Run `celery beat`, or the listener of a bridge"),
+        (sweeping(), "no remote control", "Run `celery -A APP beat`, or the listener of a bridge"),
         (sweeping(), WorkersSaid({}, {}), "No worker has answered"),
         (sweeping(), said("other", "mail"), "include=[...]"),
         (sweeping(queue="sweeps"), SWEEPS, "add it to a worker's -Q"),
@@ -241,7 +241,7 @@ def test_a_writer_says_that_nobody_sweeps_and_is_silent_where_it_cannot_tell(
         assert watch.look() is swept
     records = [(each.levelname, getattr(each, "event", "")) for each in caplog.records]
     assert records == ([("ERROR", "nobody_sweeps")] if swept is False else [])
-    assert all("run `celery beat`, or the listener of a bridge, and" in each.getMessage() for each in caplog.records)
+    assert all("run `celery -A APP beat`, or" in each.getMessage() for each in caplog.records)
 
 
 def test_a_writer_that_knows_of_an_outage_blames_no_sweep(caplog: pytest.LogCaptureFixture) -> None:

@@ -101,13 +101,13 @@ def test_a_quiet_outbox_needs_nothing() -> None:
 @pytest.mark.parametrize(
     ("status", "changes", "words"),
     [
-        (WAITING, {}, "Is `celery beat`, or the listener of a bridge, running"),
+        (WAITING, {}, "Is `celery -A APP beat`, or the listener of a bridge, running"),
         (WAITING, {"scheduled": False}, "no beat entry"),
         (WAITING, {"broker_error": "refused"}, "The broker does not answer: refused"),
         (QUIET, {"broker_error": "refused"}, "Writes go on"),
         (QUIET, {"swept_seconds": None}, "Nobody has swept it yet"),
         (QUIET, {"swept_seconds": 300.0}, "Nobody has swept it for 5 min"),
-        (WAITING, {"swept_seconds": 300.0}, "Is `celery beat`, or the listener of a bridge, running"),
+        (WAITING, {"swept_seconds": 300.0}, "Is `celery -A APP beat`, or the listener of a bridge, running"),
         (replace(QUIET, failing=3), {}, "3 documents hold an entry that could not be published"),
         (replace(QUIET, failing=3, stuck=3), {}, "3 documents are stuck behind an entry"),
         (replace(WAITING, other_apps=1), {}, "1 document waits for another app"),

@@ -72,7 +72,8 @@ def plan_forget(wiring: Wiring, name: str, *, letters: bool, stamps: Sequence[st
             raise refuse_unknown(wiring, name, sorted(documents))
         if holdings.letters and not letters:
             raise CommandRefusedError(
-                f"{holdings.letters} dead letters of {name} are left: look at `dead-letters list {name}`, discard "
+                f"{holdings.letters} dead letters of {name} are left: look at "
+                f"`{wiring.line.changes('dead-letters', 'list', name)}`, discard "
                 "them, or repeat the command with --dead-letters.",
             )
         return ForgetPlan(name, holdings, leader_in(lease))

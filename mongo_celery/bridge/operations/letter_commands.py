@@ -212,7 +212,7 @@ class _Asking:
         if room <= 0 and isinstance(found, _Request):
             found = (
                 f"has to wait: {REQUESTS_MAX} dead letters of its handler are being replayed; repeat the command "
-                "when `dead-letters list` shows fewer"
+                f"when `{self._wiring.line.changes('dead-letters', 'list')}` shows fewer"
             )
         result = _ask(self._wiring, letter, found, over_newer=over_newer, dry_run=self._dry_run)
         if result.result == "requested":
@@ -412,7 +412,8 @@ def _check_id(wiring: Wiring, selection: Selection, names: Sequence[str]) -> Non
         names = [selection.subscription]
     found = wiring.store.dead_letters.find(Selection(subscription=selection.subscription, ids=[id_]), names, 2)
     if not found:
-        raise CommandRefusedError(f"Bridge {wiring.name} has no dead letter {id_!r}; see `dead-letters list`.")
+        line = wiring.line.changes("dead-letters", "list")
+        raise CommandRefusedError(f"Bridge {wiring.name} has no dead letter {id_!r}; see `{line}`.")
     if len(found) > 1 and id_ not in {each.id for each in found}:
         raise CommandRefusedError(
             f"{id_!r} begins the ids of several dead letters: give more of it, or name the handler too."

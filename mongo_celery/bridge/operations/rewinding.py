@@ -33,6 +33,7 @@ from mongo_celery.mongo.oplog import time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.command_line import CommandLine
 
 _READ_SECONDS = 10.0
 LOCKED = (
@@ -139,7 +140,7 @@ def plan_rewind(
         documents = {name_in(document): document for document in store.subscriptions.read_all()}
         lease = store.leases.read() or {}
         layout = _layout(wiring, documents, subscription)
-        _refuse_lost(subscription, documents[subscription])
+        _refuse_lost(wiring.line, subscription, documents[subscription])
         chosen = meant = None
         if key is not None:
             meant = key_of(wiring, subscription, layout, key, source)
@@ -258,11 +259,11 @@ def _layout(wiring: Wiring, documents: Mapping[str, Mapping[str, Any]], subscrip
     return layouts[subscription]
 
 
-def _refuse_lost(subscription: str, document: Mapping[str, Any]) -> None:
+def _refuse_lost(line: CommandLine, subscription: str, document: Mapping[str, Any]) -> None:
     if lost_in(document):
         raise CommandRefusedError(
-            f"Subscription {subscription} has lost its history, so it cannot be sent anywhere: decide with `changes "
-            f"go-on {subscription}` first.",
+            f"Subscription {subscription} has lost its history, so it cannot be sent anywhere: decide first with "
+            f"`{line.changes('go-on', subscription)}`.",
         )
 
 

@@ -15,6 +15,7 @@ from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A
 from django.db import connections, router
 
 from mongo_celery.broker.connection import write_connection
+from mongo_celery.command_line import CommandLine
 from mongo_celery.contrib.django.project import celery_app, place_of, project_settings
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import short, without_credentials
@@ -143,11 +144,12 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
     from mongo_celery.outbox.registry import OUTBOXES
     from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 
+    beat = CommandLine.of(app).celery("beat")
     if OUTBOXES.of(app) and not is_scheduled(app):
         names = ", ".join(_name_of(each) for each in OUTBOXES.of(app))
         yield Warning(
             f"Nothing asks for sweeps of the app's outboxes ({names}): what a crash or an outage leaves is never sent.",
-            hint="Make one with sweep_every=..., and run `celery beat`, or the listener of a bridge; or have something "
+            hint=f"Make one with sweep_every=..., and run `{beat}`, or the listener of a bridge; or have something "
             "call its sweep().",
             id="mongo_celery.W009",
         )
@@ -156,7 +158,7 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
         yield Warning(
             f"Beat is not asked to recover the transactions of {', '.join(idle)}: what a process leaves that dies "
             "stays as it is.",
-            hint="Make them with recover_every=..., and run `celery beat`; or run `manage.py transactions recover`.",
+            hint=f"Make them with recover_every=..., and run `{beat}`; or run `python manage.py transactions recover`.",
             id="mongo_celery.W010",
         )
     if _BEAT_APP in str(app.conf.beat_scheduler) and not apps.is_installed(_BEAT_APP):
@@ -257,7 +259,6 @@ def _hosts(given: str, port: str = _PORT) -> set[str]:
 def _asked_bridges(app: Celery) -> Iterator[CheckMessage]:
     from mongo_celery.bridge.operations.preflight import check
     from mongo_celery.bridge.wiring import BRIDGES
-    from mongo_celery.command_line import CommandLine
 
     bridges = BRIDGES.of(app)
     for wiring in bridges:

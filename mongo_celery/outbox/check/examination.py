@@ -150,6 +150,7 @@ def _check_sweeping(outbox: AnyOutbox, facts: AppFacts) -> Iterable[Finding]:
         patience=patience(options.sweep_every),
         is_scheduled=is_scheduled(outbox.app),
         queue=sweep_queue(outbox.app),
+        line=CommandLine.of(outbox.app),
     )
     return judge_sweeping(sweeping, facts.said)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from celery import Celery
 
 from mongo_celery.broker.workers import WorkersSaid, ask_workers, consumed_queues, known_tasks
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -16,8 +17,6 @@ from mongo_celery.quantities import duration
 
 INSPECT_SECONDS = 1.5
 """How long workers have to answer each of two questions."""
-
-_BEAT = "Run `celery beat`, or the listener of a bridge, with the app that makes this outbox"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,14 @@ class Sweeping:
         patience: seconds after which somebody should have swept.
         is_scheduled: whether this app has a beat entry for it.
         queue: to which its task is sent.
+        line: how commands of this app are typed.
     """
 
     last: LastSweep | None
     patience: float
     is_scheduled: bool
     queue: str
+    line: CommandLine = ANY_APP
 
 
 def sweep_queue(app: Celery) -> str:
@@ -77,14 +78,15 @@ def judge_sweeping(sweeping: Sweeping, said: WorkersSaid | str | None) -> Iterat
 
 
 def _cure(sweeping: Sweeping, said: WorkersSaid | str | None) -> str:
+    beat = f"Run `{sweeping.line.celery('beat')}`, or the listener of a bridge, with the app that makes this outbox"
     if not sweeping.is_scheduled:
         return (
             "This app has no beat entry for it: make the outbox with sweep_every, or have something call its sweep()."
         )
     if not isinstance(said, WorkersSaid):
-        return f"{_BEAT}, and a worker of it."
+        return f"{beat}, and a worker of it."
     if not said.tasks and not said.queues:
-        return f"No worker has answered: run one of this app. {_BEAT}, too."
+        return f"No worker has answered: run one of this app. {beat}, too."
     knowing = {worker for worker, tasks in known_tasks(said).items() if SWEEP_TASK in tasks}
     if not knowing:
         return (
@@ -95,7 +97,7 @@ def _cure(sweeping: Sweeping, said: WorkersSaid | str | None) -> str:
     if not knowing & consuming:
         return f"No worker that knows it consumes the queue {sweeping.queue}; add it to a worker's -Q."
     return (
-        f"A worker would. {_BEAT}; and where the worker sweeps other outboxes, let it import the module that makes "
+        f"A worker would. {beat}; and where the worker sweeps other outboxes, let it import the module that makes "
         "this one."
     )
 
