@@ -367,6 +367,11 @@ def said(error: BaseException) -> str:
     return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 
 
+def quote(error: BaseException) -> str:
+    """Return the sentence that ends a message of ours: name, code and words of the server."""
+    return f"The server said ({named(error)}): {said(error)}"
+
+
 def brief(error: BaseException) -> str:
     """An error of the server or the driver as logs have it: name and code, then one sentence without its documents."""
     if isinstance(error, BulkWriteError):

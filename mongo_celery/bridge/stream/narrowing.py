@@ -12,14 +12,14 @@ the place of the next event, or of its end, which is behind them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
 
-from mongo_celery.bridge.change import FLAGS, token_data
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
     Position,
@@ -29,9 +29,10 @@ from mongo_celery.bridge.stream.cursor import (
     wait_for,
 )
 from mongo_celery.bridge.stream.fragments import SPLIT_STAGE, can_split, joined
+from mongo_celery.bridge.stream.items import Flaw
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED, explain_oversized, find_oversized, naming_stages
 from mongo_celery.bridge.stream.reactions import closes_connection, concerns_an_event
-from mongo_celery.mongo.verdicts import Code, Verdict, named, said, verdict_on
+from mongo_celery.mongo.verdicts import Code, Verdict, quote, verdict_on
 
 if TYPE_CHECKING:
     from bson.raw_bson import RawBSONDocument
@@ -47,7 +48,6 @@ Token = Mapping[str, Any]
 _DOCUMENTS = ("fullDocument", "fullDocumentBeforeChange", "updateDescription")
 _WITHOUT_DOCUMENTS = {"$project": dict.fromkeys(_DOCUMENTS, 0)}
 _NAMES_MAX = 5
-_IMAGES = ("full_document", "full_document_before_change")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,11 @@ class Reread:
 
     Attributes:
         document: what the server could give.
-        complaint: why that is not what was asked for; None where it is.
-        only_match: whether it lacks nothing but flags, namely those of the handlers whose `match` failed on it.
+        flaw: why that is not what was asked for; None where it is.
     """
 
     document: RawBSONDocument
-    complaint: str | None = None
-    only_match: bool = False
+    flaw: Flaw | None = None
 
 
 class Narrowing:
@@ -105,7 +103,7 @@ class Narrowing:
                     return
                 while event := self._oversized(start if time_ is None else Position(None, time_), last, token):
                     is_passing, last, time_ = True, token_data(event["_id"]), event["clusterTime"]
-                    yield Reread(event, explain_oversized(event))
+                    yield Reread(event, Flaw(explain_oversized(event)))
                 yield token if candidate is None else self._read(candidate)
                 if is_passing and token_data(token) <= last:
                     wait_for(cursor, AWAIT_SECONDS)  # for now the oplog ends with one that is too large
@@ -116,8 +114,7 @@ class Narrowing:
 
     def _bare(self, *stages: Mapping[str, Any]) -> Scope:
         """Return the scope with our own filters and some stages, without images."""
-        options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
-        return replace(self._scope, pipeline=(*self._scope.selection, *stages), options=options, given=0)
+        return replace(self._scope.without_images, selection=(*self._scope.selection, *stages), flags={}, given=())
 
     def _oversized(self, start: Position, after: str, until: Token) -> RawBSONDocument | None:
         """Return the stand-in of the next event between two places that is too large; None if there is none."""
@@ -148,23 +145,24 @@ class Narrowing:
             fragments = self._attempt(candidate, self._scope, in_fragments=True)
             if fragments is not None:
                 return Reread(fragments)
-        names = self._flag_names()
-        flagless = self._with_flags(())
+        names, flagless = self._scope.flags.keys(), self._scope.with_flags(())
         if names and self._attempt(candidate, flagless) is not None:
-            sound = self._sound(candidate, names)
-            document = self._attempt(candidate, self._with_flags(sound))
-            failed = sorted({*names} - {*sound})
+            failed = self._find_failing(candidate, names)
+            document = self._attempt(candidate, self._scope.with_flags(names - failed))
             if document is not None:  # none has failed when the look-up finds something else by now
-                return Reread(document, _of_match(error, failed), only_match=True) if failed else Reread(document)
+                return Reread(document, _explain_match(error, failed)) if failed else Reread(document)
         judged = self._judged(candidate, error)
         if judged is not None:
             return judged
-        if any(name in self._scope.options for name in _IMAGES):
-            options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
-            document = self._attempt(candidate, replace(flagless, options=options))
+        if self._has_images:
+            document = self._attempt(candidate, flagless.without_images)
             if document is not None:
-                return Reread(document, _of_images(error))
-        return Reread(candidate, _of_rest(error, given=bool(self._scope.given)))
+                return Reread(document, _explain_images(error))
+        return Reread(candidate, _explain_rest(error, given=bool(self._scope.given)))
+
+    @property
+    def _has_images(self) -> bool:
+        return self._scope.without_images != self._scope
 
     def _judged(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread | None:
         """
@@ -176,15 +174,11 @@ class Narrowing:
             return None
         is_own = candidate.get("operationType") != "update"  # the document of others is no look-up
         images = ["fullDocumentBeforeChange"] if is_own else ["fullDocumentBeforeChange", "fullDocument"]
-        shorter: list[tuple[Mapping[str, Any], str]] = [
-            ({"$unset": images}, _of_images(error)),
-            (_WITHOUT_DOCUMENTS, _of_rest(error, given=False)),
-        ]
-        for stage, complaint in shorter if any(name in self._scope.options for name in _IMAGES) else shorter[1:]:
-            scope = replace(self._scope, pipeline=(*self._scope.pipeline, stage), given=self._scope.given + 1)
-            document = self._attempt(candidate, scope)
+        shorter = [({"$unset": images}, _explain_images)] if self._has_images else []
+        for stage, explain in (*shorter, (_WITHOUT_DOCUMENTS, _explain_rest)):
+            document = self._attempt(candidate, replace(self._scope, given=(*self._scope.given, stage)))
             if document is not None:
-                return Reread(document, complaint)
+                return Reread(document, explain(error))
         return None
 
     def _attempt(
@@ -224,9 +218,10 @@ class Narrowing:
     ) -> RawBSONDocument | None:
         token = token_of(candidate)
         pin: Mapping[str, Any] = {"$match": {"_id._data": token_data(token)}}
-        stages = (pin, *scope.pipeline, SPLIT_STAGE) if in_fragments else (pin, *scope.pipeline)
+        split = (SPLIT_STAGE,) if in_fragments else ()
+        scope = replace(scope, selection=(pin, *scope.selection), given=(*scope.given, *split))
         start = Position(None, candidate["clusterTime"])
-        with closing(self._open(replace(scope, pipeline=stages), start, count)) as cursor:
+        with closing(self._open(scope, start, count)) as cursor:
             if in_fragments:
                 return joined(iter(cursor.try_next, None), token)
             document = cursor.try_next()
@@ -240,64 +235,49 @@ class Narrowing:
         except OperationFailure:  # a server, or an API version, that does not tell
             return False
 
-    # -- flags -------------------------------------------------------------------------------------
-
-    def _flag_names(self) -> Sequence[str]:
-        return [name for stage in self._scope.own_stages for name in stage.get("$addFields", {}).get(FLAGS, {})]
-
-    def _sound(self, candidate: RawBSONDocument, names: Sequence[str]) -> Sequence[str]:
-        """Those whose expression does not fail on the event: halves of what fails are tried apart."""
-        if len(names) > 1:
-            middle = len(names) // 2
-            halves = (names[:middle], names[middle:])
-            return [name for half in halves for name in self._sound_of_half(candidate, half)]
-        return []
-
-    def _sound_of_half(self, candidate: RawBSONDocument, half: Sequence[str]) -> Sequence[str]:
-        fits = self._attempt(candidate, self._with_flags(half)) is not None
-        return half if fits else self._sound(candidate, half)
-
-    def _with_flags(self, names: Sequence[str]) -> Scope:
-        """The scope with no other flags than these."""
-        stages: list[Mapping[str, Any]] = []
-        for stage in self._scope.own_stages:
-            flags = stage.get("$addFields", {}).get(FLAGS)
-            if flags is None:
-                stages.append(stage)
-            elif names:
-                stages.append({"$addFields": {FLAGS: {name: flags[name] for name in names}}})
-        return replace(self._scope, pipeline=(*stages, *self._scope.given_stages))
+    def _find_failing(self, candidate: RawBSONDocument, names: Collection[str]) -> set[str]:
+        """Return the flags whose expression fails on the event, of some that fail together: halves are tried apart."""
+        if len(names) == 1:
+            return set(names)
+        each = sorted(names)
+        halves = (each[: len(each) // 2], each[len(each) // 2 :])
+        return {
+            name
+            for half in halves
+            if self._attempt(candidate, self._scope.with_flags(half)) is None
+            for name in self._find_failing(candidate, half)
+        }
 
 
-def _of_match(error: PyMongoError, failed: Sequence[str]) -> str:
+def _explain_match(error: PyMongoError, names: Collection[str]) -> Flaw:
+    failed = sorted(names)
     handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
-    return (
+    sentence = (
         f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
-        "$type or $convert. Then rewind the handler to before this change, or skip it. "
-        f"The server said ({named(error)}): {said(error)}"
+        f"$type or $convert. Then rewind the handler to before this change, or skip it. {quote(error)}"
     )
+    return Flaw(sentence, only_match=True)
 
 
-def _of_images(error: PyMongoError) -> str:
-    cure = (
+def _explain_images(error: PyMongoError) -> Flaw:
+    fix = (
         "Keep documents smaller, or set full_document and full_document_before_change so that less travels."
         if verdict_on(error) is Verdict.TOO_LARGE
         else "Let the collection keep pre- and post-images, and for longer, or ask for 'whenAvailable'."
     )
-    return (
-        "This change could not be read with its look-up and images, and was read without them. "
-        f"{cure} The server said ({named(error)}): {said(error)}"
+    return Flaw(
+        f"This change could not be read with its look-up and images, and was read without them. {fix} {quote(error)}"
     )
 
 
-def _of_rest(error: PyMongoError, *, given: bool) -> str:
+def _explain_rest(error: PyMongoError, *, given: bool = False) -> Flaw:
     if verdict_on(error) is Verdict.TOO_LARGE:
-        cure = "This change is larger than 16 MB, and was read without its documents. Keep documents and _ids smaller."
+        fix = "This change is larger than 16 MB, and was read without its documents. Keep documents and _ids smaller."
     elif given:
-        cure = (
+        fix = (
             "The bridge's `pipeline` failed on this change, which was read without it and without its documents. Make "
             "the pipeline hold for every event."
         )
     else:
-        cure = "This change could not be read as it was asked for, and was read without its documents."
-    return f"{cure} The server said ({named(error)}): {said(error)}"
+        fix = "This change could not be read as it was asked for, and was read without its documents."
+    return Flaw(f"{fix} {quote(error)}")

@@ -22,7 +22,7 @@ from mongo_celery.errors import (
     TopologyError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import Code, Verdict, login_refused, named, said, verdict_on
+from mongo_celery.mongo.verdicts import Code, Verdict, login_refused, quote, verdict_on
 
 UNKNOWN_LIMIT = 5
 """How often in a row an error of unknown kind reopens the stream before it counts as final."""
@@ -151,4 +151,4 @@ def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCe
         )
     else:
         sentence = " ".join((kind.__doc__ or "").split())
-    return kind(f"{sentence} The server said ({named(error)}): {said(error)}", code=code)
+    return kind(f"{sentence} {quote(error)}", code=code)

@@ -333,9 +333,8 @@ class StreamReader:
         for number, event in enumerate(narrowing.events(self._start(), self._told), start=1):
             self._has_read(progress)
             if isinstance(event, Reread):
-                flaw = None if event.complaint is None else Flaw(event.complaint, only_match=event.only_match)
-                self._take_all([event.document], progress, flaw)
-                if flaw is not None and not is_unread(token_data(token_of(event.document))):
+                self._take_all([event.document], progress, event.flaw)
+                if event.flaw is not None and not is_unread(token_data(token_of(event.document))):
                     return
             else:
                 progress.taken |= self._pass_marker(event)

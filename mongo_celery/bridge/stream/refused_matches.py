@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pymongo
@@ -33,18 +34,18 @@ def find_refused_matches(make_client: Callable[[float], MongoClient[RawBSONDocum
     Returns:
         What the server said, by handler; empty where the stream can be opened, or fails for another reason.
     """
-    names = list(scope.flags)
+    names, bare = list(scope.flags), replace(scope, selection=(), options={}, given=())
     if not names:
         return {}
     with make_client(_SECONDS) as client, pymongo.timeout(_SECONDS):
-        if _refusal(client, scope, names) is None:
+        if _refusal(client, bare, names) is None:
             return {}
-        return {name: said for name in names if (said := _refusal(client, scope, [name])) is not None}
+        return {name: said for name in names if (said := _refusal(client, bare, [name])) is not None}
 
 
-def _refusal(client: MongoClient[RawBSONDocument], scope: Scope, names: Collection[str]) -> str | None:
+def _refusal(client: MongoClient[RawBSONDocument], bare: Scope, names: Collection[str]) -> str | None:
     try:
-        with closing(open_cursor(client, scope.only_flags(names), _NOW)):
+        with closing(open_cursor(client, bare.with_flags(names), _NOW)):
             return None
     except PyMongoError as error:
         return brief(error) if reaction_to(error, opening=True) is Reaction.REFUSED else None

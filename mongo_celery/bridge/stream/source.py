@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
@@ -48,6 +48,7 @@ from mongo_celery.errors import ConfigurationError
 if TYPE_CHECKING:
     from pymongo import MongoClient
 
+_IMAGES = ("full_document", "full_document_before_change")
 _RESERVED = frozenset({"admin", "config", "local"})
 
 
@@ -374,41 +375,33 @@ class Scope:
     Attributes:
         database: None for the whole cluster.
         collection: None for a whole database.
-        pipeline: our stages, then the user's.
+        selection: stages of ours that filter. They look at nothing but what the oplog fixes.
         options: `full_document`, `full_document_before_change` and `show_expanded_events`, where they are set.
-        given: how many stages at the end of the pipeline are the user's.
+        flags: the expressions of `match`, by handler.
+        given: the user's stages, after ours.
     """
 
     database: str | None
     collection: str | None
-    pipeline: tuple[Mapping[str, Any], ...]
+    selection: tuple[Mapping[str, Any], ...]
     options: Mapping[str, str | bool]
-    given: int = 0
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    given: tuple[Mapping[str, Any], ...] = ()
 
     @property
-    def own_stages(self) -> tuple[Mapping[str, Any], ...]:
-        """What we filter and flag by, without the user's stages."""
-        return self.pipeline[: len(self.pipeline) - self.given]
+    def pipeline(self) -> tuple[Mapping[str, Any], ...]:
+        """All stages."""
+        flags: tuple[Mapping[str, Any], ...] = ({"$addFields": {FLAGS: self.flags}},) if self.flags else ()
+        return (*self.selection, *flags, *self.given)
 
     @property
-    def given_stages(self) -> tuple[Mapping[str, Any], ...]:
-        """The user's."""
-        return self.pipeline[len(self.pipeline) - self.given :]
+    def without_images(self) -> Scope:
+        """The same stream without look-up and images."""
+        return replace(self, options={name: value for name, value in self.options.items() if name not in _IMAGES})
 
-    @property
-    def selection(self) -> tuple[Mapping[str, Any], ...]:
-        """Of our stages those that filter: they look at nothing but what the oplog fixes."""
-        return tuple(stage for stage in self.own_stages if not _is_of_flags(stage))
-
-    @property
-    def flags(self) -> Mapping[str, Any]:
-        """The expressions of `match`, by handler."""
-        return next((stage["$addFields"][FLAGS] for stage in self.own_stages if _is_of_flags(stage)), {})
-
-    def only_flags(self, names: Iterable[str]) -> Scope:
-        """Return the same stream with nothing but the flags of some handlers."""
-        flags = {name: self.flags[name] for name in names}
-        return replace(self, pipeline=({"$addFields": {FLAGS: flags}},), options={}, given=0)
+    def with_flags(self, names: Iterable[str]) -> Scope:
+        """Return the same stream with no other flags than those of some handlers."""
+        return replace(self, flags={name: self.flags[name] for name in names})
 
     def opened_on(self, client: MongoClient[Any]) -> Any:
         """The client, database or collection to `watch`."""
@@ -466,12 +459,10 @@ def scope_of(
     database = databases.pop() if len(databases) == 1 else None
     collection = sources[0].collection if len(sources) == 1 else None
     opened = Source(database, collection)
-    stages = [
+    selection = (
         _match(selectors, opened, state_database),
         *left_out(_unasked(selectors, bookkeeping), is_alone=collection is not None),
-        *_flags(selectors, opened),
-        *pipeline,
-    ]
+    )
     options: dict[str, str | bool] = {}
     if full_document not in (None, "default"):
         options["full_document"] = str(full_document)
@@ -479,13 +470,13 @@ def scope_of(
         options["full_document_before_change"] = str(before_change)
     if expanded:
         options["show_expanded_events"] = True
-    given = sum(1 for stage in pipeline if stage)
-    return Scope(database, collection, tuple(stage for stage in stages if stage), options, given)
+    given = tuple(stage for stage in pipeline if stage)
+    return Scope(database, collection, selection, options, _flags(selectors, opened), given)
 
 
 def placed(selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None) -> list[Selector]:
     """The selectors of a bridge, once it is known what its stream is open on, and what is bookkeeping there."""
-    is_judged = is_judged_behind(scope.given_stages)
+    is_judged = is_judged_behind(scope.given)
     return [
         replace(
             selector,
@@ -507,9 +498,9 @@ def _unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping | None) -> 
             for each in selectors
             if each.filter.wants("update") and any(source.covers(database, collection) for source in each.sources)
         ]
-        for field in sorted(fields):
-            if takers and not any(filter_.asks_of(field) for filter_ in takers):
-                found.setdefault(field, []).append(name)
+        for name_of_field in sorted(fields):
+            if takers and not any(filter_.asks_of(name_of_field) for filter_ in takers):
+                found.setdefault(name_of_field, []).append(name)
     return found
 
 
@@ -565,13 +556,12 @@ def _namespaces(sources: Iterable[Source]) -> dict[str, Any]:
     return {"$expr": among[0] if len(among) == 1 else {"$or": among}}
 
 
-def _flags(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
-    flags = {
+def _flags(selectors: Sequence[Selector], opened: Source) -> dict[str, Any]:
+    return {
         selector.name: {"$cond": [{"$and": [*_guards(selector, opened), selector.filter.match]}, True, False]}
         for selector in selectors
         if selector.filter.match is not None
     }
-    return [{"$addFields": {FLAGS: flags}}] if flags else []
 
 
 def _guards(selector: Selector, opened: Source) -> list[dict[str, Any]]:
@@ -583,10 +573,6 @@ def _guards(selector: Selector, opened: Source) -> list[dict[str, Any]]:
         of_a_document = {"$in": ["$operationType", sorted(DOCUMENT_OPERATIONS)]}
         guards.append({"$or": [{"$not": [of_a_document]}, _namespaces(selector.sources)["$expr"]]})
     return guards
-
-
-def _is_of_flags(stage: Mapping[str, Any]) -> bool:
-    return FLAGS in stage.get("$addFields", {})
 
 
 def strip_flags(event: dict[str, Any]) -> dict[str, Any]:
