@@ -421,7 +421,6 @@ def test_what_is_buffered_outlives_a_move_and_its_place_is_not_stored_over_the_n
     assert bridge.look() == Position(None, start)
     assert led.window.depth(0) == 1
     led.window.complete(0, ROLLED_LATER.data)
-    assert bridge.watermarks.holds_back(led)
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["clusterTime"] == start
     led.take_in(FUTURE_MARK)
