@@ -222,10 +222,10 @@ def test_a_layout_that_is_over_ends_exactly_at_its_end() -> None:
 # Stored changes
 
 
-def stored(number: int, refusal: Refusal | None = None, **fields: Any) -> StoredChange:
+def stored(number: int, refusal: Refusal | None = None) -> StoredChange:
     """The change with this place in the stream, as it is stored."""
     token = {"_data": token_data(number)} if refusal is not None else None
-    return StoredChange(token_data(number), change(number).raw, refusal=refusal, token=token, **fields)
+    return StoredChange(token_data(number), change(number).raw, refusal=refusal, token=token)
 
 
 def spilled(to: int, count: int = 0, number: int = 0, **changes: Any) -> Image:
@@ -320,18 +320,6 @@ def test_what_is_stored_behind_a_gap_in_memory_does_not_follow_it() -> None:
     one.observe(spilled(4, 3, 3), NOW)
     one.spill(0, [stored(5)], 1 << 20)
     assert [each.data for each in one.spilled[0].ahead] == [token_data(4), token_data(5)]
-
-
-def test_a_copied_head_that_stands_begins_a_run_and_is_not_dispatched_before_its_partition_stands() -> None:
-    """P12: several heads may have come into one partition; each stands in its turn."""
-    standing = {"state": "halted", "head": None, "retry": None}
-    one = subscription(images={0: spilled(3)}, watermark=mark(3), run_size=10)
-    one.found(0, [stored(1), stored(2, standing=standing), stored(3)], one.readable(0))
-    assert [numbers(run) for run in due(one)] == [[1]]
-    one.observe(spilled(3, 1, 1), NOW)
-    assert due(one) == []
-    one.observe(spilled(3, 1, 1, stood=token_data(2)), NOW)
-    assert [numbers(run) for run in due(one)] == [[2, 3]]
 
 
 def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
