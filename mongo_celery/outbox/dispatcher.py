@@ -139,8 +139,9 @@ class AppDispatcher:
             return
         thread.join(CLOSE_SECONDS)
         if not thread.is_alive():
-            with self.changed:  # a process that goes on after all starts another
-                self._thread = self.closing_by = None
+            with self.changed:  # a process that goes on after all starts another, and may have done so
+                if self._thread is thread:
+                    self._thread = self.closing_by = None
 
     def _run(self) -> None:
         while (outbox := self._next()) is not None:

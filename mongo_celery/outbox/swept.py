@@ -33,7 +33,7 @@ logger = logging.getLogger("mongo_celery.outbox")
 
 COLLECTION = "outbox_sweeps"
 
-_HELD_SECONDS = 60.0
+_HELD_SECONDS = 20.0
 """For so long after its last note a sweep keeps others away: it may have died."""
 
 _PATIENCE_SECONDS = 60.0
