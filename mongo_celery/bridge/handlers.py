@@ -20,8 +20,7 @@ from celery.utils.time import rate
 from mongo_celery.arguments import check_choice, check_count, check_flags, check_name, is_number, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.options import (
-    COMMITS,
-    FAILURE_POLICIES,
+    CHOICES,
     BridgeOptions,
     PartitionKey,
     StartFrom,
@@ -261,9 +260,9 @@ def make_handler(
         batch_size=batch_size,
         **{option: given[option] for option in _KEPT & given.keys()},
     )
-    for option, choices in (("failure_policy", FAILURE_POLICIES), ("commit", COMMITS)):
+    for option in ("failure_policy", "commit"):
         if given.get(option) is not None:
-            check_choice(option, given[option], choices)
+            check_choice(option, given[option], CHOICES[option])
     _check_group(handler.group)
     if handler.start_from is not None:
         check_start(handler.start_from)

@@ -31,8 +31,6 @@ AWAIT_SECONDS = 1.0
 HURRIED_SECONDS = 0.03
 """The same while somebody waits for the stream to come past a place."""
 
-Stages = Sequence[Mapping[str, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
