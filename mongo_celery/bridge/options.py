@@ -116,7 +116,7 @@ class BridgeOptions:
 
     @property
     def queue_count(self) -> int:
-        """How many queues the partitions share, in each group."""
+        """Number of queues that the partitions share, in each group."""
         return self.queues or min(self.partitions, _QUEUES)
 
     def queue_of(self, index: int, group: str | None = None) -> str:
@@ -219,7 +219,7 @@ def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptio
 
 def early(given: Mapping[str, Any]) -> BridgeOptions | None:
     """
-    What can be judged of a bridge's keyword arguments before the app's settings are known.
+    Check a bridge's keyword arguments before the app's settings are known.
 
     Returns:
         The options without settings; None when only the settings can tell whether two options fit together.

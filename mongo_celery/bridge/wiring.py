@@ -1,5 +1,5 @@
 """
-What every part of a bridge is handed: app, options and handlers, and what one process has of MongoDB.
+The context of all parts of a bridge: app, options, handlers, and the clients of one process.
 
 Parts take the wiring, never the `Bridge`: that is what users see of it, and it stands above all parts.
 """
@@ -270,7 +270,7 @@ class Wiring:
 
     def stream(self, without: Container[str] = ()) -> tuple[list[Selector], Scope]:
         """
-        What each handler listens to, in the order of the handlers, and the one stream that serves them all.
+        Return the selector of each handler, in their order, and the one stream that serves them all.
 
         Args:
             without: names of handlers to leave out.
@@ -297,7 +297,7 @@ class Wiring:
         return placed(selectors, scope, bookkeeping), scope
 
     def view_of(self, handler: Handler) -> HandlerView:
-        """What a handler sees of the fields that this package keeps in documents."""
+        """Return a handler's view of the fields that this package keeps in documents."""
         if self._app_outboxes is None:
             self._app_outboxes = AppOutboxes(self.app)
         return HandlerView(self._app_outboxes, handler.filter)
@@ -349,7 +349,7 @@ class Wiring:
         return client
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
-        """What a part keeps once for each process: made at its first use, and anew after a fork."""
+        """Return a part's value for this process: made at its first use, and anew after a fork."""
         part: PerProcess[T] = self._parts.setdefault(make, PerProcess(partial(make, self)))
         return part.get()
 

@@ -199,7 +199,7 @@ class Documents:
 
     def judge(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
         """
-        Whether the document exists.
+        Return True if the document exists.
 
         Raises:
             StaleFencingTokenError, OutdatedChangeError: it, or its tombstone, is stamped newer.

@@ -34,7 +34,7 @@ HURRIED_SECONDS = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a stream is opened: after a token of its own, or at a cluster time."""
+    """The place at which a stream is opened: after a token of its own, or at a cluster time."""
 
     token: Mapping[str, Any] | None
     time: Timestamp | None

@@ -168,7 +168,7 @@ class Narrowing:
 
     def _judged(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread | None:
         """
-        What is too large only to be sent, judged whole and sent with less; None for what fails otherwise.
+        Return an event that is too large to be sent, judged whole and sent with less; None if it fails otherwise.
 
         So an event concerns nobody whose `match` rules it out. Left out are look-up and images, at last all documents.
         """
@@ -176,7 +176,9 @@ class Narrowing:
             return None
         is_own = candidate.get("operationType") != "update"  # the document of others is no look-up
         images = ["fullDocumentBeforeChange"] if is_own else ["fullDocumentBeforeChange", "fullDocument"]
-        shorter = [({"$unset": images}, _explain_images)] if self._has_images else []
+        shorter: list[tuple[Mapping[str, Any], Callable[[PyMongoError], Flaw]]] = []
+        if self._has_images:
+            shorter.append(({"$unset": images}, _explain_images))
         for stage, explain in (*shorter, (_WITHOUT_DOCUMENTS, _explain_rest)):
             document = self._attempt(candidate, replace(self._scope, given=(*self._scope.given, stage)))
             if document is not None:
