@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeGuard
 
@@ -75,9 +75,7 @@ def check_name(value: object, what: str) -> str:
     return value
 
 
-def check_choice(
-    name: str, value: object, choices: Sequence[object], unavailable: Mapping[str, str] | None = None
-) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """
     Refuse a value that is not among the choices, with the nearest one where there is one.
 
@@ -85,12 +83,9 @@ def check_choice(
         name: of the option.
         value: as given.
         choices: what it may be.
-        unavailable: values that deserve an explanation of their own.
     """
     if value in choices:
         return
-    if isinstance(value, str) and unavailable and value in unavailable:
-        raise ConfigurationError(f"{name}={value!r}: {unavailable[value]}.")
     raise ConfigurationError(
         f"{name}={value!r} is unknown{nearest(str(value), [str(c) for c in choices])}; choose one of "
         f"{', '.join(repr(choice) for choice in choices)}.",

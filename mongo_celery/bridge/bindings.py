@@ -63,6 +63,6 @@ class Bindings:
 
 
 def itself(app: Celery) -> Celery:
-    """What a proxy stands for, such as Celery's own `current_app`."""
+    """Return the object of a proxy, such as Celery's own `current_app`."""
     found: Celery = getattr(app, "_get_current_object", lambda: app)()
     return found

@@ -109,7 +109,7 @@ class Bridge:
 
     @property
     def wiring(self) -> Wiring:
-        """What the bridge's own parts are handed; nothing for users."""
+        """The context of the bridge's own parts; nothing for users."""
         return self._only or self._bindings.current() or self._declared
 
     @property

@@ -1,5 +1,5 @@
 """
-What a bulk handler is given: consecutive changes of one partition, and how it says which of them has failed.
+The argument of a bulk handler: consecutive changes of one partition, and a way to name the one that failed.
 
 Pure but for `fenced`, which is that of a change: all of them were claimed together, so they bear one fencing token.
 """
@@ -43,7 +43,7 @@ class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error
 
     @property
     def error(self) -> Exception | None:
-        """What the change has failed with; a missing `from` is the error that was being handled. None where none is."""
+        """The error of the change; a missing `from` is the error that was being handled. None where none is."""
         found = self.__context__ if self.__cause__ is None and not self.__suppress_context__ else self.__cause__
         return found if isinstance(found, Exception) else None
 
@@ -100,7 +100,7 @@ class Changes(tuple[Change, ...]):
 
     def failed_at(self, failed: int | Change) -> ChangeFailed:
         """
-        What to raise, `from` the error, where one change has failed and all before it in this list are finished.
+        Return the exception to raise, `from` the error, if one change failed and all before it are finished.
 
         Then retries and the failure policy concern that change alone, those before it are done, and those behind it
         are given again. Whoever raises anything else is given smaller lists until the change that fails is alone; so

@@ -25,7 +25,7 @@ def discover_last() -> None:
 
 
 def _discover(sender: Any = None, **_arguments: Any) -> None:
-    """Where a worker, a command or a test imports the modules of an app with a bridge that has `autodiscover`."""
+    """Import the modules of an app with a bridge that has `autodiscover`, as workers, commands and tests do."""
     if not isinstance(sender, Celery) or not any(each.given.get("autodiscover", True) for each in BRIDGES.of(sender)):
         return
     sender.autodiscover_tasks(related_name="changes", force=True)  # Django's applications

@@ -1,4 +1,4 @@
-"""What is written down of an exception: always a text that can be stored, whatever the exception does."""
+"""The text of an exception for logs and state: it can always be stored, whatever the exception does."""
 
 from __future__ import annotations
 

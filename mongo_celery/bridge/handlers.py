@@ -20,8 +20,7 @@ from celery.utils.time import rate
 from mongo_celery.arguments import check_choice, check_count, check_flags, check_name, is_number, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.options import (
-    COMMITS,
-    FAILURE_POLICIES,
+    CHOICES,
     BridgeOptions,
     PartitionKey,
     StartFrom,
@@ -128,7 +127,7 @@ class Handler:
 
     @property
     def is_parted(self) -> bool:
-        """Whether what it is given is not simply the next change of a run."""
+        """Return True if it does not simply get the next change of a run."""
         return self.batch_size is not None or self.coalesce
 
     def run_size(self, options: BridgeOptions, *, is_rate_limited: bool = False) -> int:
@@ -139,7 +138,7 @@ class Handler:
 
     def takes_runs(self, *, is_rate_limited: bool = False) -> bool:
         """
-        Whether `run_size` is for it: it is called for each change, in no transaction.
+        Return True if `run_size` counts: the handler is called for each change, in no transaction.
 
         Nor under a rate limit, which users set for changes: Celery counts messages.
         """
@@ -151,19 +150,19 @@ class Handler:
         return Selector(self.name, sources, self.filter)
 
     def policy(self, options: BridgeOptions) -> str:
-        """What happens after the last attempt: the handler's own policy, or the bridge's."""
+        """Return the policy after the last attempt: the handler's own, or the bridge's."""
         return self.failure_policy or options.failure_policy
 
     def commits_inline(self, options: BridgeOptions) -> bool:
-        """Whether its executions write the position themselves: by its own option, or the bridge's."""
+        """Return True if its executions write the position themselves: by its own option, or the bridge's."""
         return (self.commit or options.commit) == "inline"
 
     def start(self, options: BridgeOptions) -> StartFrom:
-        """Where it begins while it has no position: the handler's own start, or the bridge's."""
+        """Return the start of a handler without a position: its own, or the bridge's."""
         return options.start_from if self.start_from is None else self.start_from
 
     def begins_with_snapshot(self, options: BridgeOptions) -> bool:
-        """Whether it is given what exists while it has no position: where it asks for documents at all."""
+        """Return True if it begins with a snapshot while it has no position, and asks for documents at all."""
         return self.start(options) == SNAPSHOT and self.filter.takes_documents
 
     def partitioner(self, options: BridgeOptions) -> Partitioner:
@@ -192,12 +191,12 @@ class Handler:
         )
 
     def is_same_code(self, other: Handler) -> bool:
-        """Whether both are one function that was imported or reloaded twice."""
+        """Return True if both are one function that was imported or reloaded twice."""
         mine, theirs = _code(self.function), _code(other.function)
         return _place(mine) == _place(theirs) and self.task_name == other.task_name
 
     def beside(self, known: Handler) -> str:
-        """What is to be done about another handler of this name, in an error's words."""
+        """Return the fix for another handler of this name, in an error's words."""
         modules = known.function.__module__, self.function.__module__
         if modules[0] != modules[1] and _place(_code(self.function)) == _place(_code(known.function)):
             return f"its module was imported by two names, {' and '.join(modules)}: import it by one of them everywhere"
@@ -214,7 +213,7 @@ class Handler:
         )
 
     def is_another_closure(self, other: Handler) -> bool:
-        """Whether both were made by one function that was called twice, with what it had each time."""
+        """Return True if both were made by one function that was called twice, with what it had each time."""
         mine, theirs = inspect.unwrap(self.function), inspect.unwrap(other.function)
         return mine is not theirs and _code(mine) is _code(theirs) and bool(getattr(mine, "__closure__", None))
 
@@ -261,9 +260,9 @@ def make_handler(
         batch_size=batch_size,
         **{option: given[option] for option in _KEPT & given.keys()},
     )
-    for option, choices in (("failure_policy", FAILURE_POLICIES), ("commit", COMMITS)):
+    for option in ("failure_policy", "commit"):
         if given.get(option) is not None:
-            check_choice(option, given[option], choices)
+            check_choice(option, given[option], CHOICES[option])
     _check_group(handler.group)
     if handler.start_from is not None:
         check_start(handler.start_from)
@@ -312,7 +311,7 @@ def _check_group(group: str | None) -> None:
 
 def _is_complete(target: object) -> bool:
     """
-    Whether it is judged now.
+    Return True if a source can be checked now.
 
     A bare collection waits for the URL's database, a model class for its framework, and a function until it can answer.
     """
@@ -331,7 +330,7 @@ def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None
     """
     for source in sources:
         kind = type(source)
-        if kind is FunctionType and _takes_nothing(source):
+        if kind is FunctionType and _is_without_arguments(source):
             continue
         of_pymongo = any(each.__module__.startswith("pymongo.") for each in kind.__mro__)
         if callable(source) and not issubclass(kind, type) and not of_pymongo:
@@ -342,8 +341,8 @@ def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None
             )
 
 
-def _takes_nothing(function: Any) -> bool:
-    """Whether it is a lambda without arguments."""
+def _is_without_arguments(function: Any) -> bool:
+    """Return True if a function is a lambda without arguments."""
     return function.__name__ == "<lambda>" and not inspect.signature(function).parameters
 
 

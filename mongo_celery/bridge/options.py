@@ -28,11 +28,6 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.mongo.table import call_timeout
 
-FAILURE_POLICIES = ("halt", "dead_letter", "park_key", "skip", "discard")
-COMMITS = ("chain", "inline")
-HISTORY_POLICIES = ("halt", "oldest", "now")
-FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
-BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
 SETTING_PREFIX = "mongo_celery_"
 _QUEUES = 4  # what a worker does for one message grows with the queues that it asks
 _DAY = 86_400
@@ -47,6 +42,14 @@ _DURATIONS = (
     "start_timeout",
     "spill_after",
 )
+
+CHOICES: Mapping[str, Sequence[object]] = {
+    "failure_policy": ("halt", "dead_letter", "park_key", "skip", "discard"),
+    "commit": ("chain", "inline"),
+    "on_history_lost": ("halt", "oldest", "now"),
+    "full_document": (None, "default", "updateLookup", "whenAvailable", "required"),
+    "full_document_before_change": (None, "off", "whenAvailable", "required"),
+}
 
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
 StartFrom = str | Timestamp | datetime | Mapping[str, Any]
@@ -113,7 +116,7 @@ class BridgeOptions:
 
     @property
     def queue_count(self) -> int:
-        """How many queues the partitions share, in each group."""
+        """Number of queues that the partitions share, in each group."""
         return self.queues or min(self.partitions, _QUEUES)
 
     def queue_of(self, index: int, group: str | None = None) -> str:
@@ -155,16 +158,13 @@ class BridgeOptions:
                 raise ConfigurationError(f"{field}={value!r} must be None or a whole number of at least 1.")
 
     def _check_choices(self) -> None:
-        check_choice("failure_policy", self.failure_policy, FAILURE_POLICIES)
-        check_choice("commit", self.commit, COMMITS)
         if self.on_history_lost == "snapshot":
             raise ConfigurationError(
                 "on_history_lost='snapshot': run `celery -A APP changes snapshot HANDLER` after a loss of history; "
                 "choose 'oldest' or 'now' here.",
             )
-        check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES)
-        check_choice("full_document", self.full_document, FULL_DOCUMENT)
-        check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE)
+        for field, choices in CHOICES.items():
+            check_choice(field, getattr(self, field), choices)
         check_flags(show_expanded_events=self.show_expanded_events, autodiscover=self.autodiscover)
         if not isinstance(self.comment, (str, Mapping, NoneType)):
             raise ConfigurationError(f"comment={self.comment!r} must be a text or a document.")
@@ -219,7 +219,7 @@ def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptio
 
 def early(given: Mapping[str, Any]) -> BridgeOptions | None:
     """
-    What can be judged of a bridge's keyword arguments before the app's settings are known.
+    Check a bridge's keyword arguments before the app's settings are known.
 
     Returns:
         The options without settings; None when only the settings can tell whether two options fit together.

@@ -21,7 +21,7 @@ from mongo_celery.outbox.watching import OPERATIONS, delivery_handler, handler_n
 @dataclass(frozen=True, slots=True)
 class DeclaredOutbox:
     """
-    What `Bridge.outbox` was given.
+    The arguments of `Bridge.outbox`.
 
     Attributes:
         namespace: of the collection, as given.
@@ -44,7 +44,7 @@ class DeclaredOutbox:
 
     def planned_in(self, wiring: Wiring) -> PlannedOutbox:
         """
-        What it will be in a bridge, whose app does not have it yet.
+        Plan it for a bridge, whose app does not have it yet.
 
         Raises:
             ConfigurationError: the app has an outbox of this name, or the bridge something else for its delivery.

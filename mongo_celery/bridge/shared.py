@@ -86,7 +86,7 @@ def shared_changes(
 
 def taken_up_by(wiring: Wiring) -> list[Registration]:
     """
-    What there is for a bridge that is just bound to its app, which does not know it yet.
+    Return the shared handlers for a bridge that is just bound to its app, which does not know it yet.
 
     Raises:
         ConfigurationError: the app has another bridge, and a handler does not say which of them it is for.

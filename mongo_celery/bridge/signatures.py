@@ -1,4 +1,4 @@
-"""What type checkers know of the decorators: the options that they take, and what becomes of a function."""
+"""The options of the decorators, and the types of what they return."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class TaskOptions(TypedDict, total=False):
-    """What Celery's task takes, of that which may be given for a handler."""
+    """Options of Celery's task that a handler may have."""
 
     autoretry_for: tuple[type[BaseException], ...]
     base: Any
@@ -39,7 +39,7 @@ class TaskOptions(TypedDict, total=False):
 
 
 class HandlerOptions(TaskOptions, total=False):
-    """What all decorators take by name: what `Bridge.on_change` says, and what Celery's task takes."""
+    """Keyword arguments of all decorators, as `Bridge.on_change` explains them. No other list of them exists."""
 
     name: str | None
     operations: Iterable[str] | None
@@ -57,7 +57,7 @@ class HandlerOptions(TaskOptions, total=False):
 
 class HandlerTask(Protocol[Given_contra, Result_co]):
     """
-    What `on_change` and `on_changes` make of a function: a Celery task that is called as the function is.
+    The task that `on_change` and `on_changes` return: it is called as the function is.
 
     With `bind=True` it is called without `self`. The listener dispatches it: `delay` raises.
     """

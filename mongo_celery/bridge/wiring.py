@@ -1,5 +1,5 @@
 """
-What every part of a bridge is handed: app, options and handlers, and what one process has of MongoDB.
+The context of all parts of a bridge: app, options, handlers, and the clients of one process.
 
 Parts take the wiring, never the `Bridge`: that is what users see of it, and it stands above all parts.
 """
@@ -270,7 +270,7 @@ class Wiring:
 
     def stream(self, without: Container[str] = ()) -> tuple[list[Selector], Scope]:
         """
-        What each handler listens to, in the order of the handlers, and the one stream that serves them all.
+        Return the selector of each handler, in their order, and the one stream that serves them all.
 
         Args:
             without: names of handlers to leave out.
@@ -297,7 +297,7 @@ class Wiring:
         return placed(selectors, scope, bookkeeping), scope
 
     def view_of(self, handler: Handler) -> HandlerView:
-        """What a handler sees of the fields that this package keeps in documents."""
+        """Return a handler's view of the fields that this package keeps in documents."""
         if self._app_outboxes is None:
             self._app_outboxes = AppOutboxes(self.app)
         return HandlerView(self._app_outboxes, handler.filter)
@@ -349,7 +349,7 @@ class Wiring:
         return client
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
-        """What a part keeps once for each process: made at its first use, and anew after a fork."""
+        """Return a part's value for this process: made at its first use, and anew after a fork."""
         part: PerProcess[T] = self._parts.setdefault(make, PerProcess(partial(make, self)))
         return part.get()
 
@@ -360,7 +360,7 @@ class Wiring:
         It reads events by `EVENT_TYPES`, whatever the URL says of types: that is meant for handlers.
         """
         keep_commands_out_of_logs()
-        options = _client_options(_url_options(self.url))
+        options = _client_options(self.url)
         # A shorter time of the URL would end each wait for an event. The reader alone opens the stream again.
         options |= {"sockettimeoutms": int(timeout * 1000), "timeoutms": None, "retryreads": False}
         return MongoClient(self.url, **{**options, **_EVENT_TYPES})
@@ -428,7 +428,7 @@ def _own_collections(app: Celery) -> set[str]:
 
 def _client_of(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, Any]]:
     """A client that is closed when its bridge is gone."""
-    client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(_url_options(url)))
+    client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(url))
     owner = wiring()
     assert owner is not None, "it asks for its client"
     weakref.finalize(owner, _close_elsewhere, client, os.getpid()).atexit = False  # its server may be gone by then
@@ -472,10 +472,7 @@ def _settings(app: Celery) -> dict[str, Any]:
     return found
 
 
-def _url_options(url: str) -> set[str]:
-    query = url.partition("?")[2]
-    return {part.partition("=")[0].lower() for part in query.split("&") if part}
-
-
-def _client_options(given: set[str]) -> Any:
+def _client_options(url: str) -> Any:
+    """Return our defaults, but for the options that the URL has."""
+    given = {part.partition("=")[0].lower() for part in url.partition("?")[2].split("&")}
     return {name: value for name, value in _CLIENT_DEFAULTS.items() if name not in given}

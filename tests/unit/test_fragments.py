@@ -10,7 +10,7 @@ import pytest
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import InvalidOperation
 
-from mongo_celery.bridge.stream.fragments import can_split, joined
+from mongo_celery.bridge.stream.narrowing import can_split, join_fragments
 
 TOKEN = {"_data": "82AB"}
 EVENT: dict[str, Any] = {
@@ -47,7 +47,7 @@ def fragments_of(*groups: list[str]) -> list[RawBSONDocument]:
 )
 def test_joined_fragments_are_the_event_under_the_token_of_the_whole_one(groups: list[list[str]]) -> None:
     """A fragment's token could not be resumed from by a stream that does not split."""
-    event = joined(fragments_of(*groups), TOKEN)
+    event = join_fragments(fragments_of(*groups), TOKEN)
     assert event is not None
     assert bson.decode(event.raw) == {"_id": TOKEN, **EVENT}
 
@@ -61,14 +61,14 @@ def test_no_more_fragments_are_read_than_the_event_has() -> None:
         yield second
         raise AssertionError("one read too many")
 
-    assert joined(stream(), TOKEN) is not None
+    assert join_fragments(stream(), TOKEN) is not None
 
 
 def test_an_event_that_is_not_cut_stays_as_it_is() -> None:
     """The stage cuts nothing that fits."""
     event = raw({"_id": TOKEN, **EVENT})
-    assert joined([event], TOKEN) is event
-    assert joined([], TOKEN) is None
+    assert join_fragments([event], TOKEN) is event
+    assert join_fragments([], TOKEN) is None
 
 
 def test_a_missing_fragment_is_no_event() -> None:
@@ -76,7 +76,7 @@ def test_a_missing_fragment_is_no_event() -> None:
     first, _, third = fragments_of(["operationType"], ["fullDocument"], ["fullDocumentBeforeChange"])
     for broken in ([first], [first, third], [third]):
         try:
-            event = joined(broken, TOKEN)
+            event = join_fragments(broken, TOKEN)
         except InvalidOperation:
             continue
         assert event is None

@@ -27,7 +27,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 from pymongo.read_concern import ReadConcern
-from pymongo.results import UpdateResult
+from pymongo.results import BulkWriteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.fence import FIELD, Fence, Origin, merge
 from mongo_celery.bridge.fenced.pending import KEPT_FILLING, PendingTasks
@@ -95,25 +95,15 @@ class FencedUpdate(FencedWrite[UpdateResult]):
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
     ) -> Returned[UpdateResult]:
         """See `FencedWrite`."""
-        try:
-            result = into.bulk_write(self.statements(fence, target), session=session, **self.command)
-        except BulkWriteError as error:
-            raise single_error(error) from error
+        result = write_all(into, self.statements(fence, target), session, self.command)
         return (updated(result.matched_count, result.modified_count),) if result.matched_count else ()
 
     def insert(
         self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None
     ) -> UpdateResult:
         """See `FencedWrite`."""
-        write = into.replace_one if isinstance(self.body, Replacement) else into.update_one
-        return write(
-            target.nowhere(),
-            self.body.insertion({FIELD: dict(stamps)}),
-            upsert=True,
-            session=session,
-            **self.options,
-            **self.command,
-        )
+        result = write_all(into, [self.insertion(target, stamps)], session, self.command)
+        return _created(result, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +199,7 @@ class Documents:
 
     def judge(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
         """
-        Whether the document exists.
+        Return True if the document exists.
 
         Raises:
             StaleFencingTokenError, OutdatedChangeError: it, or its tombstone, is stamped newer.
@@ -258,13 +248,9 @@ class Documents:
                 fence = self.fence_for(target.id, write.body)
                 self.demand(target.id, fence, buried)
                 requests.append(write.insertion(target, fence.stamp(buried)))
-            try:
-                result = self.collection.bulk_write(requests, session=inside, **command)
-            except BulkWriteError as error:
-                raise single_error(error) from error
+            result = write_all(self.collection, requests, inside, command)
             tombstones.settle([(i, None) for i in ids], inside)
-            made = result.upserted_ids or {}
-            return [updated(1, 0, upserted=made[place]) for place in range(len(wanted))]
+            return [_created(result, place) for place in range(len(wanted))]
 
         return self._atomically(tombstones, body, session)
 
@@ -343,6 +329,23 @@ class Documents:
             with open_session(self.collection.database.client) as own:
                 return self._atomically(tombstones, body, own)
         return session.with_transaction(body, ReadConcern("snapshot"))
+
+
+def write_all(
+    into: Collection[Any],
+    requests: Sequence[UpdateOne | ReplaceOne[Any]],
+    session: ClientSession | None,
+    command: Mapping[str, Any],
+) -> BulkWriteResult:
+    """Do statements in one command; an error is that of a single write."""
+    try:
+        return into.bulk_write(requests, session=session, **command)
+    except BulkWriteError as error:
+        raise single_error(error) from error
+
+
+def _created(result: BulkWriteResult, place: int) -> UpdateResult:
+    return updated(1, 0, upserted=(result.upserted_ids or {})[place])
 
 
 def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:

@@ -114,7 +114,7 @@ class Fence:
 
     def admits(self, stamps: Mapping[str, Any] | None) -> bool:
         """
-        Whether a target that carries `stamps` (the value of ``_fence``, or None) may be written (F1, F5).
+        Return True if a target that carries `stamps` (the value of ``_fence``, or None) may be written (F1, F5).
 
         The same verdict as `guard` gives in the server: use it with a store that can check and write in one
         transaction.
@@ -176,7 +176,7 @@ class Fence:
         return {"l": {"i": self.index, "t": self.token, "d": origin.document, "o": origin.place}}
 
     def bears(self, stamps: Mapping[str, Any] | None) -> bool:
-        """Whether `stamps` hold exactly my token in my slot."""
+        """Return True if `stamps` hold exactly my token in my slot."""
         entry = (stamps or {}).get(self.key)
         if not isinstance(entry, Mapping) or entry.get("g") != self.generation:
             return False

@@ -1,4 +1,4 @@
-"""What outboxes of the app have pending in the documents of a fenced collection: kept, or delivered before a delete."""
+"""Pending outbox entries in the documents of a fenced collection: kept, or delivered before a delete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAUSES = Pauses(first=0.02, longest=0.5)
 
 class PendingTasks:
     """
-    What is pending in documents of one collection.
+    The pending entries in documents of one collection.
 
     Args:
         collection: the documents.

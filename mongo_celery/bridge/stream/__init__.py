@@ -1,1 +1,1 @@
-"""What is listened to; opening, reading and reopening the change stream that serves it."""
+"""Sources and filters; opening, reading and reopening the change stream that serves it."""

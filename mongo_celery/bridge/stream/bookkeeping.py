@@ -73,7 +73,7 @@ _ALTERING = frozenset({"$redact"})
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
     """
-    What is bookkeeping, as far as that depends on an app.
+    The bookkeeping of an app.
 
     Args:
         outboxes: the fields of outboxes, by the full names of their collections.
@@ -90,7 +90,7 @@ class Bookkeeping:
 
     def is_all_of(self, event: Mapping[str, Any], namespace: str | None = None) -> bool:
         """
-        Whether an event is an update that touches nothing else; False where that cannot be told. Never raises.
+        Return True if an event is an update that touches nothing else; False where that cannot be told. Never raises.
 
         Args:
             event: of whatever operation.
@@ -104,7 +104,7 @@ class Bookkeeping:
             return False
 
     def _may_be_in(self, raw: bytes) -> bool:
-        """Whether one of the names stands in the description of an update: most need not be looked at any further."""
+        """Return True if one of the names is in the description of an update: most updates need no further look."""
         # Where a value looks like a description, what is behind it may be too little; then the update is given.
         begin = raw.rfind(_DESCRIPTION)
         if begin < 0:
@@ -123,7 +123,7 @@ class Bookkeeping:
 
 
 def is_receipt(event: Mapping[str, Any]) -> bool:
-    """Whether an event is about a receipt of two-phase commit; False where that cannot be told. Never raises."""
+    """Return True if an event is about a receipt of two-phase commit; False where that cannot be told. Never raises."""
     if isinstance(event, RawEvent) and not (event.origin or b"").endswith(_OF_RECEIPTS):
         return False
     try:
@@ -242,7 +242,7 @@ def _is_stamp(path: str, value: Any) -> bool:
 
 def is_judged_behind(pipeline: Sequence[Mapping[str, Any]]) -> bool:
     """
-    Whether updates can be told by their description when they have passed a user's pipeline.
+    Return True if updates can be told by their description when they have passed a user's pipeline.
 
     Not by what is left of one: a description that lacks the user's own fields would look like bookkeeping.
     """

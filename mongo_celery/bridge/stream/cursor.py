@@ -31,12 +31,10 @@ AWAIT_SECONDS = 1.0
 HURRIED_SECONDS = 0.03
 """The same while somebody waits for the stream to come past a place."""
 
-Stages = Sequence[Mapping[str, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a stream is opened: after a token of its own, or at a cluster time."""
+    """The place at which a stream is opened: after a token of its own, or at a cluster time."""
 
     token: Mapping[str, Any] | None
     time: Timestamp | None

@@ -1,4 +1,4 @@
-"""What a reader hands over: events, places between them, and its end."""
+"""The items that a reader hands over: events, places between them, and its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNIT_SHIFT = 15
 @dataclass(frozen=True, slots=True)
 class Flaw:
     """
-    Why an event could not be read as it was asked for.
+    The reason why an event was read with less than was asked for.
 
     Attributes:
         sentence: what failed and what the server said, for people.

@@ -12,12 +12,14 @@ the place of the next event, or of its end, which is behind them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
+import bson
+from bson.raw_bson import RawBSONDocument
+from pymongo.errors import AutoReconnect, InvalidOperation, OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.stream.cursor import (
@@ -28,14 +30,12 @@ from mongo_celery.bridge.stream.cursor import (
     token_of,
     wait_for,
 )
-from mongo_celery.bridge.stream.fragments import SPLIT_STAGE, can_split, joined
 from mongo_celery.bridge.stream.items import Flaw
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED, explain_oversized, find_oversized, naming_stages
 from mongo_celery.bridge.stream.reactions import closes_connection, concerns_an_event
 from mongo_celery.mongo.verdicts import Code, Verdict, quote, verdict_on
 
 if TYPE_CHECKING:
-    from bson.raw_bson import RawBSONDocument
     from pymongo.command_cursor import CommandCursor
 
     from mongo_celery.bridge.stream.source import Scope
@@ -45,6 +45,8 @@ Open = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
 
 Token = Mapping[str, Any]
 
+SPLIT_STAGE: Mapping[str, Any] = {"$changeStreamSplitLargeEvent": {}}
+_FRAGMENT = "splitEvent"
 _DOCUMENTS = ("fullDocument", "fullDocumentBeforeChange", "updateDescription")
 _WITHOUT_DOCUMENTS = {"$project": dict.fromkeys(_DOCUMENTS, 0)}
 _NAMES_MAX = 5
@@ -166,7 +168,7 @@ class Narrowing:
 
     def _judged(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread | None:
         """
-        What is too large only to be sent, judged whole and sent with less; None for what fails otherwise.
+        Return an event that is too large to be sent, judged whole and sent with less; None if it fails otherwise.
 
         So an event concerns nobody whose `match` rules it out. Left out are look-up and images, at last all documents.
         """
@@ -174,7 +176,9 @@ class Narrowing:
             return None
         is_own = candidate.get("operationType") != "update"  # the document of others is no look-up
         images = ["fullDocumentBeforeChange"] if is_own else ["fullDocumentBeforeChange", "fullDocument"]
-        shorter = [({"$unset": images}, _explain_images)] if self._has_images else []
+        shorter: list[tuple[Mapping[str, Any], Callable[[PyMongoError], Flaw]]] = []
+        if self._has_images:
+            shorter.append(({"$unset": images}, _explain_images))
         for stage, explain in (*shorter, (_WITHOUT_DOCUMENTS, _explain_rest)):
             document = self._attempt(candidate, replace(self._scope, given=(*self._scope.given, stage)))
             if document is not None:
@@ -223,7 +227,7 @@ class Narrowing:
         start = Position(None, candidate["clusterTime"])
         with closing(self._open(scope, start, count)) as cursor:
             if in_fragments:
-                return joined(iter(cursor.try_next, None), token)
+                return join_fragments(iter(cursor.try_next, None), token)
             document = cursor.try_next()
         if document is not None:
             token_of(document)
@@ -281,3 +285,35 @@ def _explain_rest(error: PyMongoError, *, given: bool = False) -> Flaw:
     else:
         fix = "This change could not be read as it was asked for, and was read without its documents."
     return Flaw(f"{fix} {quote(error)}")
+
+
+def can_split(version: Sequence[int]) -> bool:
+    """Return True if a server of this version has the stage: since 6.0.9 and 7.0, but none of the releases between."""
+    return tuple(version[:2]) >= (7, 0) or (tuple(version[:2]) == (6, 0) and tuple(version[:3]) >= (6, 0, 9))
+
+
+def join_fragments(fragments: Iterable[RawBSONDocument], token: Mapping[str, Any]) -> RawBSONDocument | None:
+    """
+    Return the whole event, under the token that it has in a stream that does not split; None if there is none.
+
+    A server has cut it (`$changeStreamSplitLargeEvent`). Each fragment has some of the event's top-level fields, whole,
+    and says in `splitEvent` which one of how many it is.
+
+    Reads no more fragments than belong to it. It may be larger than 16 MB: no server takes it back.
+
+    Raises:
+        InvalidOperation: the fragments are not those of one event, from the first to the last.
+    """
+    whole: dict[str, Any] = {"_id": dict(token)}
+    for expected, fragment in enumerate(fragments, start=1):
+        mark = fragment.get(_FRAGMENT)
+        if mark is None and expected == 1:
+            return fragment  # small enough to come as it is
+        if mark is None or mark["fragment"] != expected:
+            break
+        whole.update((name, value) for name, value in fragment.items() if name not in {"_id", _FRAGMENT})
+        if mark["of"] == expected:
+            return RawBSONDocument(bson.encode(whole))
+    if len(whole) == 1:
+        return None
+    raise InvalidOperation("The fragments of a large event did not come one after the other.")

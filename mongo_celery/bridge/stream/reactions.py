@@ -1,5 +1,5 @@
 """
-What to do about an error of the change stream.
+The reaction to an error of the change stream.
 
 The drivers' specification resumes once, and only after some errors. The listener recovers from more: everything that
 is not known to be final reopens the stream from the right token, with growing pauses, for as long as the lease is held.
@@ -29,7 +29,7 @@ UNKNOWN_LIMIT = 5
 
 
 class Reaction(Enum):
-    """What an error asks for."""
+    """The kinds of reactions."""
 
     REOPEN = "reopen"
     REOPEN_BY_TIME = "reopen by time"
@@ -87,7 +87,7 @@ def reaction_to(error: BaseException, *, opening: bool) -> Reaction:
 
 def concerns_an_event(error: BaseException) -> bool:
     """
-    Whether a read may have failed because of one event: its size, an image, an expression or the user's pipeline.
+    Return True if one event may be the reason: its size, an image, an expression or the user's pipeline.
 
     Only a try shows whether it has.
     """

@@ -83,7 +83,7 @@ ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
 @dataclass(slots=True)
 class StreamStatus:
     """
-    How reading goes. Written by the reader alone; to be looked at from any thread.
+    The state of reading. The reader alone writes it; any thread may read it.
 
     Attributes:
         openings: `aggregate`s that were sent, for whatever reason.
@@ -196,7 +196,7 @@ class StreamReader:
         self._room.set()
 
     def hurry(self, is_hurried: bool) -> None:
-        """Whether to tell soon how far the stream is, also where nothing comes. Callable from any thread."""
+        """Set whether to report soon how far the stream is, even if no event comes. Callable from any thread."""
         self._is_hurried = is_hurried
 
     def made_room(self, items: Iterable[Item]) -> None:
@@ -249,7 +249,7 @@ class StreamReader:
 
     def _pause_after(self, error: Exception, progress: _Progress) -> float:
         """
-        How long to wait before the next opening; not at all after the first error in a row.
+        Return the seconds to wait before the next opening; none after the first error in a row.
 
         A row ends with a stream that was read for as long as the longest pause. One that breaks again and again is
         opened about once a second as long as it gets on, and ever more rarely if it does not. The steps that lead to a
@@ -391,7 +391,7 @@ class StreamReader:
                 progress.taken |= self._arrived(items, units)
 
     def _room_now(self) -> int:
-        """How much may go together; when it is handed over there is no less room."""
+        """Return the units that may go together; there is no less room when they are handed over."""
         return min(_TOGETHER, self._limit - (self._sent - self._taken))
 
     def _item(self, document: RawBSONDocument, before: Item | None, flaw: Flaw | None) -> ChangeEvent:
@@ -491,7 +491,7 @@ class _Progress:
 
     def may_be_about_an_event(self, error: Exception) -> bool:
         """
-        Whether single events should be looked at: not when looking at them has failed.
+        Return True if single events should be looked at: not when looking at them has failed.
 
         A server that closes the connection instead of giving the first answer may be unable to send it.
         """

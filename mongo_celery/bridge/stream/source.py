@@ -1,5 +1,5 @@
 """
-What a handler listens to, and the one change stream that serves all handlers of a bridge.
+The sources and filters of handlers, and the one change stream that serves all handlers of a bridge.
 
 Server-side filters use only what the oplog fixes: namespace and operation. A condition on anything else
 (`match`) is computed by the server into a flag, and applied by the listener: a filter on a looked-up
@@ -60,7 +60,7 @@ class Source:
     collection: str | None
 
     def covers(self, database: str | None, collection: str | None) -> bool:
-        """Whether an event of this namespace belongs to the source; a collection-wide event has no collection."""
+        """Return True if an event of this namespace belongs to the source; some events have no collection."""
         if self.collection is None and collection is not None and collection.endswith(TOMBSTONES):
             return False  # what fenced deletes leave behind belongs to nobody's data
         if database is None or self.database is None:
@@ -102,7 +102,7 @@ def source_of(target: object, default_database: str | None) -> Source:
 
 
 def _answer(function: Callable[[], object]) -> object:
-    """What a lambda gives as a source: not another one, which might never end."""
+    """Return the source that a lambda gives: not another lambda, which might never end."""
     try:
         answer = function()
     except Exception as error:
@@ -162,7 +162,7 @@ def _from_class(model: Any) -> Source:
 @dataclass(frozen=True, slots=True)
 class Filter:
     """
-    Which changes a handler gets.
+    The conditions of a handler for its changes.
 
     Attributes:
         operations: operation types; `{"*"}` for all.
@@ -179,23 +179,23 @@ class Filter:
 
     @property
     def takes_documents(self) -> bool:
-        """Whether the handler is given documents, so that it can be given those that exist."""
+        """Return True if the handler gets documents, so that a snapshot can give it those that exist."""
         return bool(self.operations & (TAKES_DOCUMENTS | {ALL}))
 
     @property
     def takes_every_change(self) -> bool:
-        """Whether it is given every change of a document, whatever it is and whatever of a user's has changed."""
+        """Return True if the handler gets every change of a document, whatever has changed in it."""
         is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
         return is_open and self.fields is None and self.match is None
 
     def asks_of(self, field: str) -> bool:
-        """Whether updates are asked for that touch nothing but a field at the top of a document, which we keep."""
+        """Return True if the handler asks for updates that touch nothing but one of our fields."""
         if self.fields is None:
             return self.bookkeeping
         return any(path.partition(".")[0] == field for path in self.fields)
 
     def wants(self, operation: str) -> bool:
-        """Whether an operation type is asked for."""
+        """Return True if an operation type is asked for."""
         return operation in self.operations or ALL in self.operations
 
 
@@ -245,7 +245,7 @@ def _are_names(value: object) -> bool:
 @dataclass(frozen=True, slots=True)
 class Selector:
     """
-    Which events belong to one subscription: its sources and its filter.
+    The sources and the filter of one handler, which choose its events.
 
     Attributes:
         alone: the stream is open on the one collection that is the source, so that every event of it belongs
@@ -263,7 +263,7 @@ class Selector:
 
     def selects(self, event: Mapping[str, Any]) -> bool:
         """
-        Whether an event belongs to this subscription.
+        Return True if an event belongs to this subscription.
 
         Raises:
             ConfigurationError: the bridge's pipeline has removed what this is judged by. To pass over the
@@ -284,7 +284,7 @@ class Selector:
         return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
 
     def is_bookkeeping(self, event: Mapping[str, Any]) -> bool:
-        """Whether an event is about nothing but bookkeeping, which is not asked for. Never raises."""
+        """Return True if an event is about nothing but bookkeeping, which is not asked for. Never raises."""
         if self.bookkeeping is None:
             return False
         if self.tells_updates and self.bookkeeping.is_all_of(event, str(self.sources[0]) if self.alone else None):
@@ -293,11 +293,11 @@ class Selector:
 
     @property
     def is_simple(self) -> bool:
-        """Whether nothing but operation, namespace and bookkeeping decides about a change of a document."""
+        """Return True if nothing but operation, namespace and bookkeeping decides about a change of a document."""
         return self.filter.match is None and self.filter.fields is None
 
     def may_select(self, event: Mapping[str, Any]) -> bool:
-        """Whether nothing that the event has, whole or not, rules out that it belongs to this subscription."""
+        """Return True if nothing that the event has, whole or not, rules out that it belongs to this subscription."""
         return self._may_ask_for(event) and not self.is_bookkeeping(event)
 
     def _may_ask_for(self, event: Mapping[str, Any]) -> bool:
@@ -506,7 +506,7 @@ def _unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping | None) -> 
 
 def _match(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:
     """
-    What our first stage lets pass, of a stream that is open on a source.
+    Return our first stage, for a stream that is open on a source.
 
     What concerns a whole collection is rare, comes by operation alone, and is left to the selectors: its namespace may
     be a database's, or stand under `to`. What moves a collection always passes: the stream is opened again after the
@@ -565,7 +565,7 @@ def _flags(selectors: Sequence[Selector], opened: Source) -> dict[str, Any]:
 
 
 def _guards(selector: Selector, opened: Source) -> list[dict[str, Any]]:
-    """What stands before a `match`: an expression that fails must not do so on a document of somebody else."""
+    """Return the conditions before a `match`: it must not fail on the documents of other handlers."""
     guards: list[dict[str, Any]] = []
     if ALL not in selector.filter.operations:
         guards.append({"$in": ["$operationType", sorted(selector.filter.operations)]})
