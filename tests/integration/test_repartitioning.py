@@ -18,7 +18,6 @@ from pymongo.errors import AutoReconnect
 from mongo_celery.bridge.listener.repartitioning import DRAIN_SECONDS
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.spill import StoredChange
-from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LayoutError, LeaseLostError
 from tests.fixtures.process import wait_for
@@ -85,11 +84,17 @@ def test_stored_changes_are_handled_before_the_switch(shop: Shop) -> None:
 def test_new_partitions_begin_at_the_watermark_above_all_fencing_tokens(shop: Shop) -> None:
     """P3, P4: nothing is stored, and no token is given twice."""
     term = shop.begin(NEW)
-    tokens: list[int] = []
-    term.finish(is_done=lambda: tokens.extend(each.fence for each in shop.images(term).values()) or not term.waits)
-    images = shop.images(term).values()
-    assert {image.data for image in images} == {token_data(40)}
-    assert min(image.fence for image in images) >= max(tokens)
+    run = next(iter(term.runs().values()))
+    claim = term.claim(run)
+    assert claim is not None
+    term.end(claim, run)
+    term.finish()
+    assert {image.data for image in shop.images(term).values()} == {token_data(40)}
+    shop.write(41)
+    (run,) = term.runs().values()
+    later = term.claim(run)
+    assert later is not None
+    assert later.fence > claim.fence
     assert term.rig.store.spill.next_partition() is None
 
 
@@ -270,9 +275,9 @@ def test_a_key_whose_old_rule_is_unknown_is_refused_while_anything_is_under_way(
 
 STEPS: list[tuple[type, str]] = [
     (Subscriptions, "advance_all"),
-    (Store, "repartition"),
-    (Partitions, "repartition"),
+    (Partitions, "retire"),
     (Subscriptions, "put_in_force"),
+    (Partitions, "prepare"),
     (Partitions, "of"),
 ]
 _NAMES = [f"{kind.__name__}.{name}" for kind, name in STEPS]
@@ -386,7 +391,7 @@ def test_what_comes_in_between_the_look_and_the_switch_is_not_overlooked(
     """P16: an operator whose partition was paused finds it paused."""
     term = shop.begin(NEW)
     released: list[Callable[[], object]] = []
-    around(monkeypatch, (Store, "repartition"), lambda: released.append(command(term)))
+    around(monkeypatch, (Partitions, "retire"), lambda: released.append(command(term)))
     term.finish(is_done=lambda: bool(released))
     assert shop.in_force(term).partitions == OLD
     assert released[0]()

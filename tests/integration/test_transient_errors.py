@@ -12,7 +12,6 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.testing.term import SteppedTerm
@@ -105,7 +104,7 @@ def test_a_new_layout_is_prepared_after_an_error(
         turn_until(before, lambda: before.leader.has_read_to(operation_time(mongo_client)))
     term = make(partitions=2)
     with failpoint(failCommands=["ping"], appName=APP), term.led():
-        around(monkeypatch, (Store, "repartition"), failing_once(mongo_client))
+        around(monkeypatch, (Subscriptions, "put_in_force"), failing_once(mongo_client))
         turn_until(term, lambda: "layout_failed" in events(caplog))
         database["orders"].insert_one({"_id": 1})
         turn_until(term, lambda: term.leader.subscriptions["note"].window.count == 1)

@@ -1,4 +1,7 @@
-"""Repartitioning: what was read is done, then one transaction replaces the partitions; the rest is removed."""
+"""Repartitioning: what was read is done, then other partitions take the place of these; the rest is removed.
+
+That is one step here: in between no partition is there, and whoever takes over makes them at the watermark.
+"""
 
 from __future__ import annotations
 

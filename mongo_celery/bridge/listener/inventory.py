@@ -79,10 +79,10 @@ class Inventory:
             self._note_halt(partition_id, image)
         handlers = {partition_id.rsplit("/", 2)[0] for partition_id in images}
         for partition_id, removed_to in list(self._documents.items()):
-            image = images.get(partition_id)
-            is_over = image is None and partition_id.rsplit("/", 2)[0] in handlers
-            committed = image.data if image is not None else EVERYTHING if is_over else ""
-            self._want(partition_id, committed, removed_to, is_marked=image is not None and image.spilled is not None)
+            found = images.get(partition_id)
+            is_over = found is None and partition_id.rsplit("/", 2)[0] in handlers
+            committed = found.data if found is not None else EVERYTHING if is_over else ""
+            self._want(partition_id, committed, removed_to, is_marked=found is not None and found.spilled is not None)
 
     def _take_in_removals(self) -> None:
         assert self._removal is not None, "a term has begun"

@@ -2,8 +2,14 @@
 Repartitioning: other partitions for a handler, or another key, with order per key kept.
 
 The old partitions serve until everything that was read has been handled. So the listener stops reading for the handler
-at a place, and lets its partitions *drain*. Then one transaction puts the new partitions in the place of the old ones,
-at that place (`Partitions.repartition`). A crash at any point leaves the old partitions in force, or the new ones.
+at a place, and lets its partitions *drain*. Then all that is known of them is the watermark. Three steps replace them:
+
+1. one transaction removes the old partitions, if they still have nothing to do (`Partitions.retire`),
+2. one guarded write on the subscription puts the new partitioning in force,
+3. the new partitions are made, at the watermark.
+
+A take-over makes whatever partitions are missing in the same way. So a crash after step 1 leaves the old partitioning
+in force, and a crash after step 2 the new one. Each step can be repeated.
 
 A blocked partition would keep the handler waiting. So a drain begins only while none is halted, paused or retrying for
 long, and no key is parked. Until then the old partitions go on, and `status` says for what the new ones wait. A drain
@@ -29,7 +35,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
 from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.subscriptions import Layout, layout_in
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
@@ -266,14 +272,16 @@ class Repartitioning:
         store, layout, name = self._store, move.layout, old.name
         mark = old.window.watermark
         token = mark.token if mark is not None else None
-        if not store.repartition(name, old.plan.layout, layout, token, self._version):
+        if not store.partitions.retire(name, old.plan.layout, token, self._version):
             found = store.subscriptions.affirm([name], self._version)[name]
             if found["epoch"] != self._version:
                 raise LeaseLostError
-            if layout_in(found).generation != layout.generation:
-                return None  # a command or a late commit came in between: the next images show it
+            return None  # a command came in between: the next images show it
+        if not store.subscriptions.put_in_force(name, layout, self._version, token):
+            raise LeaseLostError
+        store.partitions.prepare({name: token}, {name: layout}, self._version)
         images = store.partitions.of({name: layout.generation}, self._session)
-        if len(images) != layout.partitions:
+        if len(images) != layout.partitions or any(image.epoch != self._version for image in images):
             raise LeaseLostError
         del self._moves[name]
         logger.warning(

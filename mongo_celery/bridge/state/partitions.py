@@ -277,38 +277,38 @@ class Partitions:
         change = {"$set": {"spilled": None}}
         update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
 
-    def repartition(
-        self,
-        name: str,
-        old: Layout,
-        new: Layout,
-        token: Mapping[str, Any] | None,
-        version: int,
-        session: ClientSession,
-    ) -> bool:
+    def retire(self, name: str, layout: Layout, token: Mapping[str, Any] | None, version: int) -> bool:
         """
-        Put the partitions of a new layout in the place of the old ones, in the transaction of a session.
+        Remove the partitions of a handler if they have nothing left to do, all or none of them.
 
-        The new ones begin at the watermark, with fencing tokens above those of the old ones. Partitions that an older
-        term has left go, too.
+        All that they have done lies at or before the watermark, so a take-over can make them anew there. Partitions
+        that an older term has left go, too.
 
         Args:
             token: of the watermark; None where nothing was ever stored.
 
         Returns:
-            False where an old partition has anything left to do, is blocked, or has gone beyond the watermark.
+            False where one has anything left to do, is blocked, has gone beyond the watermark, or is another term's.
+            True also where they are gone already.
         """
-        drained = {**self._scope({name: old.generation}), "epoch": version, **_drained(token["_data"] if token else "")}
-        found = list(self._table.collection.find(drained, {"fence": 1}, session=session))
-        if len(found) != old.partitions:
-            return False
+        mine = self._scope({name: layout.generation})
+        drained = {**mine, "epoch": version, **_drained(token["_data"] if token else "")}
         left = {**_under(f"{self._bridge}/{name}/"), "epoch": {"$lte": version}}
-        self._table.collection.delete_many(left, session=session)
-        fence = Int64(max(version, *(each["fence"] for each in found)))
-        fields = {**_DEFAULTS, "epoch": Int64(version), "fence": fence, "resumeToken": dict(token) if token else None}
-        ids = [self.partition_id(name, new.generation, index) for index in range(new.partitions)]
-        self._table.collection.insert_many([{"_id": each, **fields} for each in ids], session=session)
-        return True
+        collection = self._table.collection
+
+        def remove(session: ClientSession) -> bool:
+            count = collection.count_documents(mine, session=session)
+            if count and collection.count_documents(drained, session=session) != layout.partitions:
+                session.abort_transaction()
+                return False
+            collection.delete_many(left, session=session)
+            return True
+
+        with (
+            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
+            open_session(collection.database.client) as session,
+        ):
+            return session.with_transaction(remove)
 
     def parked_keys(self, subscription: str, generation: int, session: ClientSession | None = None) -> frozenset[int]:
         """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
@@ -519,8 +519,8 @@ def _drained(data: str) -> dict[str, Any]:
         {"$lte": [own, literal(data)]},
         {"$lte": [{"$ifNull": ["$spilled.to", ""]}, own]},
     ]
-    parked = {"parkedKeys": {"$in": [None, []]}}
-    return {"state": "flowing", "handled": None, **parked, "$expr": {"$and": conditions}}
+    unparked: dict[str, Any] = {"$in": [None, []]}
+    return {"state": "flowing", "handled": None, "parkedKeys": unparked, "$expr": {"$and": conditions}}
 
 
 def _unlike(seen: Mapping[str, Seen | None]) -> dict[str, Any]:

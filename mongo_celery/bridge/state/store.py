@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import pymongo
 from bson.codec_options import CodecOptions, DatetimeConversion
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
@@ -13,7 +11,7 @@ from pymongo.client_session import ClientSession
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.audit import COLLECTION as AUDIT
 from mongo_celery.bridge.state.audit import AuditRecords
-from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claims
+from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import DeadLetters
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.drops import Drops
@@ -25,8 +23,8 @@ from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.spill import Spill
-from mongo_celery.bridge.state.subscriptions import Layout, Subscriptions
-from mongo_celery.mongo.opening import open_session, start_session, strict
+from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.mongo.opening import start_session, strict
 
 _TYPES: CodecOptions[dict[str, Any]] = CodecOptions(
     unicode_decode_error_handler="replace",
@@ -60,32 +58,6 @@ class Store:
         self.audit = AuditRecords(database[AUDIT], bridge, options.lease_ttl)
         self.positions = Positions(database, bridge, self.audit)
         self.names = Names(database, bridge, self.positions, self.audit)
-
-    def repartition(self, name: str, old: Layout, new: Layout, token: Mapping[str, Any] | None, version: int) -> bool:
-        """
-        Put the partitions of a new layout in force in the place of the old ones, all or nothing.
-
-        Args:
-            name: of the handler.
-            token: of its watermark, at which the new partitions begin; None where nothing was ever stored.
-            version: of the term.
-
-        Returns:
-            False, and nothing is changed, where an old partition has anything left to do, or the term has ended.
-
-        Raises:
-            PyMongoError: it may have been done; to be called again, or the layout to be read.
-        """
-
-        def switch(session: ClientSession) -> bool:
-            done = self.partitions.repartition(name, old, new, token, version, session)
-            done = done and self.subscriptions.put_in_force(name, new, version, token, session)
-            if not done:
-                session.abort_transaction()
-            return done
-
-        with pymongo.timeout(TRANSACTION_SECONDS), open_session(self._client) as session:
-            return session.with_transaction(switch)
 
     def start_session(self) -> ClientSession:
         """A causally consistent session: what it reads is never older than what it has read or written before."""

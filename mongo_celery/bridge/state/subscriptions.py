@@ -23,7 +23,6 @@ from typing import Any
 from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import UpdateOne
-from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
@@ -114,18 +113,16 @@ class Subscriptions:
         wanted = {self._id(name): name for name in names}
         return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
 
-    def put_in_force(
-        self, name: str, layout: Layout, version: int, token: Mapping[str, Any] | None, session: ClientSession
-    ) -> bool:
+    def put_in_force(self, name: str, layout: Layout, version: int, token: Mapping[str, Any] | None) -> bool:
         """
-        Put a layout in force, in the transaction of a session; False when the epoch or the watermark is another one.
+        Put a layout in force in one write; False when the epoch or the watermark is another one.
 
         Args:
             token: of the watermark; None where nothing was ever stored.
         """
         guard = {"_id": self._id(name), "epoch": version, "resumeToken._data": token["_data"] if token else None}
         change = {"$set": {"layout": layout.document()}}
-        return self._table.collection.update_one(guard, change, session=session).matched_count == 1
+        return self._table.update(guard, change)
 
     def pin(
         self,

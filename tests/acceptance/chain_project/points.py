@@ -25,7 +25,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from mongo_celery.bridge.listener import copying, removal
+from mongo_celery.bridge.listener import removal
 from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.publishing import Publishing
 from mongo_celery.bridge.state.claims import Claims
@@ -81,8 +81,7 @@ def _is_first() -> bool:
 
 
 def _cut(pieces: int) -> None:
-    """Copy and remove in many calls what would else take one."""
-    copying._FIRST_CHUNK = copying._LEAST_CHUNK = copying._LARGEST_CHUNK = pieces
+    """Remove in many calls what would else take one."""
     removal.REMOVED = pieces  # type: ignore[attr-defined]
     remove = Spill.remove
     Spill.remove = lambda *arguments: remove(*arguments, limit=pieces)  # type: ignore[method-assign]

@@ -34,9 +34,9 @@ RUNNING: dict[str, Document] = {
     "before the mark is cleared": {"at": "Partitions.clear_spilled"},
 }
 SWITCHING: dict[str, Document] = {
-    "before the switch": {"at": "Store.repartition"},
-    "in the middle of the switch": {"at": "Subscriptions.put_in_force"},
-    "after the switch": {"at": "Store.repartition", "behind": True},
+    "before the old ones are removed": {"at": "Partitions.retire"},
+    "before the new ones are put in force": {"at": "Subscriptions.put_in_force"},
+    "before the new ones are made": {"at": "Subscriptions.put_in_force", "behind": True},
 }
 KILLED, ASLEEP = "SIGKILL", "SIGSTOP"
 QUICK = {
