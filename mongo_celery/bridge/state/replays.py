@@ -139,7 +139,8 @@ class Replays:
         if asked is not None and not asked.failed:
             return "requested"
         guard = {"_id": letter, "replay": found.get("replay"), "replays": found.get("replays")}
-        change = _request(found, generation, partition, hash_, over_newer=over_newer)
+        starts = found.get("replays")
+        change = _request(starts if isinstance(starts, int) else 0, generation, partition, hash_, over_newer=over_newer)
         return "done" if self._table.update(guard, change) else "requested"
 
     def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "gone"]:
@@ -374,8 +375,7 @@ class Replays:
             self._dead_letters.update_one(key, {"$set": noted}, session=session)
             return
         assert letter.parked is not None, "it waits for its key"
-        found = self._dead_letters.find_one(key, REPLAY_FIELDS, session=session) or {}
-        change = _request(found, generation, partition, letter.parked, over_newer=over_newer)
+        change = _request(letter.replays, generation, partition, letter.parked, over_newer=over_newer)
         self._dead_letters.update_one(key, change, session=session)
 
     # -- what the listener does --------------------------------------------------------------------
@@ -406,11 +406,8 @@ class Replays:
             yield session
 
 
-def _request(
-    found: Mapping[str, Any], generation: int, partition: int, hash_: int, *, over_newer: bool
-) -> list[dict[str, Any]]:
+def _request(starts: int, generation: int, partition: int, hash_: int, *, over_newer: bool) -> list[dict[str, Any]]:
     """Return the update that asks for the replay of a dead letter, in the place of an earlier request."""
-    replays = found.get("replays")
     request = {
         "id": ObjectId(),
         "state": REQUESTED,
@@ -420,8 +417,7 @@ def _request(
         "overNewer": over_newer,
         "at": "$$NOW",
     }
-    starts = Int64(replays if isinstance(replays, int) else 0)
-    return [{"$unset": "replay"}, {"$set": {"replays": starts, "replay": request}}]
+    return [{"$unset": "replay"}, {"$set": {"replays": Int64(starts), "replay": request}}]
 
 
 def _postponed(change: Mapping[str, Any]) -> list[dict[str, Any]]:
