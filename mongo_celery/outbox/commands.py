@@ -8,7 +8,7 @@ that somebody has damaged may be refused. Neither is to keep the others waiting.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -92,7 +92,7 @@ def singly(things: Sequence[_Thing], call: Callable[[_Thing], object]) -> list[t
     return failed
 
 
-def each_of(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def each_of(documents: Iterable[_Thing]) -> Iterator[_Thing]:
     """What a cursor gives, each answer within the time of a command."""
     rest = iter(documents)
     while True:

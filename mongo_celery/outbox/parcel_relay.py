@@ -374,7 +374,7 @@ class ParcelRelay(Relay):
         return requests
 
 
-def _within_reach(parcels: Iterable[Mapping[str, Any]], run: _Reading) -> list[Document]:
+def _within_reach(parcels: Iterable[Document], run: _Reading) -> list[Document]:
     """Those for which the claim of their key's head stands: up to one that somebody holds or that is held back."""
     found: list[Document] = []
     begun: set[str] = set()
