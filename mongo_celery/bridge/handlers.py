@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
 from typing import Any, cast
 
-from celery import Task
+from celery import Celery, Task
 from celery.utils.time import rate
 
 from mongo_celery.arguments import check_choice, check_count, check_flags, check_name, is_number, nearest
@@ -220,6 +220,13 @@ class Handler:
 
 _OF_FILTER = frozenset(each.name for each in fields(Filter))
 _KEPT = (_OWN_OPTIONS & {each.name for each in fields(Handler)}) - {"name"}
+
+
+def token_seconds(app: Celery, task_name: str) -> float:
+    """Return how long a worker waits between two runs of a task with a rate limit; 0 without one."""
+    limit: Any = getattr(app.tasks.get(task_name), "rate_limit", None)
+    per_second = rate(limit) if limit else 0.0
+    return 1 / per_second if per_second > 0 else 0.0
 
 
 def make_handler(

@@ -110,7 +110,7 @@ class BridgeOptions:
 
     @property
     def grace(self) -> float:
-        """Seconds after which a dispatched run without any sign of life is dispatched again."""
+        """Seconds after which a dispatched run that is not claimed is dispatched again."""
         assert self.dispatch_grace is not None
         return self.dispatch_grace
 

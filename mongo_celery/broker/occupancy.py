@@ -1,23 +1,23 @@
 """
-What a broker holds of some queues: messages that wait, and messages that workers have and did not acknowledge.
+Messages that a broker holds of some queues: those that wait, and those that workers have not acknowledged.
 
-Transports differ in what they tell: Redis knows no consumers, but keeps what it gave away until it is acknowledged;
-RabbitMQ counts consumers, and tells nobody what they hold. What is not known is None, never a guess.
+Transports answer differently. Redis knows no consumers, and keeps each message until a worker acknowledges it.
+RabbitMQ counts consumers, and does not say which messages they hold. An unknown value is None, never a guess.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 from kombu import Connection
 
-_TAKEN_MAX = 1000
-_TAKEN_BYTES_MAX = 8 << 20
+_UNACKED_MAX = 1000
+_UNACKED_BYTES_MAX = 8 << 20
 
-_TAKEN_SCRIPT = """
+_UNACKED_SCRIPT = """
 if redis.call('HLEN', KEYS[1]) > tonumber(ARGV[1]) then return false end
 local found, bytes = {}, 0
 for _, tag in ipairs(redis.call('HKEYS', KEYS[1])) do
@@ -29,7 +29,7 @@ for _, tag in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 return found
 """
-"""Queue and task of each message that was given to a worker: only these names travel, not the messages."""
+"""Return queue and task of each unacknowledged message: only these names travel, not the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,30 @@ class Occupancy:
     One queue at one moment.
 
     Attributes:
-        waiting: messages that nobody has taken.
-        consumers: how many there are; None where the broker does not tell.
-        taken: messages that workers have and did not acknowledge, by task; None where the broker does not tell.
+        waiting: number of messages that nobody has taken.
+        consumers: their number; None if the broker does not count them.
+        unacknowledged: tasks of messages that workers have not acknowledged; None if the broker does not name them.
     """
 
     waiting: int
     consumers: int | None = None
-    taken: Mapping[str, int] | None = None
+    unacknowledged: AbstractSet[str] | None = None
+
+    def lacks(self, task: str) -> bool:
+        """Return True if neither the queue nor a worker has a message of this task, as far as the broker knows it."""
+        if self.waiting:
+            return False
+        return self.consumers == 0 if self.unacknowledged is None else task not in self.unacknowledged
 
 
 def occupancy_of(connection: Connection, queues: Collection[str]) -> dict[str, Occupancy]:
     """
-    What the broker holds of these queues; one round trip on Redis, one for each queue elsewhere.
+    Return what the broker holds of these queues: one round trip on Redis, one for each queue elsewhere.
 
-    On Redis too much that was taken (a thousand messages, or eight megabytes of them) is not looked at, and unknown.
+    On Redis more than a thousand unacknowledged messages, or eight megabytes of them, are not read, and unknown.
 
     Raises:
-        Exception: of the broker's client: it gave no answer.
+        Exception: of the broker's client, which got no answer.
     """
     if connection.transport.driver_type == "redis":
         return _of_redis(connection.default_channel, list(queues))
@@ -68,35 +74,35 @@ def _of_redis(channel: Any, queues: list[str]) -> dict[str, Occupancy]:
         for key in keys:
             pipe.llen(key)
         unacked = f"{channel.global_keyprefix}{channel.unacked_key}"
-        pipe.eval(_TAKEN_SCRIPT, 1, unacked, _TAKEN_MAX, _TAKEN_BYTES_MAX)
+        pipe.eval(_UNACKED_SCRIPT, 1, unacked, _UNACKED_MAX, _UNACKED_BYTES_MAX)
         *lengths, names = pipe.execute(raise_on_error=False)
     for length in lengths:
         if isinstance(length, Exception):
             raise length
-    taken = _counted(names)
+    tasks = _tasks_by_queue(names)
     steps = len(channel.priority_steps)
     return {
         queue: Occupancy(
             sum(lengths[number * steps : (number + 1) * steps]),
-            taken=None if taken is None else taken.get(queue, {}),
+            unacknowledged=None if tasks is None else tasks.get(queue, frozenset()),
         )
         for number, queue in enumerate(queues)
     }
 
 
-def _counted(names: Any) -> dict[str, Counter[str]] | None:
-    """By queue and task; None where the script was refused, or found too much."""
+def _tasks_by_queue(names: Any) -> dict[str, set[str]] | None:
+    """Return None if the server refused the script, or the script found too much."""
     if not isinstance(names, list):
         return None
     text = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names]
-    found: dict[str, Counter[str]] = {}
+    found: dict[str, set[str]] = {}
     for queue, task in zip(text[::2], text[1::2], strict=True):
-        found.setdefault(queue, Counter())[task] += 1
+        found.setdefault(queue, set()).add(task)
     return found
 
 
 def _declared(connection: Connection, queue: str) -> Occupancy:
-    """By a passive declaration. A queue that is not there holds nothing."""
+    """Ask by a passive declaration. A queue that does not exist holds nothing."""
     channel: Any = connection.channel()  # a refusal closes it
     try:
         answer = channel.queue_declare(queue=queue, passive=True)

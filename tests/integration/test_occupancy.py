@@ -74,9 +74,9 @@ def test_redis_shows_what_waits_and_what_workers_have(redis_url: str) -> None:
         take(worker, "else", 1)
         found = occupancy_of(asking, ["shop.0", "shop.1", "shop.2"])
         assert found == {
-            "shop.0": Occupancy(3, taken={TASK: 2}),
-            "shop.1": Occupancy(1, taken={}),
-            "shop.2": Occupancy(0, taken={}),
+            "shop.0": Occupancy(3, unacknowledged={TASK}),
+            "shop.1": Occupancy(1, unacknowledged=frozenset()),
+            "shop.2": Occupancy(0, unacknowledged=frozenset()),
         }
 
 
@@ -87,7 +87,7 @@ def test_redis_counts_all_priorities_under_a_prefix_of_its_own(redis_url: str) -
     send(app, "shop.0", 1, priority=0)
     with app.connection_for_write() as worker, app.connection_for_write() as asking:
         take(worker, "shop.0")
-        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(2, taken={TASK: 1})}
+        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(2, unacknowledged={TASK})}
 
 
 def test_too_much_to_look_at_is_unknown(redis_url: str) -> None:
@@ -96,7 +96,7 @@ def test_too_much_to_look_at_is_unknown(redis_url: str) -> None:
     send(app, "shop.0", 2, size=5 << 20)
     with app.connection_for_write() as worker, app.connection_for_write() as asking:
         take(worker, "shop.0", 2)
-        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(0, taken=None)}
+        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(0, unacknowledged=None)}
 
 
 def test_a_redis_that_refuses_scripts_still_says_what_waits(redis_url: str, redis_client: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_redis_that_refuses_scripts_still_says_what_waits(redis_url: str, redi
         app = an_app(redis_url.replace("redis://", "redis://restricted:any@"))
         send(app, "shop.0")
         with app.connection_for_write() as asking:
-            assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(1, taken=None)}
+            assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(1, unacknowledged=None)}
     finally:
         redis_client.acl_deluser("restricted")
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from mongo_celery.bridge.listener.fairness import PATIENCE_SECONDS, Fairness, Slots
+from mongo_celery.bridge.listener.fairness import PATIENCE_SECONDS, Fairness
 from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from tests.fixtures.samples import image
 
@@ -126,10 +126,14 @@ class Simulation:
         for led in self.led:
             for tracker in led.outstanding:
                 index, committed = tracker.image.index, tracker.image.committed
+                run = tracker.outstanding
+                assert run is not None
+                is_held = run.left_at is None
                 tracker.observe(self.images[led.name, index], self.now)
+                if is_held and run.left_at is not None and run.taken_at is not None:
+                    self.fairness.note_run(led.name, run.left_at - run.taken_at)
                 if tracker.image.committed != committed:
                     self.moved_at = self.now
-        self.fairness.observe(self.subscriptions, self.now)
 
     def _dispatch(self) -> None:
         for tracker, run in self.fairness.due(self.subscriptions, self.now):
@@ -165,10 +169,10 @@ def rate_alone(slots: int, seconds: float) -> float:
 
 @pytest.mark.parametrize("slots", [2, 3, 8])
 def test_a_noop_beside_a_slow_handler_keeps_its_share_and_so_does_the_slow_one(slots: int) -> None:
-    """P12: about half of the slots each; one run of the slow one may be all that is half of them, rounded down."""
+    """P12: about half of the workers each."""
     noop, slow = parts(both(slots, NOOP, 1.0))
-    assert noop >= 0.4
-    assert slow >= 0.25
+    assert noop >= 0.35
+    assert slow >= 0.4
 
 
 def test_without_fairness_a_noop_has_the_speed_of_the_slow_handler_beside_it() -> None:
@@ -182,7 +186,7 @@ def test_handlers_of_all_speeds_get_on_beside_each_other() -> None:
     """P12: none of them has the speed of the slowest."""
     simulation = both(8, 10.0, 0.3, NOOP)
     simulation.run(2 * WARM_UP)  # ten seconds a run: what was sent first takes long
-    assert min(parts(simulation, 60.0)) > 0.2
+    assert min(parts(simulation, 60.0)) > 0.1
 
 
 def test_many_slow_handlers_leave_a_noop_its_share() -> None:
@@ -216,7 +220,7 @@ def test_a_handler_alone_in_its_group_is_never_held_back() -> None:
 
 
 def test_a_backlog_of_one_handler_does_not_delay_a_single_change_of_another() -> None:
-    """P12: 128 partitions of a slow handler have something due; the change waits for two runs of it, and no more."""
+    """P12: 128 partitions of a slow handler have something due; the change waits for a few runs of it, and no more."""
     slow, quick = Led("slow", 1.0, partitions=128), Led("quick", NOOP, backlog=0)
     simulation = Simulation(2, [slow, quick])
     simulation.run(80.0)  # the first 128 were sent before anybody could know
@@ -239,7 +243,7 @@ def test_slots_that_nobody_else_needs_do_not_stay_idle() -> None:
 
 
 def test_workers_that_leave_are_noticed() -> None:
-    """P12: the share of eight slots is not taken of two."""
+    """P12: half of eight is not taken of two."""
     simulation = both(8, NOOP, 1.0)
     simulation.slots = 2
     simulation.run(WARM_UP + 10)
@@ -272,30 +276,4 @@ def test_a_handler_with_a_rate_limit_is_not_taken_for_delayed() -> None:
     simulation = Simulation(4, [slow, limited])
     simulation.fairness = Fairness({"slow": None, "limited": None}, {"limited"})
     simulation.run(WARM_UP)
-    assert simulation.run(20.0)["slow"] > 0.9 * 20 * rate_alone(4, 1.0)
-
-
-def test_a_count_that_was_seen_in_one_second_only_is_no_slot() -> None:
-    """A look reads one partition after the other, and may meet a run that ended beside its successor."""
-    slots = Slots()
-    assert slots.count == 0
-    slots.note(2, 1.0, all_busy=True)
-    assert slots.count == 2
-    slots.note(2, 2.0, all_busy=True)
-    slots.note(3, 3.0, all_busy=True)
-    assert slots.count == 2
-    slots.note(3, 4.5, all_busy=False)
-    assert slots.count == 3
-
-
-def test_fewer_claims_lower_the_estimate_only_while_somebody_waits() -> None:
-    """An idle worker is a worker."""
-    slots = Slots()
-    for second in range(2):
-        slots.note(8, float(second), all_busy=True)
-    for second in range(2, 100):
-        slots.note(1, float(second), all_busy=False)
-    assert slots.count == 8
-    for second in range(100, 120):
-        slots.note(1, float(second), all_busy=True)
-    assert slots.count == 1
+    assert simulation.run(20.0)["slow"] > 0.85 * 20 * rate_alone(4, 1.0)

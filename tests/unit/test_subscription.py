@@ -376,6 +376,21 @@ def test_one_run_is_out_in_a_partition_and_partitions_are_independent() -> None:
     assert len(one.outstanding) == 3
 
 
+def test_a_handler_that_may_send_one_run_at_a_time_serves_all_its_partitions() -> None:
+    """P12: fairness lets a slow handler send a few; the partition that was sent longest ago is next."""
+    one = subscription()
+    for number in range(1, 13):
+        one.take_in(change(number, index=number % PARTITIONS))
+    served = []
+    for turn in range(1, 9):
+        tracker, dispatch = next(iter(one.due(NOW + turn)))
+        served.append(dispatch.run.index)
+        tracker.sent(NOW + turn)
+        count = tracker.image.committed + 1
+        one.observe(committed(dispatch.run.index, count, numbers(dispatch)[-1]), NOW + turn)
+    assert sorted(served[:4]) == sorted(served[4:]) == list(range(PARTITIONS))
+
+
 def test_numbers_are_given_at_dispatch_against_what_is_committed_then() -> None:
     """P2, P4: a change that was finished elsewhere between reading and dispatch takes its number with it."""
     one = subscription(images={0: image(index=0, claim={"owner": "a"}, live=True, fence=11)})

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.listener.tracker import (
     LONGEST_GRACE,
-    LONGEST_WAIT,
     GracePeriods,
     Rejection,
     Step,
@@ -241,19 +240,19 @@ def test_a_position_that_moves_under_a_live_claim_is_taken_in_and_nothing_is_sen
 
 
 def test_a_run_that_records_how_far_it_is_was_taken_once() -> None:
-    """Else what was sent between its sending and now would seem to have been passed over in the queue."""
+    """A list that moves its position keeps its worker; `fairness` counts all of its time."""
     partition = dispatched()
     partition.observe(CLAIMED, START + 1)
-    taken = partition.taken
     for done in (1, 2):
         further = replace(CLAIMED, committed=done, data=f"820{done}", token={"_data": f"820{done}"})
         assert partition.observe(further, START + 1 + done) is Step.MOVED
-    assert partition.outstanding is not None
-    assert partition.outstanding.sent_at == START
-    assert partition.taken == taken == (START, START + 1)
+    run = partition.outstanding
+    assert run is not None
+    assert (run.sent_at, run.taken_at, run.left_at) == (START, START + 1, None)
     over = replace(further, committed=3, data="8203", token={"_data": "8203"}, claim=None, live=False)
     assert partition.observe(over, START + 5) is Step.ENDED
-    assert partition.taken == taken
+    assert (run.taken_at, run.left_at) == (START + 1, START + 5)
+    assert partition.taken_at == START + 1
 
 
 # Rule 3: lapsed, or never taken
@@ -511,44 +510,36 @@ def test_a_lapsed_claim_whose_heartbeat_comes_after_all_is_adopted_again() -> No
     assert one.ready_at == math.inf
 
 
-# Evidence
+# Lost messages
 
 
-def is_awaited(partition: Tracker) -> bool:
-    return partition.is_awaited
+def is_unclaimed(partition: Tracker) -> bool:
+    return partition.is_unclaimed
 
 
-def test_a_sign_of_life_begins_the_grace_anew_and_makes_it_short() -> None:
+def test_the_return_of_the_broker_begins_the_grace_anew_and_makes_it_short() -> None:
     """I14: five minutes of silence must not be answered by five minutes more."""
     partition = tracker()
     waits(partition, 7)
     partition.sent(START)
-    partition.sign_of_life(START + 200)
+    partition.reset_grace(START + 200)
     partition.observe(FLOWING, START + 200 + GRACE - 0.01)
     assert partition.outstanding is not None
     partition.observe(FLOWING, START + 200 + GRACE)
     assert is_ready(partition, START + 200 + GRACE)
 
 
-def test_old_news_is_no_sign_of_life() -> None:
-    """I14: what was before the dispatch, or was told already, neither prolongs nor shortens anything."""
-    partition = tracker()
-    waits(partition, 2)
-    partition.sent(START + 100)
-    partition.sign_of_life(START + 100)
-    assert partition.repeats == 2
-    partition.sign_of_life(START + 101)
-    assert partition.repeats == 0
-
-
-def test_signs_of_life_without_end_do_not_keep_a_change_out_for_ever() -> None:
-    """P8: they are hints of a broker that may err; liveness does not rest on them."""
+@pytest.mark.parametrize(("token_seconds", "expected"), [(GRACE / 2, GRACE), (GRACE * 3, GRACE * 3), (9e9, 300)])
+def test_a_message_that_may_wait_for_a_token_has_as_long_as_all_partitions_need(
+    token_seconds: float, expected: float
+) -> None:
+    """I14: a duplicate spends a token; P17: never longer than five minutes."""
     partition = dispatched()
-    for second in range(int(LONGEST_WAIT) + 1):
-        assert partition.outstanding is not None
-        partition.sign_of_life(START + second)
-        partition.observe(FLOWING, START + second)
-    assert is_ready(partition, START + LONGEST_WAIT)
+    partition.token_seconds = token_seconds
+    partition.observe(FLOWING, START + expected - 0.01)
+    assert partition.outstanding is not None
+    partition.observe(FLOWING, START + expected)
+    assert is_ready(partition, START + expected)
 
 
 def test_a_message_that_is_lost_is_sent_again_without_grace() -> None:
@@ -561,25 +552,30 @@ def test_a_message_that_is_lost_is_sent_again_without_grace() -> None:
     assert partition.repeats == 1
 
 
-def test_a_message_is_awaited_until_it_is_claimed() -> None:
-    """Evidence of the broker concerns messages, not executions."""
+def test_a_message_is_unclaimed_until_its_run_is_claimed() -> None:
+    """The broker answers about messages, not about executions."""
     partition = dispatched()
-    assert is_awaited(partition)
+    run = partition.outstanding
+    assert is_unclaimed(partition)
     partition.observe(CLAIMED, START + 2)
-    assert not is_awaited(partition)
+    assert not is_unclaimed(partition)
     partition.observe(LAPSED, START + 3)
-    assert not is_awaited(partition), "its message is used up"
-    assert partition.taken == (START, START + 2)
+    assert not is_unclaimed(partition), "its message is used up"
+    assert run is not None
+    assert (partition.taken_at, run.taken_at, run.left_at) == (START + 2, START + 2, START + 3)
     partition.repeat(START + 4)
     partition.sent(START + 4)
-    assert is_awaited(partition), "the next one, for a claim that has lapsed"
+    assert is_unclaimed(partition), "the next one, for a claim that has lapsed"
 
 
-def test_a_run_that_was_never_seen_claimed_was_taken_all_the_same() -> None:
-    """Claim and commit may both fall between two reads."""
+@pytest.mark.parametrize("after", [COMMITTED, DONE])
+def test_a_run_that_was_never_seen_claimed_was_taken_all_the_same(after: Image) -> None:
+    """Claim and commit may both fall between two reads; how long it has run is not known then, and it was quick."""
     partition = dispatched()
-    partition.observe(COMMITTED, START + 1)
-    assert partition.taken == (START, START + 1)
+    run = partition.outstanding
+    partition.observe(after, START + 1)
+    assert run is not None
+    assert partition.taken_at == run.taken_at == run.left_at == START + 1
 
 
 # A message that the broker rejects

@@ -20,15 +20,16 @@ import pymongo
 from bson import Timestamp
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.handlers import token_seconds
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
-from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence, token_seconds
 from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.looks import BUSY_LOOK, Looks
+from mongo_celery.bridge.listener.lost_messages import BrokerWatch, LostMessageDetector
 from mongo_celery.bridge.listener.owed import OwedSnapshots
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.renewal import Renewal
@@ -150,9 +151,9 @@ class Leader:
             self._claim_check,
             activity,
         )
-        self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
+        self._lost_messages = LostMessageDetector(self._options, BrokerWatch(wiring.app))
         self._untaken = UntakenQueues(wiring)
-        self._fairness = Fairness({}, set())
+        self._fairness = Fairness({})
 
     def lead(self) -> None:
         """
@@ -185,7 +186,7 @@ class Leader:
                     self._watermarks.store(self._subscriptions.values(), time.monotonic())
         finally:
             self._publishing.close()
-            self._evidence.close()
+            self._lost_messages.close()
             self._snapshots.close()
             self._spilling.close()
 
@@ -294,7 +295,7 @@ class Leader:
                 start.time,
                 start.watermark,
                 find_undeliverable(self._store, self._renewal, takeover, handler.name, rule, start.watermark),
-                is_rate_limited=token_seconds(self._wiring.app, handler.task_name) > 0,
+                token_seconds=token_seconds(self._wiring.app, handler.task_name),
             )
             images = takeover.images[handler.name]
             generation = plan.layout.generation
@@ -311,7 +312,7 @@ class Leader:
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
         self._fairness = Fairness(
             {name: each.plan.handler.group for name, each in subscriptions.items()},
-            {name for name, each in subscriptions.items() if each.plan.is_rate_limited},
+            {name for name, each in subscriptions.items() if each.plan.token_seconds},
         )
         self._spilling.begin(subscriptions, takeover.version)
         owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
@@ -475,7 +476,7 @@ class Leader:
     # -- looking at partitions ---------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Read partitions, as far as it is time for it; weigh what is known."""
+        """Read partitions, as far as it is time for it, and find lost messages."""
         began = time.monotonic()
         images = self._looks.look(self._subscriptions, now)
         if images is None:
@@ -487,8 +488,8 @@ class Leader:
         late = [image for image in images if self._observe(image, seen) is Step.COMMIT]
         if late:
             self._commit_late(late)
-        self._fairness.observe(self._subscriptions, began)
-        if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
+        down = self._publishing.is_down
+        if self._lost_messages.check(self._subscriptions.values(), began, seen, is_broker_down=down):
             self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
         if not self._publishing.is_down:
             self._untaken.turn(self._subscriptions.values(), seen)
@@ -505,9 +506,12 @@ class Leader:
             return None
         self._activity.of(image.subscription).observed(tracker.image, image, now)
         run = tracker.outstanding
+        is_held = run is not None and run.left_at is None
         step = subscription.observe(image, now)
         if step is Step.SUPERSEDED:
             raise LeaseLostError
+        if is_held and run is not None and run.left_at is not None and run.taken_at is not None:
+            self._fairness.note_run(image.subscription, run.left_at - run.taken_at)
         if step is Step.ENDED:
             self._looks.ended(image.subscription, run.sent_at if run is not None else None, now)
         return step

@@ -38,7 +38,7 @@ class Plan:
 
     Attributes:
         undeliverable: partitions of undeliverable changes that are stored and read again, by their places.
-        is_rate_limited: whether workers pace its messages.
+        token_seconds: how long a worker waits between two of its messages, by their rate limit; 0 without one.
     """
 
     handler: Handler
@@ -49,7 +49,7 @@ class Plan:
     start: Timestamp
     watermark: Mark | None
     undeliverable: Mapping[str, int] = field(default_factory=dict)
-    is_rate_limited: bool = False
+    token_seconds: float = 0.0
 
 
 class Subscription:
@@ -89,10 +89,10 @@ class Subscription:
         self.has_gap = False
         self.stored: Mark | None = plan.watermark
         self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.undeliverable)
-        self.run_size = plan.handler.run_size(options, is_rate_limited=plan.is_rate_limited)
+        self.run_size = plan.handler.run_size(options, is_rate_limited=plan.token_seconds > 0)
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
-        self._candidates: set[int] = set()
+        self._candidates: dict[int, None] = {}  # those that were sent last are last
         self.spilled: dict[int, Spilled] = {}
         self.kept: dict[int, str] = {}
         self.awaited: Collection[int] = ()
@@ -104,6 +104,7 @@ class Subscription:
         self._replayed: set[int] = set()
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
         for tracker in trackers.values():
+            tracker.token_seconds = plan.token_seconds * len(trackers)
             self._follow(tracker.image)
 
     @property
@@ -163,7 +164,7 @@ class Subscription:
         return change
 
     def _added(self, change: PendingChange) -> None:
-        self._candidates.add(change.index)
+        self._candidates[change.index] = None
         if change.refusal is not None:
             self.counted[1] += 1
             self.admission.report(change)
@@ -220,13 +221,13 @@ class Subscription:
             self.window.complete(image.index, image.data)
         self._follow(image)
         if tracker.outstanding is None and self.has_next(image.index):
-            self._candidates.add(image.index)
+            self._candidates[image.index] = None
         return step
 
     def repeat(self, index: int, now: float) -> None:
         """Have the message that is out for a partition sent again, since nobody will take it."""
         self.trackers[index].repeat(now)
-        self._candidates.add(index)
+        self._candidates[index] = None
 
     # -- stored changes ----------------------------------------------------------------------------
 
@@ -259,7 +260,7 @@ class Subscription:
         self.window.complete(index, changes[-1].data)
         self.kept[index] = changes[-1].data
         if self.trackers[index].outstanding is None:
-            self._candidates.add(index)
+            self._candidates[index] = None
 
     def readable(self, index: int) -> Limit:
         """Up to where stored changes of a partition may be run."""
@@ -271,7 +272,7 @@ class Subscription:
         """Take in stored changes of a partition; undeliverable ones are judged again."""
         self.spilled[index].found([self.admission.judge_again(each) for each in changes], limit)
         if self.trackers[index].outstanding is None:
-            self._candidates.add(index)
+            self._candidates[index] = None
 
     def is_blocked(self, index: int) -> bool:
         """Whether a partition waits for buffered changes, which are at or below its mark, to be stored again."""
@@ -315,16 +316,18 @@ class Subscription:
     def due(self, now: float) -> Iterable[tuple[Tracker, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now."""
         unstored, replays = self.unstored, {} if self.is_draining else self.replays
-        for index in self._candidates | replays.keys():
+        for index in [*self._candidates, *(replays.keys() - self._candidates.keys())]:
             tracker = self.trackers[index]
             if tracker.outstanding is not None:
-                self._candidates.discard(index)
+                self._candidates.pop(index, None)
                 continue
             replay = replays.get(index) if tracker.is_free(now) else None
             if replay is None or index in self._replayed:  # a partition's changes and its dead letters take turns
                 self._replayed.discard(index)
                 changes = self._due_changes(tracker, now, unstored)
                 if changes:
+                    del self._candidates[index]
+                    self._candidates[index] = None
                     yield tracker, self._dispatch(tracker, changes)
                     continue
             if replay is not None:
@@ -339,7 +342,7 @@ class Subscription:
         self.window.complete(index, tracker.image.data)
         changes = self._next(tracker)
         if not changes:
-            self._candidates.discard(index)
+            self._candidates.pop(index)
         return changes if before is None else [each for each in changes if each.data < before]
 
     def _next(self, tracker: Tracker) -> Sequence[PendingChange | StoredChange]:

@@ -7,12 +7,11 @@ the protocol, the sweep:
 
 1. handled: commit it after `commit_grace`, whatever the claim says.
 2. a live claim: wait, whoever owns it; so handlers of an earlier term finish undisturbed.
-3. a lapsed claim, or no sign that the message was ever taken: dispatch again after the grace, counted by
-   the monotonic clock from the latest of my last dispatch, the last change seen, the first successful
-   read that showed the claim lapsed, and the last sign of life (`evidence` says what that is). It doubles
-   with each repetition up to five minutes, because a message may just be waiting behind slow ones; a sign of
-   life makes it short again. A message that is known to be gone is dispatched again without it.
-   Whatever signs there are, nothing stays out for longer than `LONGEST_WAIT`: they are hints, and may deceive.
+3. a lapsed claim, or an unclaimed message: dispatch again after the grace, counted by the monotonic clock from
+   the latest of my last dispatch, the last change seen, the first successful read that showed the claim lapsed,
+   and the last return of the broker or of a consumer. The grace doubles with each repetition up to five minutes,
+   because a message may wait behind slow ones; a return makes it short again. A message that is known to be
+   lost (`lost_messages`) is dispatched again without it.
 4. a partition that is not won yet belongs to an older term: wait, and take in what that term commits.
 5. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
    up, so the change is dispatched as soon as it is due.
@@ -29,7 +28,6 @@ from operator import attrgetter
 from mongo_celery.bridge.state.partitions import Image, Seen
 
 LONGEST_GRACE = 300.0
-LONGEST_WAIT = 900.0
 _DOUBLINGS = 16
 _NEVER = math.inf
 _PASSING = {"live", "due_in"}
@@ -53,13 +51,21 @@ class Step(Enum):
 
 @dataclass(slots=True)
 class Outstanding:
-    """A run that was dispatched, or that was found running at take-over; without what it has recorded as done."""
+    """
+    A run that was dispatched, or that was found running at take-over; without what it has recorded as done.
+
+    Attributes:
+        taken_at: when it was first seen to be claimed; None before.
+        left_at: when it was first seen to have left its worker, handled or not; None before.
+    """
 
     first: int
     fence: int
     sent_at: float
     lapsed_at: float | None = None
     handled_at: float | None = None
+    taken_at: float | None = None
+    left_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +111,10 @@ class Tracker:
         ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
             or the partition stands still.
         attempt: how often the change at the head was dispatched, for the task id.
-        repeats: how often it was dispatched again since the last sign of life.
-        taken: of the last run that was seen to be claimed, when it was dispatched and when that was seen.
+        repeats: how often it was dispatched again since its last claim, or the last return of the broker.
+        taken_at: when a run was last seen to be claimed for the first time.
+        taken_sent_at: when that run was sent.
+        token_seconds: how long an unclaimed run may wait for a token of its handler's rate limit.
         rejection: why the next run cannot be sent; None while nothing is wrong.
         won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
             locked it, and an older term may still act there.
@@ -123,8 +131,8 @@ class Tracker:
         self._version = version
         self._graces = graces
         self.repeats = 0
-        self.taken: tuple[float, float] | None = None
-        self._alive_at = 0.0
+        self.taken_at = self.taken_sent_at = -math.inf
+        self.token_seconds = 0.0
         self._is_repeat = False
         self._given_up: int | None = None
         self._changed_at = now
@@ -147,8 +155,8 @@ class Tracker:
         return Seen(image.fence, claimed=True) if image.live else None
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a message is out that nobody is known to have taken."""
+    def is_unclaimed(self) -> bool:
+        """Return True if a message is in flight that nobody is known to have taken."""
         run, image = self.outstanding, self.image
         if run is None or not self.won:
             return False
@@ -164,12 +172,10 @@ class Tracker:
         rejected = self.rejection is not None and self.rejection.until > now
         return self.outstanding is None and self.won and self.ready_at < _NEVER and not rejected
 
-    def sign_of_life(self, at: float) -> None:
-        """Whoever takes messages is there, or the message itself is known to wait: the grace begins anew, and short."""
-        sent_at = self.outstanding.sent_at if self.outstanding is not None else 0.0
-        if at > max(sent_at, self._alive_at):  # news: the same sign may be told again and again
-            self._alive_at = at
-            self.repeats = 0
+    def reset_grace(self, at: float) -> None:
+        """Begin the grace of the run in flight anew at this time, and short."""
+        self._changed_at = max(self._changed_at, at)
+        self.repeats = 0
 
     def repeat(self, now: float) -> None:
         """The message that is out will not be taken any more: dispatch the change again."""
@@ -206,8 +212,7 @@ class Tracker:
             return self._under_another_term(image, now)
         if self.outstanding is None:
             return self._without_run(image, now)
-        if image.fence > self.outstanding.fence or image.committed >= self.outstanding.first:
-            self._note_taken(self.outstanding, now)
+        self._note_claim(self.outstanding, now)
         if image.committed != self.outstanding.first - 1:
             return self._moved(self.outstanding, before, now)
         if image.handled is not None:
@@ -228,9 +233,14 @@ class Tracker:
         self._without_run(image, now)
         return Step.ENDED
 
-    def _note_taken(self, run: Outstanding, now: float) -> None:
-        if self.taken is None or self.taken[0] != run.sent_at:
-            self.taken = run.sent_at, now
+    def _note_claim(self, run: Outstanding, now: float) -> None:
+        """Note when a run was first seen to be claimed, and when to have left its worker."""
+        image = self.image
+        if run.taken_at is None and (image.fence > run.fence or image.committed >= run.first):
+            run.taken_at = self.taken_at = now
+            self.taken_sent_at = run.sent_at
+        if run.taken_at is not None and run.left_at is None and not (image.live and image.handled is None):
+            run.left_at = now
 
     def _under_another_term(self, image: Image, now: float) -> Step:
         """
@@ -281,9 +291,9 @@ class Tracker:
             run.lapsed_at = run.lapsed_at or now
         since = max(run.sent_at, self._changed_at, run.lapsed_at or 0.0)
         doublings = min(self.repeats, _DOUBLINGS)  # unbounded, the power outgrows a float after some days
-        grace = min(self._graces.dispatch_grace * 2**doublings, LONGEST_GRACE)
-        until = max(since + grace, min(self._alive_at + grace, since + LONGEST_WAIT))
-        if now >= max(until, now + image.due_in):
+        least = self.token_seconds if image.claim is None else 0.0
+        grace = min(max(self._graces.dispatch_grace * 2**doublings, least), LONGEST_GRACE)
+        if now >= max(since + grace, now + image.due_in):
             self.repeat(now)
         return Step.WAIT
 

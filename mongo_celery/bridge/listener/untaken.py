@@ -30,7 +30,7 @@ _ASK_SECONDS = 30.0
 _ANSWER_SECONDS = 1.5
 _NAMED = 4
 _REPEATS = 2
-"""A run that is sent again so often without a sign of life was taken by workers that did not claim it."""
+"""A run that is sent again so often, while nothing runs, was taken by workers that did not claim it."""
 
 
 class UntakenQueues:
@@ -76,14 +76,15 @@ class UntakenQueues:
             self._names, self._is_told = [], False
             return
         self._names = [name for name in self._names if name in late]
+        is_working = _is_working(subscriptions)
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            self._judge(late, is_working=_is_working(subscriptions))
+            self._judge(late, is_working=is_working)
         elif self._thread is None and now - self._asked_at >= _ASK_SECONDS:
             self._asked_at = now
             self._thread = threading.Thread(target=self._ask, name="mongo_celery-untaken", daemon=True)
             self._thread.start()
-        if self._answered and (self._is_unclaimed or not self._names):
+        if self._answered and not is_working and (self._is_unclaimed or not self._names):
             self._judge_unclaimed(late)
 
     def _note_waiting(self, subscriptions: Collection[Subscription]) -> None:
@@ -96,9 +97,8 @@ class UntakenQueues:
                 queue = subscription.queue_of(index)
                 if tracker.repeats >= _REPEATS:
                     self._repeated.add(queue)
-                if tracker.taken is not None:
-                    taken[queue] = max(tracker.taken[1], taken.get(queue, -math.inf))
-                if tracker.is_awaited and tracker.outstanding is not None:
+                taken[queue] = max(tracker.taken_at, taken.get(queue, -math.inf))
+                if tracker.is_unclaimed and tracker.outstanding is not None:
                     sent_at = min(tracker.outstanding.sent_at, self._since.get(queue, math.inf))
                     waiting[queue] = min(sent_at, waiting.get(queue, math.inf))
                 elif tracker.is_repeated and queue in self._since:

@@ -20,9 +20,9 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.handlers import token_seconds
 from mongo_celery.bridge.identity import Identity, identity_of
 from mongo_celery.bridge.listener.activity import times_of
-from mongo_celery.bridge.listener.evidence import token_seconds
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
 from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
