@@ -208,7 +208,7 @@ class LostHistory:
         for name in moved:
             _move(subscriptions[name], starts[name].time)
             logger.warning(
-                "handler %s continues at %s, where `changes go-on` has moved it",
+                "handler %s continues at %s: a command has moved it over its lost history",
                 name,
                 starts[name].time.as_datetime().isoformat(),
                 extra={"event": "gap_passed", "subscription": name},

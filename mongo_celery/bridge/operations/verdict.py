@@ -171,7 +171,7 @@ def _listening(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
 
 
 def _has_lost_history(subscription: Mapping[str, Any]) -> bool:
-    return subscription["state"] == "history_lost"
+    return bool(subscription["state"] == "history_lost")
 
 
 def _handlers(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:

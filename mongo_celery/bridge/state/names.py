@@ -78,7 +78,8 @@ class Names:
                 for each in ("partitions", "spill", "dead_letters", "snapshots")
             ]
             replays = self._database["dead_letters"].count_documents({**ASKED, "_id": self._ids(name)})
-        return Holdings(*counts, replays)
+        partitions, stored, letters, snapshots = counts
+        return Holdings(partitions, stored, letters, snapshots, replays)
 
     def forget(self, name: str, record: Mapping[str, Any]) -> int | None:
         """

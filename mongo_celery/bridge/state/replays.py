@@ -427,8 +427,9 @@ def _postponed(change: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _as_seen(letter: Letter) -> dict[str, Any]:
     """Return a guard for a dead letter that was not started since it was read, and waits for the same key."""
-    has_started = letter.replay is not None and letter.replay.state == STARTED
-    start = {"replay.fencingToken": letter.replay.fence} if has_started else {"replay.state": {"$ne": STARTED}}
+    start: dict[str, Any] = {"replay.state": {"$ne": STARTED}}
+    if letter.replay is not None and letter.replay.state == STARTED:
+        start = {"replay.fencingToken": letter.replay.fence}
     waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(signed(letter.parked))
     return {**start, "parked": waits}
 
