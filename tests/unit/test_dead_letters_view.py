@@ -44,7 +44,7 @@ def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
     waiting = {**LETTER, "id": "8266001122334455668800", "replay": "waiting", "replay_error": "ConnectionError: no"}
     behind = {**LETTER, "id": "8266001122335555668900", "parked": True, "behind": LETTER["id"]}
     first = {**LETTER, "id": "8266001122336655669900", "parked": True, "waiting": 2}
-    lines = list(list_lines("shop", Found(7, [], {}, leads=True), [LETTER, waiting, behind, first]))
+    lines = list(list_lines("shop", Found(7, [], leads=True), [LETTER, waiting, behind, first]))
     assert lines[0] == "shop: 7 dead letters"
     assert lines.count("  its last replay has failed (2 starts)") == 3, "where none is asked for"
     assert lines[1:3] == ["8266001122334455667  set aside 2026-11-23 06:30:19 UTC", "  summarise: shop.orders insert 5"]
@@ -100,7 +100,7 @@ def test_people_read_what_is_about_to_be_done_and_what_was_done(capsys: pytest.C
     letters = [
         _letter({"_id": f"shop/summarise/82{number}", "key": f"shop.orders insert {number}"}) for number in (1, 2)
     ]
-    found = Found(5, letters, {}, leads=True)
+    found = Found(5, letters, leads=True)
     _ask(letters, "Run their handler again?", yes=True)
     refused = LetterResult("822", "summarise", "shop.orders insert 2", "refused", "Dead letter 822 is damaged.")
     done = LetterResult("821", "summarise", "shop.orders insert 1", "requested")

@@ -127,7 +127,7 @@ def read_newest(wiring: Wiring, limit: int) -> list[dict[str, Any]]:
     """
     with reached(wiring):
         found = _found(wiring, wiring.store.dead_letters.newest(limit), limit)
-    return [plain(each, found.replays.get(each.document_id), found.key_of(each)) for each in found.letters]
+    return [plain(each, found.key_of(each)) for each in found.letters]
 
 
 def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:
