@@ -158,15 +158,15 @@ def test_a_check_fails_until_beat_and_a_worker_sweep(shop: Shop, processes: Proc
     processes.celery(APP, "worker", *QUIET, *WITH_BEAT, environment=shop.environment)
     wait_for(lambda: shop.notes.count_documents({}) == 2)
 
-    found: list[Document] = []
+    checked: list[Document] = []
 
     def is_fine() -> bool:  # not at the first look, where a busy worker answers late
         done = shop.run("check", "--json")
-        found[:] = [json.loads(line) for line in done.stdout.splitlines()]
+        checked[:] = [json.loads(line) for line in done.stdout.splitlines()]
         return done.returncode == 0
 
-    wait_for(is_fine, message=lambda: str(found))
-    assert [(each["outbox"], each["ok"]) for each in found] == [("orders", True), ("parcels", True)]
+    wait_for(is_fine, message=lambda: str(checked))
+    assert [(each["outbox"], each["ok"]) for each in checked] == [("orders", True), ("parcels", True)]
     done = shop.run("check", "--name", "orders")
     assert re.search(r"^ok +sweep +Swept .* ago \(outbox_cli, ", done.stdout, re.MULTILINE), done.stdout
 

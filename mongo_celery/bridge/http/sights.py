@@ -114,8 +114,10 @@ class Sights:
     def stop(self) -> None:
         """Read no more."""
         self._others.stop()
-        for reading in (*self._bridges.values(), *self._letters.values()):
+        for reading in self._bridges.values():
             reading.stop()
+        for listing in self._letters.values():
+            listing.stop()
 
     def _read_others(self) -> Mapping[str, Any]:
         with pymongo.timeout(_ANSWER_SECONDS):
