@@ -154,7 +154,8 @@ def test_each_queue_has_its_own_answer() -> None:
 def test_a_run_that_is_lost_again_waits_twice_as_long_and_at_most_the_grace() -> None:
     """I14: workers without the handler's code drop each message, with an error in their log."""
     scene = Scene()
-    tracker, now, pauses = scene.led.trackers[0], SENT, []
+    tracker, now = scene.led.trackers[0], SENT
+    pauses: list[float] = []
     grace = BridgeOptions(name="shop").grace
     while len(pauses) < 4:
         now += 0.25

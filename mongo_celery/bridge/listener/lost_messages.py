@@ -220,5 +220,5 @@ class LostMessageDetector:
         """Return the monotonic time at which a run should have been claimed."""
         tracker = subscription.trackers[index]
         assert tracker.outstanding is not None, "an unclaimed run was sent"
-        patience = self._overdue_after * 2 ** min(tracker.repeats, _DOUBLINGS)
+        patience: float = self._overdue_after * 2 ** min(tracker.repeats, _DOUBLINGS)
         return tracker.outstanding.sent_at + min(patience, self._options.grace)
