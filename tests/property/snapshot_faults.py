@@ -79,6 +79,8 @@ def deliver(world: World, state: State) -> Steps:
 def copied(state: State, item: Item) -> State:
     """Return the state in which a handler has done what it does."""
     seen = put(state.seen, item.key, abs(item.value))
+    if item.partial and state.copy[item.key] is None:  # a change of what was never given makes no document
+        return state._replace(seen=seen)
     return state._replace(copy=put(state.copy, item.key, item.value), seen=seen)
 
 

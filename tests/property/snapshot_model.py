@@ -4,8 +4,10 @@ A third model, with the conventions of ``protocol_model`` and ``spill_model``: t
 stays deliverable, nothing is imported from the package, a claim *is* its execution, a write is acknowledged at once or
 lands at any later time or never, and a crash is a term that begins between any two steps. What is new here:
 
-- *The oplog grows*. Somebody writes to the source while everything else goes on, and every ``begin`` and ``pass`` of a
-  snapshot is an entry of its own, so that T, the stream's end and each other's place are what they are by order alone.
+- *The oplog grows*. Somebody writes to the source while everything else continues, and every ``begin`` and ``pass`` of
+  a snapshot is an entry of its own, so that L, H and the stream's end are what they are by order alone.
+- *A chunk has a window*. L is the time of its begin, H that of a write after its reading. T, the place of its items, is
+  the time before H or the place that the stream has reached by then. A chunk is read in two steps.
 - *A token is a time and a number*: 0 is the change at that time, larger ones are the items of a snapshot at T = time,
   behind that change and before everything later.
 - *A value is the time of the write that made it*; a deletion is minus its time. So "older" can be read off.
@@ -38,25 +40,26 @@ class Broken(StrEnum):
     TOKEN_BEFORE_CHANGES = "an item's token is the high-watermark token of T"
     TOKEN_OF_NEXT = "an item's token is the high-watermark token of T + 1, and a number"
     NUMBERED_BY_CHUNK = "items are numbered within their chunk, whatever other snapshots do"
-    T_WITHOUT_WRITE = "T is the time of a hello, and nothing is written behind it"
     NO_PASS = "nothing is written behind T"
     PASS_ONCE = "what moves the stream past T is written once, whether or not it was acknowledged"
-    T_IS_POSITION = "T is the stream's position"
-    T_IS_FIRST = "all chunks of a term are read at the T of the first"
-    T_UNKNOWN_READS_ON = "the reader goes on while T is not known yet"
-    T_KEPT = "a chunk that cannot be read any more keeps its T"
+    ROW_KEPT = "an item is run although its key was changed in the window"
+    DELETION_IGNORED = "a deletion in the window drops no item"
+    WINDOW_TO_H = "the window ends at H, though the stream is past it"
+    H_BEFORE_READ = "H is noted before the chunk is read"
+    H_IS_PLACE = "T is H, though the stream is past it"
+    NOT_AGAIN = "an item that is dropped is not read again where the change brings no document"
+    AGAIN_AS_READ = "an item that is dropped is appended as it was read, behind the window"
+    AGAIN_KEPT = "what is read again is run although its key was changed once more"
     BEGIN_BEFORE_TAKE_OVER = "a snapshot begins before the partitions are taken over"
     BEGIN_AHEAD = "the next chunk begins when the last is appended, before the cursor moves"
     BEGIN_COUNTS_UP = "a begin adds one to whatever is there, and the author counts by itself"
-    READ_NOW = "a chunk is read as it is now"
-    READ_LOCAL = "a chunk is read before T is in the majority"
-    READS_ON = "the reader does not wait at T for the chunk"
+    READ_LOCAL = "a chunk is read as it is now, in the majority or not"
     APPENDED_AT_ONCE = "a chunk is appended as soon as it is read"
     BRACKETED = "what is left is what is greater than the last _id, within its type"
     FEWER_IS_END = "fewer than were asked for is the end"
     EMPTY_IS_END = "an empty answer is the end, whatever became of the source"
     UUID_IS_ENOUGH = "an empty answer is the end if the source has the known UUID afterwards"
-    END_AT_T = "renames and drops are looked for up to T"
+    END_AT_L = "renames and drops are looked for up to L"
     MATCHING_NONE_IS_END = "a chunk of which nothing matches is the end"
     WATERMARK_AT_ITEM = "watermarks may be an item's token"
     ITEMS_HOLD = "items hold the watermark"
@@ -77,7 +80,7 @@ class Broken(StrEnum):
     CURSOR_AT_ANY_MARK = "an item at or below the mark counts, whoever has inserted it"
     LETTER_BY_TOKEN = "a dead letter of an item is kept by its token"
     LOOKED_UP_KEPT = "an item is run although its key was looked up after T"
-    LOOKED_UP_AWAITED = "a cursor waits for the items that are superfluous"
+    DROPPED_AWAITED = "a cursor waits for the items that are dropped"
     PINNED_LATE = "the stream's start is pinned after the first chunk"
     ROOM_FOR_CHUNK_ONLY = "a snapshot begins when there is room for its chunk and nothing else"
     UNBOUNDED = "a snapshot begins without room for a chunk"
@@ -97,7 +100,7 @@ class Fault(StrEnum):
     LETTER = "a handler fails for good: its change becomes a dead letter"
     ROLLBACK = "a failover loses a commit that was seen, but not by the majority"
     REOPEN = "the stream breaks and is opened again at the watermark"
-    UNREADABLE = "the server cannot read at T any more"
+    UNREADABLE = "a chunk cannot be read"
     SHORT = "the server returns fewer documents than it could"
     ANSWERED_LATER = "the answer to a begin is given when it is asked for again, with the time of that"
     ELECTION = "a new primary lacks what is not in the majority"
@@ -152,6 +155,8 @@ class World(NamedTuple):
         matches: The keys of the documents that each snapshot wants; empty: all.
         mixed: Whether every key has a type of its own.
         lookup: Whether a change shows the document as it is when the change is read.
+        partial: Whether a change of a document that was there brings no document.
+        apart: Whether keys and documents are read at different times, and the stream may pass H before it is known.
         room: How many changes and items a listener keeps in memory; 0: any number.
         fresh: The keys that were inserted after the snapshot was asked for, and before the stream's start.
         broken: The rule left out.
@@ -176,6 +181,8 @@ class World(NamedTuple):
     matches: tuple[frozenset[int], ...] = ()
     mixed: bool = False
     lookup: bool = False
+    partial: bool = False
+    apart: bool = False
     room: int = 0
     fresh: frozenset[int] = frozenset()
     broken: Broken = Broken.NOTHING
@@ -214,11 +221,12 @@ START = Token(0)
 
 
 class Item(NamedTuple):
-    """What a handler is given: a change, or an existing document."""
+    """What a handler is given: a change, or an existing document; a ``partial`` change brings no document."""
 
     token: Token
     key: int
     value: int
+    partial: bool = False
 
     def __str__(self) -> str:
         """Return the item as a part of a trace."""
@@ -255,7 +263,7 @@ class Document(NamedTuple):
 class Record(NamedTuple):
     """A document of ``snapshots``; ``last`` is the last key scanned, ``until`` the last to be scanned; -1: none.
 
-    ``first`` is ghost: the T of the first chunk that was recorded.
+    ``first`` is ghost: the time as of which the keys of the first chunk that was recorded were found.
     """
 
     epoch: int = 0
@@ -269,23 +277,28 @@ class Record(NamedTuple):
 class Chunk(NamedTuple):
     """What a listener knows of the chunk of a snapshot that is under way.
 
-    ``own`` is the begin's place in the oplog, ``time`` is T and ``read`` the time when the documents were read (-1: not
-    yet); ``end`` is the last key scanned (-1: none was left), ``until`` the last to be scanned, now or later. ``newer``
-    are the keys of which a change at or before T was looked up since the begin. ``stuck``: it cannot be read any more.
-    ``sent``: something was written behind T. (Kept for variants only, like ``stuck``.)
+    ``own`` is the begin's place in the oplog, ``low`` is L, ``scanned`` the time when the keys were found, ``read``
+    that when the documents were read, and ``time`` is T (-1: not yet); ``end`` is the last key scanned (-1: none was
+    left), ``until`` the last to be scanned, now or later. ``changes`` are keys and times of what was taken in since.
+    ``done`` are the items that are appended; ``again`` the keys whose items were dropped, and are read again.
+    ``sent``: something was written behind T, and ``high``: H. (Kept for variants only.)
     """
 
     begun: int
     own: int
-    time: int = -1
+    low: int = -1
+    scanned: int = -1
     read: int = -1
+    time: int = -1
+    high: int = -1
     items: tuple[Item, ...] = ()
+    done: tuple[Item, ...] = ()
+    again: frozenset[int] = frozenset()
     end: int = -1
     until: int = -1
     final: bool = False
     appended: bool = False
-    newer: frozenset[int] = frozenset()
-    stuck: bool = False
+    changes: frozenset[tuple[int, int]] = frozenset()
     sent: bool = False
 
     @property
@@ -296,13 +309,13 @@ class Chunk(NamedTuple):
     def __str__(self) -> str:
         """Return the chunk as a part of a trace."""
         items = ", ".join(str(item) for item in self.items) if self.read >= 0 else "not read"
-        return f"chunk {self.begun}, T = {self.time if self.time >= 0 else '?'}: {items or 'none'}"
+        return f"chunk {self.begun}, L = {self.low}, T = {self.time}, read at {self.read}: {items or 'none'}"
 
 
 class Listener(NamedTuple):
     """The memory of one term: 0 it has the subscription, 1 the records of snapshots, 2 the partitions: it leads.
 
-    ``stored`` is how far this term has inserted what is buffered; ``first`` the first T (kept by a variant only).
+    ``stored`` is how far this term has inserted what is buffered; ``first`` the first L (kept by a variant only).
     """
 
     term: int
@@ -424,6 +437,13 @@ def appended(world: World, state: State, entry: int) -> State:
     if Fault.ELECTION in world.faults and entry != MARK:
         return state._replace(oplog=oplog)
     return state._replace(oplog=oplog, majority=len(oplog))  # ours are acknowledged by the majority
+
+
+def is_partial(world: World, state: State, when: int) -> bool:
+    """Return True if a change brings no document: it is one of a document that was there."""
+    entry = state.oplog[when - 1]
+    key = key_of(entry)
+    return world.partial and key is not None and entry > 0 and exists(value_at(world, state, key, when - 1))
 
 
 def key_of(entry: int) -> int | None:

@@ -31,6 +31,7 @@ from tests.property.snapshot_model import (
     Write,
     exists,
     in_office,
+    is_partial,
     is_there,
     key_of,
     partition_of,
@@ -114,7 +115,7 @@ def drains(world: World, state: State, listener: Listener) -> bool:
 
 
 def read(world: World, state: State, listener: Listener) -> Steps:
-    """The listener reads on: what is elsewhere, in one go; or one change. It waits at T until the chunk is there."""
+    """The listener reads on: what is elsewhere, in one go; or one change."""
     if state.watermark.time < 0:  # only where the start is pinned late
         if any(each is not None and each.read >= 0 for each in listener.chunks):
             pinned = state._replace(watermark=Token(state.majority))
@@ -131,19 +132,11 @@ def read(world: World, state: State, listener: Listener) -> Steps:
 
 
 def may_read(world: World, state: State, listener: Listener) -> bool:
-    """Tell whether there is an entry to read that no chunk has to come before, and room for it."""
+    """Tell whether there is an entry to read, and room for it. No chunk is waited for."""
     if listener.cursor >= state.majority:
         return False
-    if world.room and key_of(state.oplog[listener.cursor]) is not None and not has_room(world, state, listener, 1):
-        return False
-    for chunk in listener.chunks:
-        if chunk is None or chunk.appended:
-            continue
-        unknown = chunk.time < 0 and world.broken is not Broken.T_UNKNOWN_READS_ON
-        waiting = chunk.time == listener.cursor and chunk.read < 0 and world.broken is not Broken.READS_ON
-        if unknown or waiting:
-            return False
-    return True
+    is_change = key_of(state.oplog[listener.cursor]) is not None
+    return not (world.room and is_change) or has_room(world, state, listener, 1)
 
 
 def has_room(world: World, state: State, listener: Listener, more: int) -> bool:
@@ -173,29 +166,52 @@ def step_on(world: World, state: State, listener: Listener) -> Listener:
     """Return a listener that has read one more entry: first what lies before it, then what the entry says."""
     when = listener.cursor + 1
     for index, chunk in enumerate(listener.chunks):
-        if chunk is not None and not chunk.appended and chunk.read >= 0 and chunk.time < when:
+        if chunk is not None and not chunk.appended and 0 <= chunk.time < when and chunk.read >= 0:
             listener = with_appended(world, state, listener, index, chunk)
     listener = listener._replace(cursor=when)
-    key = key_of(state.oplog[when - 1])
+    entry = state.oplog[when - 1]
+    key = key_of(entry)
     if key is None:
         return listener
-    value = value_at(world, state, key, state.majority if world.lookup and state.oplog[when - 1] > 0 else when)
+    value = value_at(world, state, key, state.majority if world.lookup and entry > 0 else when)
     assert value is not None
-    if world.lookup:
-        for index, chunk in enumerate(listener.chunks):
-            if chunk is not None and not chunk.appended and when <= chunk.time:
-                listener = with_chunk(listener, index, chunk._replace(newer=chunk.newer | {key}))
-    return buffered(state, listener, Item(Token(when), key, value))
+    for index, chunk in enumerate(listener.chunks):
+        if chunk is not None and not chunk.appended and counts(world, chunk, entry, when):
+            others = {each for each in chunk.changes if each[0] != key}
+            listener = with_chunk(listener, index, chunk._replace(changes=frozenset(others | {(key, when)})))
+    return buffered(state, listener, Item(Token(when), key, value, is_partial(world, state, when)))
+
+
+def counts(world: World, chunk: Chunk, entry: int, when: int) -> bool:
+    """Tell whether a change that is taken in may drop an item: it is in the window, or was looked up meanwhile."""
+    if world.broken is Broken.DELETION_IGNORED and entry < 0:
+        return False
+    return when > chunk.low or (world.lookup and world.broken is not Broken.LOOKED_UP_KEPT)
 
 
 def with_appended(world: World, state: State, listener: Listener, index: int, chunk: Chunk) -> Listener:
-    """Return a listener with the items of a chunk at the ends of its buffers, but for those that are superfluous."""
-    superfluous = chunk.newer if world.broken is not Broken.LOOKED_UP_KEPT else frozenset()
-    items = tuple(item for item in chunk.items if item.key not in superfluous)
+    """Return a listener with the items of a chunk at the ends of its buffers, but for those whose key was changed."""
+    low, high = chunk.low, chunk.high if world.broken is Broken.WINDOW_TO_H else chunk.time
+    changed = {key: when for key, when in chunk.changes if low < when <= high or (world.lookup and when <= low)}
+    if world.broken is Broken.ROW_KEPT or (world.broken is Broken.AGAIN_KEPT and chunk.again):
+        changed = {}
+    items = tuple(item for item in chunk.items if item.key not in changed)
+    lost = frozenset(
+        item.key for item in chunk.items if item.key in changed and is_partial(world, state, changed[item.key])
+    )
+    if world.broken is Broken.AGAIN_AS_READ:
+        items, lost = tuple(each for each in chunk.items if each in items or each.key in lost), frozenset()
+    if world.broken is Broken.NOT_AGAIN:
+        lost = frozenset()
     for item in items:
         listener = buffered(state, listener, item)
-    awaited = chunk.items if world.broken is Broken.LOOKED_UP_AWAITED else items
-    return with_chunk(listener, index, chunk._replace(items=awaited, appended=True))
+    awaited = chunk.items if world.broken is Broken.DROPPED_AWAITED else items
+    chunk = chunk._replace(items=(), done=(*chunk.done, *awaited), changes=frozenset())
+    if lost:
+        chunk = chunk._replace(again=lost, low=chunk.time, read=-1, time=-1, high=-1, sent=False)
+    else:
+        chunk = chunk._replace(appended=True, again=frozenset())
+    return with_chunk(listener, index, chunk)
 
 
 def buffered(state: State, listener: Listener, item: Item) -> Listener:
@@ -226,7 +242,7 @@ def store_watermark(world: World, state: State, listener: Listener) -> Steps:
 
 def is_over(world: World, state: State, listener: Listener) -> bool:
     """Tell whether everything was written and read, and no snapshot can go on."""
-    ended = all(chunk is None or chunk.stuck or chunk.appended for chunk in listener.chunks)
+    ended = all(chunk is None or chunk.appended for chunk in listener.chunks)
     return ended and listener.cursor == len(state.oplog) and state.written == len(world.writes)
 
 
@@ -241,7 +257,7 @@ def is_safe(state: State, listener: Listener, item: Item) -> bool:
 
 
 def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """One update of the record, compared with what was seen of it; its own place in the oplog is T."""
+    """One update of the record, compared with what was seen of it; its own place in the oplog is L."""
     record, chunk = state.records[index], listener.chunks[index]
     ahead = world.broken is Broken.BEGIN_AHEAD and chunk is not None and chunk.appended
     if record.state is not Progress.RUNNING or not (chunk is None or ahead):
@@ -260,63 +276,109 @@ def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
     one = Write(Late.BEGIN, listener.term, index, record.begun)
     after = landed(world, state, one)
     chunk = Chunk(record.begun + 1, len(after.oplog))
-    ready = listener
-    if Fault.ANSWERED_LATER not in world.faults and world.broken is not Broken.T_UNKNOWN_READS_ON:
-        chunk = chunk._replace(time=chosen(world, after, listener))  # one step for two that nothing can part
-        if world.broken is Broken.T_IS_FIRST:
-            ready = listener._replace(first=chunk.time)
-    yield from write(world, state, [one], with_listener(after, listener, with_chunk(ready, index, chunk)))
-
-
-def chosen(world: World, state: State, listener: Listener) -> int:
-    """Return T."""
-    if world.broken is Broken.T_IS_POSITION:
-        return listener.cursor
-    if world.broken is Broken.T_IS_FIRST and listener.first:
-        return listener.first
-    return len(state.oplog)
+    if Fault.ANSWERED_LATER not in world.faults:
+        chunk = chunk._replace(low=len(after.oplog))  # one step for two that nothing can part
+    yield from write(world, state, [one], with_listener(after, listener, with_chunk(listener, index, chunk)))
 
 
 def answer(world: World, state: State, listener: Listener, index: int) -> Steps:
     """The answer to a begin arrives: its own place; or, when it was asked for again, the place of that."""
     chunk = listener.chunks[index]
-    if chunk is None or chunk.time >= 0:
+    if chunk is None or chunk.low >= 0:
         return
-    known = chunk._replace(time=chunk.own)
+    known = with_low(world, chunk, chunk.own)
     yield Step("answer", known), with_listener(state, listener, with_chunk(listener, index, known))
-    later = known._replace(time=len(state.oplog))
-    if later.time > known.time and state.budget and Fault.ANSWERED_LATER in world.faults:
+    later = with_low(world, chunk, len(state.oplog))
+    if later.low > known.low and state.budget and Fault.ANSWERED_LATER in world.faults:
         after = with_listener(state, listener, with_chunk(listener, index, later))
         yield Step("answer later", later, fair=False), after._replace(budget=state.budget - 1)
 
 
-def read_chunk(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """The documents behind the last one that was scanned, as of T; nothing of a source that is not there any more."""
+def with_low(world: World, chunk: Chunk, low: int) -> Chunk:
+    """Return a chunk that knows L, and forgets the changes before it."""
+    kept = frozenset(each for each in chunk.changes if world.lookup or each[1] > low)
+    return chunk._replace(low=low, changes=kept)
+
+
+def scan(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The keys behind the last one that was scanned, and their documents: later, or in the same step."""
+    for step, after in scan_keys(world, state, listener, index):
+        knowing = next((each for each in after.listeners if each.term == listener.term), listener)
+        both = [] if world.apart else list(read_chunk(world, after, knowing, index))
+        yield from ((one._replace(fair=step.fair), then) for one, then in both)
+        if not both:
+            yield step, after
+
+
+def scan_keys(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The keys behind the last one that was scanned; none of a source that is not there any more."""
     chunk = listener.chunks[index]
-    if chunk is None or chunk.time < 0 or chunk.read >= 0 or chunk.stuck:
+    if chunk is None or chunk.low < 0 or chunk.scanned >= 0 or not may_scan(world, chunk):
         return
-    if chunk.time > len(state.oplog):  # in no history: the server waits in vain, until the time for the read is over
+    if chunk.low > len(state.oplog):  # in no history: the server waits in vain, until the time for the read is over
         yield Step("give up", chunk), with_listener(state, listener, with_chunk(listener, index, None))
         return
-    if state.majority < chunk.time and world.broken is not Broken.READ_LOCAL:
+    if state.majority < chunk.low and world.broken is not Broken.READ_LOCAL:
         return
-    time = len(state.oplog) if world.broken is Broken.READ_NOW else chunk.time
+    time = len(state.oplog) if world.broken is Broken.READ_LOCAL else state.majority
     record = state.records[index]
-    chunk = chunk._replace(until=until_of(world, state, listener, record, time))
+    chunk = chunk._replace(until=until_of(world, state, listener, record, time), scanned=time)
     scanned = [key for key in there_at(world, state, record.last, time) if is_within(world, key, chunk.until)]
     if world.broken is Broken.UNTIL_OF_CHUNK and record.until < 0 and scanned:
         chunk = chunk._replace(until=scanned[: world.chunk][-1])
-    first = chunk.time if world.broken is Broken.UNTIL_OF_EACH_TERM else listener.first
-    listener, old = with_chunk(listener, index, chunk)._replace(first=first), listener
+    first = chunk.low if world.broken is Broken.UNTIL_OF_EACH_TERM else listener.first
+    listener, old = listener._replace(first=first), listener
     state = with_listener(state, old, listener)
-    yield from chunk_of(world, state, listener, index, scanned[: world.chunk])
+    yield scanned_to(world, state, listener, index, chunk, scanned[: world.chunk])
     if state.budget and Fault.SHORT in world.faults and len(scanned) > 1:
-        spent = state._replace(budget=state.budget - 1)
-        yield from chunk_of(world, spent, listener, index, scanned[:1], fair=False)
+        step, after = scanned_to(world, state, listener, index, chunk, scanned[:1])
+        yield step._replace(fair=False), after._replace(budget=state.budget - 1)
     if state.budget and Fault.UNREADABLE in world.faults:
-        again = chunk._replace(stuck=True) if world.broken is Broken.T_KEPT else None
-        after = with_listener(state, listener, with_chunk(listener, index, again))
+        after = with_listener(state, listener, with_chunk(listener, index, None))
         yield Step("unreadable", chunk, fair=False), after._replace(budget=state.budget - 1)
+
+
+def may_scan(world: World, chunk: Chunk) -> bool:
+    """Tell whether a chunk may be read: but for a variant, H is not known by then."""
+    return world.broken is not Broken.H_BEFORE_READ or chunk.time >= 0
+
+
+def scanned_to(
+    world: World, state: State, listener: Listener, index: int, chunk: Chunk, scanned: list[int]
+) -> tuple[Step, State]:
+    """The listener knows how far a chunk goes."""
+    final = world.broken is Broken.FEWER_IS_END and len(scanned) < world.chunk
+    final = final or (
+        world.broken is Broken.MATCHING_NONE_IS_END and not any(world.matched(index, each) for each in scanned)
+    )
+    chunk = chunk._replace(end=scanned[-1] if scanned else -1, final=final)
+    if not scanned:
+        chunk = chunk._replace(read=chunk.scanned)
+    return Step("scan", chunk), with_listener(state, listener, with_chunk(listener, index, chunk))
+
+
+def read_chunk(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The documents of what was scanned, or of what is read again, numbered across all snapshots."""
+    chunk = listener.chunks[index]
+    if chunk is None or chunk.scanned < 0 or chunk.read >= 0:
+        return
+    if chunk.low > len(state.oplog):
+        yield Step("give up", chunk), with_listener(state, listener, with_chunk(listener, index, None))
+        return
+    if state.majority < chunk.low and world.broken is not Broken.READ_LOCAL:
+        return
+    time = len(state.oplog) if world.broken is Broken.READ_LOCAL else state.majority
+    found = [key for key in there_at(world, state, state.records[index].last, time) if key <= chunk.end]
+    wanted = [key for key in found if world.matched(index, key) and (not chunk.again or key in chunk.again)]
+    items = tuple(Item(START, key, value_at(world, state, key, time) or 0) for key in wanted)
+    ready = chunk._replace(items=items, read=time)
+    if ready.time >= 0:
+        ready = placed(world, ready, index)
+    knowing = with_chunk(listener, index, ready)
+    if world.broken is Broken.APPENDED_AT_ONCE:
+        ready = placed(world, ready._replace(time=len(state.oplog), high=len(state.oplog)), index)
+        knowing = with_appended(world, state, knowing, index, ready)
+    yield Step("read chunk", ready), with_listener(state, listener, knowing)
 
 
 def until_of(world: World, state: State, listener: Listener, record: Record, time: int) -> int:
@@ -347,26 +409,18 @@ def there_at(world: World, state: State, last: int, time: int) -> list[int]:
     return [key for key in keys if exists(value_at(world, state, key, time))]
 
 
-def chunk_of(
-    world: World, state: State, listener: Listener, index: int, scanned: list[int], *, fair: bool = True
-) -> Steps:
-    """The listener has the items of a chunk: what was scanned and is wanted, numbered across all snapshots."""
-    chunk = listener.chunks[index]
-    assert chunk is not None
-    time = len(state.oplog) if world.broken is Broken.READ_NOW else chunk.time
-    wanted = [key for key in scanned if world.matched(index, key)]
-    number = 1 if world.broken is Broken.NUMBERED_BY_CHUNK else 1 + 10 * index
-    items = tuple(
-        Item(token_of(world, chunk.time, number + place), key, value_at(world, state, key, time) or 0)
-        for place, key in enumerate(wanted)
-    )
-    final = world.broken is Broken.FEWER_IS_END and len(scanned) < world.chunk
-    final = final or (world.broken is Broken.MATCHING_NONE_IS_END and not wanted)
-    ready = chunk._replace(items=items, end=scanned[-1] if scanned else -1, final=final, read=len(state.oplog))
-    knowing = with_chunk(listener, index, ready)
-    if world.broken is Broken.APPENDED_AT_ONCE:
-        knowing = with_appended(world, state, knowing, index, ready)
-    yield Step("read chunk", ready, fair=fair), with_listener(state, listener, knowing)
+def with_place(world: World, listener: Listener, chunk: Chunk, index: int) -> Chunk:
+    """Return a chunk that knows T: all was read before H was written, which moves the stream past the time before."""
+    below = chunk.high - 1
+    time = below if world.broken is Broken.H_IS_PLACE else max(below, listener.cursor)
+    return placed(world, chunk._replace(time=time), index)
+
+
+def placed(world: World, chunk: Chunk, index: int) -> Chunk:
+    """Return a chunk whose items have their place, T; what is read again is numbered behind what is appended."""
+    number = (1 if world.broken is Broken.NUMBERED_BY_CHUNK else 1 + 10 * index) + len(chunk.done)
+    items = (item._replace(token=token_of(world, chunk.time, number + place)) for place, item in enumerate(chunk.items))
+    return chunk._replace(items=tuple(items))
 
 
 def token_of(world: World, time: int, number: int) -> Token:
@@ -379,40 +433,45 @@ def token_of(world: World, time: int, number: int) -> Token:
 
 
 def pass_on(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """When the chunk is there, one more write of our own moves the stream past T; again, until it is past."""
+    """When the chunk is there, a write of our own is H; what moves the stream past T is written until it is past."""
     chunk = listener.chunks[index]
-    if chunk is None or chunk.read < 0 or world.broken in {Broken.NO_PASS, Broken.T_WITHOUT_WRITE}:
+    if chunk is None or chunk.appended or chunk.low < 0:
         return
-    place = needed(world, chunk) if chunk.appended else max(needed(world, chunk), listener.cursor)
-    if len(state.oplog) > place or chunk.sent:
+    if chunk.read < 0 and (world.broken is not Broken.H_BEFORE_READ or chunk.time >= 0):
+        return
+    one = Write(Late.PASS, listener.term, index, chunk.begun)
+    if chunk.high < 0:
+        after = landed(world, state, one)
+        ready = chunk._replace(high=len(after.oplog))
+        if not world.apart:
+            ready = with_place(world, listener, ready, index)
+        yield from write(world, state, [one], with_listener(after, listener, with_chunk(listener, index, ready)))
+        return
+    if chunk.time < 0:
+        ready = with_place(world, listener, chunk, index)
+        yield Step("place", ready), with_listener(state, listener, with_chunk(listener, index, ready))
+        return
+    if len(state.oplog) > chunk.time or chunk.sent or world.broken is Broken.NO_PASS:
         return  # something lies behind it already
     sent = listener
     if world.broken is Broken.PASS_ONCE:
         sent = with_chunk(listener, index, chunk._replace(sent=True))
-    one = Write(Late.PASS, listener.term, index, chunk.begun)
     base = with_listener(state, listener, sent)
     yield from write(world, base, [one], landed(world, base, one))
-
-
-def needed(world: World, chunk: Chunk) -> int:
-    """Return the place that the stream must have passed: T, and where nothing was left, also when that was seen."""
-    if chunk.is_final and world.broken is not Broken.END_AT_T:
-        return max(chunk.time, chunk.read)
-    return chunk.time
 
 
 def move_cursor(world: World, state: State, listener: Listener, index: int) -> Steps:
     """When every item is committed, or inserted by this term at or below the mark, or superfluous: on to the next."""
     chunk = listener.chunks[index]
-    if chunk is None or not chunk.appended or not all(is_secured(world, state, listener, each) for each in chunk.items):
+    if chunk is None or not chunk.appended or not all(is_secured(world, state, listener, each) for each in chunk.done):
         return
-    progress = Progress.RUNNING
-    if chunk.is_final:
-        if listener.cursor <= needed(world, chunk):
-            return
-        progress = Progress.GONE if is_gone(world, state, listener, chunk) else Progress.DONE
-    one = Write(Late.CURSOR, listener.term, index, chunk.begun, end=chunk.end, state=progress)
-    one = one._replace(until=chunk.until, time=chunk.time)
+    progress, end = Progress.RUNNING, chunk.end
+    if is_gone(world, state, listener, chunk):
+        progress, end = Progress.GONE, -1
+    elif chunk.is_final:
+        progress = Progress.DONE
+    one = Write(Late.CURSOR, listener.term, index, chunk.begun, end=end, state=progress)
+    one = one._replace(until=chunk.until, time=chunk.scanned)
     after = landed(world, state, one)
     if after is state:
         if state.records[index].state is Progress.STOPPED:  # not to be ended now: it begins anew when it goes on
@@ -443,14 +502,14 @@ def is_secured(world: World, state: State, listener: Listener, item: Item) -> bo
 
 
 def is_gone(world: World, state: State, listener: Listener, chunk: Chunk) -> bool:
-    """Tell whether an empty answer may be that of a source that was dropped or renamed before it was given."""
-    up_to = chunk.time if world.broken is Broken.END_AT_T else listener.cursor
+    """Tell whether an answer may be that of a source that was dropped or renamed before it was given."""
+    up_to = chunk.low if world.broken is Broken.END_AT_L else listener.cursor
     if world.broken is Broken.EMPTY_IS_END:
         return False
     seen = {DROP, AWAY} & set(state.oplog[:up_to])
     if world.broken is Broken.UUID_IS_ENOUGH:
         seen = set()
-    return bool(seen) or not is_there(state)
+    return bool(seen) or (chunk.is_final and not is_there(state))
 
 
 # --- storing and running ------------------------------------------------------------------------------------

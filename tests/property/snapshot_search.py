@@ -39,6 +39,7 @@ from tests.property.snapshot_model import (
     Write,
     exists,
     initial,
+    is_partial,
     key_of,
     leader,
     partition_of,
@@ -60,6 +61,7 @@ from tests.property.snapshot_rules import (
     read,
     read_chunk,
     remove,
+    scan,
     store_watermark,
     switch,
     take_over,
@@ -114,10 +116,11 @@ def is_cared_for(world: World, state: State, key: int) -> bool:
     partition = state.partitions[partition_of(state, key)]
     if partition.head is not None and partition.head.key == key:
         return True
-    if any(item.key == key for item in stored(state, partition_of(state, key), partition.token, partition.spilled)):
+    waiting = stored(state, partition_of(state, key), partition.token, partition.spilled)
+    if any(item.key == key and not item.partial for item in waiting):
         return True
     ahead = range(max(partition.token.time, state.watermark.time, 0) + 1, len(state.oplog) + 1)
-    return any(key_of(state.oplog[when - 1]) == key for when in ahead)
+    return any(key_of(state.oplog[when - 1]) == key and not is_partial(world, state, when) for when in ahead)
 
 
 def order(move: Move) -> Iterator[str]:
@@ -262,6 +265,7 @@ def led(world: World, state: State, listener: Listener) -> Steps:
         if mine or state.records[index].epoch == listener.term or world.broken in ZOMBIES:
             yield from begin(world, state, listener, index)
             yield from answer(world, state, listener, index)
+            yield from scan(world, state, listener, index)
             yield from read_chunk(world, state, listener, index)
             yield from pass_on(world, state, listener, index)
             yield from move_cursor(world, state, listener, index)

@@ -80,7 +80,7 @@ def recorded(world: World, state: State, one: Write) -> State:
     record = state.records[one.target]
     if one.kind is Late.BEGIN:
         after = with_record(state, one.target, record._replace(begun=record.begun + 1))
-        return after if world.broken is Broken.T_WITHOUT_WRITE else appended(world, after, MARK)
+        return appended(world, after, MARK)
     if one.kind is Late.PASS:
         return appended(world, state, MARK)
     ended = one.state if one.state is not Progress.RUNNING else record.state
