@@ -1,9 +1,9 @@
 """
 Existing documents as events: what a snapshot gives to handlers beside what the stream does.
 
-A document that exists is read as it was at a cluster time T, and has its place in the stream behind every change up to
-T and before every later one. Its event has the operation type `snapshot`, and else what an insert of the document would
-have: `clusterTime` is T, `fullDocument` the document.
+A document that exists has its place in the stream behind every change up to a cluster time T and before every later
+one. Its event has the operation type `snapshot`, and else what an insert of the document would have: `clusterTime` is
+T, `fullDocument` the document.
 
 Its token is made by us: ``82``, seconds and increment of T as the server writes them, ``~``, then a number that no
 other has. The tilde sorts behind every digit, so the token lies behind all tokens of events at T whatever follows their
@@ -64,11 +64,11 @@ def token_at(time: Timestamp, version: int, number: int) -> str:
     The token's comparable part of an existing document.
 
     Args:
-        time: as of which it was read.
+        time: behind whose changes it has its place.
         version: of the term that has read it.
         number: over all that this term has read.
     """
-    return f"{place_behind(time)}{version:0{_VERSION_CHARS}X}{number:08X}"
+    return f"{place_behind(time)}{version:0{_VERSION_CHARS}X}{number:010X}"
 
 
 def is_existing(data: str) -> bool:
@@ -93,6 +93,18 @@ def is_unread(data: str) -> bool:
 def opens_stream(data: str) -> bool:
     """Return True if a comparable part of a token is the server's own, so that a stream can be opened there."""
     return END not in data
+
+
+def time_of(place: str) -> Timestamp:
+    """Return the cluster time of a place."""
+    seconds = len(TOKEN_TYPE)
+    middle = (seconds + PLACE_CHARS) // 2
+    return Timestamp(int(place[seconds:middle], 16), int(place[middle:PLACE_CHARS], 16))
+
+
+def time_before(time: Timestamp) -> Timestamp:
+    """Return the last time before one of a write."""
+    return Timestamp(time.time, time.inc - 1)
 
 
 def version_in(data: str) -> int | None:
@@ -144,8 +156,18 @@ def joined(*documents: bytes) -> bytes:
 
 
 def event_bytes(shaped: bytes, data: str) -> bytes:
-    """The event of an existing document, from what the server has made of it, which has neither token nor type."""
-    return joined(bson.encode({"_id": {"_data": data}, "operationType": SNAPSHOT}), shaped)
+    """The event of an existing document, from what the server has made of it, which has no token, type or time."""
+    return joined(_head(data), shaped)
+
+
+def moved_event(raw: bytes, data: str) -> bytes:
+    """The same event at another place."""
+    head = _head(data)
+    return raw[:_SIZE_BYTES] + head[_SIZE_BYTES:-1] + raw[len(head) - 1 :]
+
+
+def _head(data: str) -> bytes:
+    return bson.encode({"_id": {"_data": data}, "operationType": SNAPSHOT, "clusterTime": time_of(data)})
 
 
 @dataclass(frozen=True, slots=True)

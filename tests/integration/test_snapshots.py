@@ -25,18 +25,18 @@ from pymongo.database import Database
 from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.existing import DocumentId
-from mongo_celery.bridge.listener import pace
+from mongo_celery.bridge.listener import pace, snapshotting
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations import snapshot_commands as commands
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import OWED
 from mongo_celery.errors import CommandRefusedError
 from tests.integration.snapshot_rig import HANDLER, World, keys_of, worlds
 
 Document = dict[str, Any]
 
-pytestmark = pytest.mark.needs_mongodb(5, 0)
 MIXED = [
     1, 2.5, Int64(7), float("nan"), Decimal128("3.3"), "abc", "ABC", "$abc", "", ObjectId(), {"a": 1}, {"b": [1, 2]},
     None, True, False, dt.datetime(2026, 1, 1, tzinfo=dt.UTC), Timestamp(1, 2), Binary(b"x"), Binary(b"y" * 16, 4),
@@ -154,7 +154,9 @@ CLUSTERED = {"clusteredIndex": {"key": {"_id": 1}, "unique": True}}
     [
         ({}, [None], [0]),
         (NATURAL, ["n1", "N2", "n3", "n9", "N10"], ["n11", "N100"]),
-        (CLUSTERED, [1, "a", "b", "c", TIMES[0]], [TIMES[1]]),
+        pytest.param(
+            CLUSTERED, [1, "a", "b", "c", TIMES[0]], [TIMES[1]], marks=pytest.mark.needs_mongodb(5, 3)
+        ),
     ],
     ids=["null", "a collation", "clustered"],
 )  # fmt: skip
@@ -311,31 +313,121 @@ def test_two_snapshots_at_once_share_partitions(world: World) -> None:
     assert len({each.token for each in world.seen}) == len(world.seen)
 
 
-def test_streams_stand_for_a_share_of_the_time_however_many_snapshots_run(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While a chunk is read all handlers wait; a server that is slow must not stop them."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(2)])
+def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: changes are handled while it is read, also those of its documents; none goes back."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     term = world.term(start_from="now").begin()
-    for _ in range(2):
-        ask(world, term)
-    snapshots, read, chunks = term.leader._snapshots, ChunkReader.read, []
-    append = snapshots._append
+    handled, read = threading.Event(), ChunkReader.read
 
     def slow(self: ChunkReader, chunk: Chunk) -> None:
-        threading.Event().wait(0.2)
         read(self, chunk)
+        world.write(0, 7)
+        world.write(9, 7)
+        assert handled.wait(30)
 
-    def appended(chunk: Chunk) -> None:
-        chunks.append(chunk)
-        append(chunk)
+    def see() -> None:
+        if {0, 9} <= {each.key for each in world.seen}:
+            handled.set()
 
     monkeypatch.setattr(ChunkReader, "read", slow)
-    monkeypatch.setattr(snapshots, "_append", appended)
+    ask(world, term)
+    term.until(handled.is_set, see)
+    monkeypatch.undo()
     term.finish()
-    assert len(chunks) >= 4
-    for one, other in itertools.pairwise(chunks):
-        assert other.sent_at >= one.sent_at + pace.STANDING_SHARE * (one.read_at - one.sent_at)
+    world.judge()
+    assert [world.snapshots_of(number) for number in (0, 1, 2, 9)] == [0, 1, 1, 0]
+
+
+def by_group(event: Document) -> Any:
+    """A rule by a field, as far as the event has the document."""
+    return (event.get("fullDocument") or {}).get("group", 0)
+
+
+def change_one(world: World, kind: str) -> None:
+    """Change the second document, in one of the ways in which a row can lose its race."""
+    if kind == "delete":
+        world.orders.delete_one({"_id": 1})
+    elif kind == "anew":
+        world.orders.delete_one({"_id": 1})
+        world.orders.insert_one({"_id": 1, "v": 5})
+    elif kind == "moves":
+        world.orders.replace_one({"_id": 1}, {"_id": 1, "v": 5, "group": 1})
+    else:
+        world.orders.update_one({"_id": 1}, {"$set": {"v": 5}})
+
+
+@pytest.mark.parametrize("moment", ["begin", "read", "pass_on"])
+@pytest.mark.parametrize(
+    ("kind", "options", "given"),
+    [
+        ("update", {}, ["update"]),
+        ("delete", {}, ["delete"]),
+        ("anew", {}, ["delete", "insert"]),
+        ("moves", {"partition_by": by_group}, ["replace"]),
+        ("update", {"full_document": None}, ["update", "snapshot"]),
+        ("update", {"operations": ("insert", "delete")}, ["snapshot"]),
+        ("update", {"match": {"$lt": ["$fullDocument.v", 5]}}, ["snapshot"]),
+    ],
+    ids=["update", "delete", "anew", "moves", "no document", "operations", "match"],
+)
+def test_a_document_that_changes_in_the_window_comes_as_its_change(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str, options: Document, given: list[str], moment: str
+) -> None:
+    """P1, P2: behind the begin, between two reads, behind the reading; again where the change brings no document."""
+    world.orders.insert_many([{"_id": number, "v": 1, "group": 0} for number in range(3)])
+    term = world.term(start_from="now", **options).begin()
+    owner: Any = {"begin": Snapshots, "read": ChunkReader, "pass_on": Snapshots}[moment]
+    is_changed, call = threading.Event(), getattr(owner, moment)
+
+    def beside(self: Any, *arguments: Any) -> Any:
+        result = call(self, *arguments) if moment != "pass_on" else None
+        if not is_changed.is_set():
+            is_changed.set()
+            change_one(world, kind)
+        return call(self, *arguments) if moment == "pass_on" else result
+
+    monkeypatch.setattr(owner, moment, beside)
+    ask(world, term)
+    if moment == "begin" and "match" in options:  # when it is read, the document does not match any more
+        given = []
+
+    def operations() -> list[str]:
+        return [each.operation for each in world.seen if each.key == 1]
+
+    term.until(lambda: world.record["state"] == "done" and len(operations()) >= len(given))
+    assert operations() == given
+    assert [world.snapshots_of(number) for number in (0, 2)] == [1, 1]
+    rows = [each for each in world.seen if each.key == 1 and each.operation == "snapshot"]
+    assert all(each.value == 5 for each in rows if "full_document" in options)
+
+
+def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_when_there_is_a_pause(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P9, P17: where changes bring no document, it is read again and again, with others beside it."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    term = world.term(start_from="now", full_document=None).begin()
+    monkeypatch.setattr(snapshotting, "_ROUNDS_MAX", 2)
+    read, values = ChunkReader.read, iter(range(2, 6))
+
+    def beside(self: ChunkReader, chunk: Chunk) -> None:
+        read(self, chunk)
+        value = next(values, None)
+        if value is not None:
+            world.write(1, value)
+
+    monkeypatch.setattr(ChunkReader, "read", beside)
+    ask(world, term)
+    reported: list[str] = []
+    term.until(
+        lambda: world.record["state"] == "done",
+        lambda: reported.extend(each["error"] for each in term.leader._snapshots.report()),
+    )
+    assert reported
+    assert all("faster" in each for each in reported)
+    rows = [each for each in world.seen if each.key == 1 and each.operation == "snapshot"]
+    assert [each.value for each in rows] == [5]
+    assert all(world.snapshots_of(number) >= 1 for number in (0, 2))
 
 
 # -- what stands --------------------------------------------------------------------------------------
@@ -449,6 +541,7 @@ def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(wo
     assert {each.value for each in world.seen if each.operation == "snapshot"} == {1}
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_a_collection_that_can_have_none_fails_alone(world: World) -> None:
     """P9: capped collections, views and time series, with a sentence; the handler's changes flow."""
     data = world.client[world.data]

@@ -62,7 +62,7 @@ def test_the_letter_of_an_existing_document_is_named_by_its_key_and_stands_first
     first, again = token_at(T, 7, 1), token_at(Timestamp(T.time + 9, 1), 9, 5)
     assert letter_name(first, event_bytes(shaped, first)) == letter_name(again, event_bytes(shaped, again)) < first
     assert letter_name(first, b"broken") == first
-    assert letter_name("82AA", event_bytes(shaped, "82AA")) == "82AA"
+    assert letter_name("82AA", event_bytes(shaped, first)) == "82AA"
 
 
 @pytest.mark.parametrize("words", [["--list", "--stop", "a"], ["--stop", "a", "--rate", "5"], ["--list", "--dry-run"]])

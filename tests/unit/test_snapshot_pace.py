@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.listener.chunks import Chunk
@@ -38,13 +37,12 @@ def test_chunks_of_which_a_partition_takes_long_become_smaller() -> None:
     assert pace.size == FIRST_SIZE * 2
 
 
-@pytest.mark.parametrize("stood", [0.0, 4.0, 12.0])
-def test_where_reading_fails_the_stream_stands_for_a_tenth_of_the_time(stood: float) -> None:
-    """However long the server lets it wait; with less to read each time."""
+def test_where_reading_fails_the_next_attempt_comes_later_with_less() -> None:
+    """However long the server lets it wait."""
     pace = ChunkPace(FIRST_SIZE)
     for number in range(1, 6):
-        pause = pace.has_failed(BUSY, "busy", pace.size, stood, 1000.0)
-        assert pause >= max(9 * stood, PAUSES.first / 2)
+        pause = pace.has_failed(BUSY, "busy", pace.size, 1000.0)
+        assert pause >= PAUSES.first / 2
         assert pace.ready_at == 1000.0 + pause
         assert (pace.size, pace.failures) == (max(1, FIRST_SIZE >> number), number)
 
@@ -54,20 +52,18 @@ def test_only_what_servers_answer_ends_a_snapshot() -> None:
     pace, ended = ChunkPace(FIRST_SIZE), []
     reasons: list[Exception | str] = [*[AutoReconnect("no answer")] * 3 * ATTEMPTS_MAX, *["stands"] * ATTEMPTS_MAX]
     for why in reasons:
-        pace.has_failed(why, "why", pace.size, 0.0, 0.0)
+        pace.has_failed(why, "why", pace.size, 0.0)
         ended.append(pace.is_hopeless)
     assert ended == [False] * (4 * ATTEMPTS_MAX - 1) + [True]
-    pace.was_read(chunk(pace, read_at=100.1, weight=1), ROOM)
+    pace.was_read(chunk(pace, weight=1), ROOM)
     assert pace == ChunkPace(1, ready_at=pace.ready_at)
 
 
-def test_a_chunk_has_room_and_is_read_quickly() -> None:
-    """Too many bytes, or a long stand: the next one has less."""
+def test_a_chunk_has_room() -> None:
+    """Too many bytes: the next one has less."""
     pace = ChunkPace(400)
-    pace.was_read(chunk(pace, read_at=100.1, weight=4 * ROOM), ROOM)
+    pace.was_read(chunk(pace, weight=4 * ROOM), ROOM)
     assert pace.size == 100
-    pace.was_read(chunk(pace, read_at=101.0, weight=1), ROOM)
-    assert pace.size == 50
 
 
 def test_a_rate_bounds_a_chunk_and_puts_the_next_one_off() -> None:

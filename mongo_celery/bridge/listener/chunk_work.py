@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mongo_celery.bridge.existing import place_at, place_behind
 from mongo_celery.bridge.listener.chunks import ChunkReader, estimate, facts_of
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
 
 if TYPE_CHECKING:
+    from bson import Timestamp
+
     from mongo_celery.bridge.listener.chunks import Chunk
     from mongo_celery.bridge.listener.owed import OwedSnapshots
     from mongo_celery.bridge.state.snapshots import Snapshot
@@ -90,31 +91,28 @@ class ChunkWork:
 
     def read(self, chunk: Chunk) -> None:
         """
-        Begin a chunk and read it; the stream stands meanwhile.
+        Begin a chunk, or what is read again of one, and read it.
 
         Raises:
             RefusedChunkError: it is not this term's.
-            Exception: of what was read nothing may be used, unless `is_read` says that it may.
+            Exception: nothing of what was read may be used.
         """
         record = chunk.snapshot
-        time_ = self._store.begin(record, self._version)
-        if time_ is None:
-            raise RefusedChunkError
-        chunk.begun, chunk.time = record.begun + 1, time_
-        chunk.place = place_behind(time_)
-        self._notice()  # the stream may be taken in up to there
+        if not chunk.begun:
+            chunk.low = self._store.begin(record, self._version)
+            if chunk.low is None:
+                raise RefusedChunkError
+            chunk.begun = record.begun + 1
         self._reader.read(chunk)
         if chunk.end is None:
             facts = facts_of(self._client, record.source)
             chunk.is_there = facts is not None and facts.uuid == record.uuid
-        chunk.read_at = time.monotonic()
-        chunk.is_read = True
+        chunk.high = self.pass_on(chunk)
         self._notice()
-        self.pass_on(chunk)
 
-    def pass_on(self, chunk: Chunk) -> None:
+    def pass_on(self, chunk: Chunk) -> Timestamp:
         """
-        Write something behind T; the stream has to come by the first such write that came after the reading.
+        Write something, which the stream has to come by; return its cluster time.
 
         Raises:
             RefusedChunkError: it is not this term's.
@@ -123,7 +121,7 @@ class ChunkWork:
         time_ = self._store.pass_on(chunk.snapshot.id, self._version, chunk.begun)
         if time_ is None:
             raise RefusedChunkError
-        chunk.behind = chunk.behind or place_at(time_)
+        return time_
 
     def move(self, chunk: Chunk) -> bool:
         """Record that a chunk is done; False where it is recorded already, or not this term's."""

@@ -1,11 +1,12 @@
 """
-Reading a chunk of existing documents as they were at a cluster time T, and looking at the collection that they are in.
+Reading a chunk of existing documents, and looking at the collection that they are in.
 
 A chunk is bounded by what is scanned: first its last `_id` is found, then the range up to it is read, shaped as events,
-and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave of it is returned; all at T. So one
-of which nothing is wanted has an end too, and only where nothing is left to scan the snapshot is at its end.
+and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave of it is returned. So one of which
+nothing is wanted has an end too, and only where nothing is left to scan the snapshot is at its end. No two documents
+need be of one time: each is as of some time after L, and before H.
 
-The snapshot's end is the largest `_id` that was there at the first T: the first chunk reads it, and it is recorded.
+The snapshot's end is the largest `_id` that is there for the first chunk that is recorded.
 
 The order is that of the collection's own index on `_id`, whatever types are mixed there. Comparisons are expressions
 with literals: a query's own compare within one type, and take a document for operators.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import bson
 import pymongo
@@ -31,26 +32,31 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import event_of
-from mongo_celery.bridge.existing import AS, DocumentId, event_bytes, token_at
+from mongo_celery.bridge.existing import (
+    AS,
+    DocumentId,
+    event_bytes,
+    moved_event,
+    place_behind,
+    time_of,
+    token_at,
+)
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
-from mongo_celery.bridge.window import Mark
+from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, code_of, is_transient, is_unanswered, verdict_on
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.snapshots import Snapshot
-    from mongo_celery.bridge.window import PendingChange
 
-READ_SECONDS = 4.0
-"""How long the stream may stand for a chunk that is read."""
+READ_SECONDS = 10.0
+"""How long the reading of a chunk may take."""
 
 _LOOK_SECONDS = 3.0
 _BOUND = "_id"
 _SPLITS = "$changeStreamSplitLargeEvent"
-_PASSING = frozenset({Code.SnapshotTooOld, Code.SnapshotUnavailable, Code.MaxTimeMSExpired})
-"""The server cannot read as of that time any more, or not yet, or not so much in that time: another T may do."""
 _OF_NO_DOCUMENT = frozenset({
     Verdict.TRANSIENT, Verdict.LOGIN, Verdict.ACCESS, Verdict.TOPOLOGY, Verdict.HISTORY_LOST, Verdict.TOKEN_NOT_FOUND,
 })  # fmt: skip
@@ -58,33 +64,40 @@ _OF_NO_DOCUMENT = frozenset({
 Shape = Sequence[Mapping[str, Any]]
 
 
+class Seen(NamedTuple):
+    """The last change of a key that was taken in since a chunk was begun: its token, and whether it has a document."""
+
+    data: str
+    has_document: bool
+    is_looked_up: bool
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     """
-    One chunk under way. The reading thread writes it up to `is_read`, the leading one from then on.
+    One chunk under way. The reading thread writes it up to `high`, the leading one from then on.
 
     Attributes:
         subscription: that the documents are for; one under another layout is another one.
         size: how many documents are asked for.
         sent_at: when it was begun, on the monotonic clock.
-        read_at: when it was read; 0 until then.
         first_at: of each partition, when its first document was seen to be handled.
         seconds: the longest time that any partition has taken from there to its last.
         begun: its number; 0 until it is begun.
-        time: T; None until it is known, and while it is not the stream stands.
-        place: what lies behind T in the stream.
-        items: what is to be appended there, in order.
+        low: L, a cluster time before its reading; None until it is known.
+        high: H, the cluster time of a write after its reading; None until it is read.
+        place: behind which its documents are appended; empty until H is known.
+        items: what is to be appended there, in order, by key.
         weight: bytes of these.
         count: how many documents were scanned.
         end: the last `_id` of these; None where nothing was left.
         until: the largest `_id` that is to be scanned, now or later; None where nothing was there.
         is_there: where nothing was left, whether the collection is still the one that it was.
-        behind: the place that the stream must have reached before the chunk is believed: a write that came after all
-            of its reading.
-        is_read: whether all of the above is known.
-        is_appended: whether the items are in the buffers.
+        changes: what was taken in of the subscription's changes since it was begun, by key.
+        is_spoiled: whether one of these has no key that can be read.
+        again: `_id`s that are read again, since a change without its document came in between.
+        rounds: how often that was so.
         ends: of each partition, the last token that is not known to be committed or stored.
-        newer: keys of documents that a look-up has shown as they may have been after T.
         passed_at: when the last write that moves the stream was sent.
     """
 
@@ -92,24 +105,71 @@ class Chunk:
     subscription: Subscription
     size: int
     sent_at: float
-    read_at: float = 0.0
     first_at: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
     begun: int = 0
-    time: Timestamp | None = None
+    low: Timestamp | None = None
+    high: Timestamp | None = None
     place: str = ""
-    items: list[PendingChange] = field(default_factory=list)
+    items: dict[bytes, PendingChange] = field(default_factory=dict)
     weight: int = 0
     count: int = 0
     end: DocumentId | None = None
     until: DocumentId | None = None
     is_there: bool = True
-    behind: str = ""
-    is_read: bool = False
-    is_appended: bool = False
+    changes: dict[bytes, Seen] = field(default_factory=dict)
+    is_spoiled: bool = False
+    again: list[DocumentId] = field(default_factory=list)
+    rounds: int = 0
     ends: dict[int, str] = field(default_factory=dict)
-    newer: set[bytes] = field(default_factory=set)
     passed_at: float = 0.0
+
+    def note(self, change: PendingChange, event: ChangeEvent) -> None:
+        """Keep the last change of a key; one whose key cannot be read may be of any."""
+        try:
+            document = event.document
+            ns = document["ns"]
+            if f"{ns['db']}.{ns['coll']}" != self.snapshot.source:
+                return
+            key, operation = key_of(document), document["operationType"]
+            if self.high is not None and key not in self.items:
+                return  # so that behind a long backlog few are kept
+            given = document.get("fullDocument") is not None
+            has_document = change.refusal is None and (given or operation == "delete")
+            self.changes[key] = Seen(change.data, has_document, given and operation == "update")
+        except Exception:  # noqa: BLE001 - an event of whatever form
+            self.is_spoiled = True
+
+    def settle(self, looks_up: bool) -> list[PendingChange]:
+        """
+        Return what is to be appended; what is to be read again is in `again`.
+
+        A document whose key was changed behind L is left out. So is one with an update before L that was looked up
+        meanwhile, where the handler is given all changes.
+        """
+        assert self.low is not None, "it was read"
+        low, takes_all = place_behind(self.low), self.subscription.plan.handler.filter.takes_every_change
+        kept: list[PendingChange] = []
+        self.again = []
+        for key, item in self.items.items():
+            seen = self.changes.get(key)
+            if seen is None or (seen.data < low and not (looks_up and takes_all and seen.is_looked_up)):
+                data = self.place + item.data[len(self.place) :]
+                item.mark = Mark({"_data": data}, data, time_of(data))
+                item.raw = moved_event(item.raw, data)
+                kept.append(item)
+            elif not seen.has_document:
+                found = DocumentId.of(key)
+                assert found is not None, "it has an `_id`"
+                self.again.append(found)
+        self.items = {}
+        return kept
+
+
+def key_of(event: Mapping[str, Any]) -> bytes:
+    """The `_id` of an event's document, byte for byte."""
+    key = event["documentKey"]
+    return bytes(key.raw) if len(key) == 1 else bson.encode({_BOUND: key[_BOUND]}, codec_options=EVENT_TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +210,7 @@ def facts_of(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     elif kind == "timeseries":
         objection = "it is a time series, of which no stream shows changes"
     elif options.get("capped"):
-        objection = "it is capped: no server reads such a collection as it was at a time"
+        objection = "it is capped: no stream shows what it removes by itself"
     return CollectionFacts(None if uuid is None else bytes(uuid), answer["operationTime"], objection)
 
 
@@ -173,23 +233,23 @@ def conditions_of(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]]:
 def shape_of(
     source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]], pipeline: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The stages that make events of documents; what they leave is without token and operation type."""
-    event = {"operationType": AS, **_named(source, time), "fullDocument": "$$ROOT"}
+    """The stages that make events of documents; what they leave is without token, type and time."""
+    event = {"operationType": AS, "clusterTime": time, **_named(source), "fullDocument": "$$ROOT"}
     wanted = [{"$match": {"$expr": condition}} for condition in conditions]
     given = [stage for stage in pipeline if _SPLITS not in stage]
-    return [{"$replaceWith": event}, *wanted, *given, {"$unset": ["_id", "operationType"]}]
+    return [{"$replaceWith": event}, *wanted, *given, {"$unset": ["_id", "operationType", "clusterTime"]}]
 
 
-def _named(source: str, time: Timestamp) -> dict[str, Any]:
+def _named(source: str) -> dict[str, Any]:
     """What names a document in its event, as expressions."""
     database, _, collection = source.partition(".")
     ns = {"db": {"$literal": database}, "coll": {"$literal": collection}}
-    return {"clusterTime": time, "ns": ns, "documentKey": {_BOUND: "$_id"}}
+    return {"ns": ns, "documentKey": {_BOUND: "$_id"}}
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether another attempt, later, smaller or as of another time, may succeed."""
-    return code_of(error) in _PASSING or is_transient(error) or is_unanswered(error)
+    """Whether another attempt, later or smaller, may succeed."""
+    return code_of(error) == Code.MaxTimeMSExpired or is_transient(error) or is_unanswered(error)
 
 
 def concerns_a_document(error: Exception) -> bool:
@@ -200,10 +260,6 @@ def concerns_a_document(error: Exception) -> bool:
 
 class ConditionFailedError(Exception):
     """What the snapshot itself asks of documents cannot be judged: the server says why."""
-
-
-class ShortChunkError(Exception):
-    """The server has returned fewer documents than there are."""
 
 
 class ChunkReader:
@@ -224,45 +280,47 @@ class ChunkReader:
 
     def read(self, chunk: Chunk) -> None:
         """
-        Read what follows the last one that was scanned, as of the chunk's T.
+        Read what follows the last one that was scanned, or what is to be read again; all of it as of L or later.
 
-        Its `items`, `count`, `end` and `until` are set.
+        Its `items`, and for the first time its `count`, `end` and `until` are set.
 
         Raises:
             PyMongoError: nothing of it may be used.
-            ShortChunkError: as before.
             ConditionFailedError: as before, and it is the snapshot's own fault.
         """
-        assert chunk.time is not None, "a chunk is read when its time is known"
-        match = chunk.subscription.plan.handler.filter.match
-        conditions = conditions_of(match, chunk.snapshot)
-        is_whole = not conditions and not self._pipeline
-        size = chunk.size
         with pymongo.timeout(READ_SECONDS):
-            known = chunk.snapshot.until
+            if chunk.again:
+                for part in chunk.again:
+                    self._read_range(chunk, {"$expr": {"$eq": ["$_id", part.named("$literal")]}}, 1)
+                return
+            size, known = chunk.size, chunk.snapshot.until
             chunk.until = known if known is not None else self._largest(chunk)
             while True:
                 chunk.end, chunk.count = self._bound(chunk, size)
-                if chunk.end is None:
-                    return
-                shape = shape_of(chunk.snapshot.source, chunk.time, conditions, self._pipeline)
-                try:
-                    found = self._range(chunk, shape, size)
-                except OperationFailure as error:
-                    if not concerns_a_document(error):
-                        raise
-                    self._blame(chunk, size, error)
-                    if size == 1:
-                        self._refuse(chunk, error)
-                        return
-                    found = None
-                if found is not None:
+                if chunk.end is None or self._read_range(chunk, _behind(chunk.snapshot.last, chunk.end), size):
                     break
                 size = max(size // 2, 1)
-        if is_whole and len(found) != chunk.count:
-            raise ShortChunkError(f"{len(found)} documents of {chunk.count} were returned")
-        chunk.items = [self._item(chunk, bytes(each.raw)) for each in found]
-        chunk.weight = sum(each.weight for each in chunk.items)
+        chunk.weight = sum(each.weight for each in chunk.items.values())
+
+    def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], size: int) -> bool:
+        """Read the events of a range; False where it has to be smaller."""
+        assert chunk.low is not None, "a chunk is read when L is known"
+        conditions = conditions_of(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
+        shape = shape_of(chunk.snapshot.source, chunk.low, conditions, self._pipeline)
+        try:
+            found = self._range(chunk, bounds, shape, size)
+        except OperationFailure as error:
+            if not concerns_a_document(error):
+                raise
+            self._blame(chunk, bounds, size, error)
+            if size > 1:
+                return False
+            self._refuse(chunk, bounds, error)
+            return True
+        if found is None:
+            return False
+        chunk.items.update(self._item(chunk, bytes(each.raw)) for each in found)
+        return True
 
     def _largest(self, chunk: Chunk) -> DocumentId | None:
         """The largest `_id` of all."""
@@ -290,17 +348,16 @@ class ChunkReader:
         }
         return list(self._answer(chunk, command)["cursor"]["firstBatch"])
 
-    def _range(self, chunk: Chunk, shape: Shape, size: int) -> list[RawBSONDocument] | None:
+    def _range(self, chunk: Chunk, bounds: Mapping[str, Any], shape: Shape, size: int) -> list[RawBSONDocument] | None:
         """The events of a range; None where they do not fit into one answer."""
-        assert chunk.end is not None, "it is bounded"
         command = {
             "aggregate": chunk.snapshot.source.partition(".")[2],
             "pipeline": [
-                {"$match": _behind(chunk.snapshot.last, chunk.end)},
+                {"$match": bounds},
                 {"$sort": {_BOUND: 1}},
                 *shape,
             ],
-            "cursor": {"batchSize": size + 1},
+            "cursor": {"batchSize": 2 * size + 1},  # some may have been inserted since it was bounded
         }
         cursor = self._answer(chunk, command)["cursor"]
         if cursor["id"]:
@@ -310,7 +367,7 @@ class ChunkReader:
 
     def _answer(self, chunk: Chunk, command: dict[str, Any]) -> Any:
         database = chunk.snapshot.source.partition(".")[0]
-        concern = {"level": "snapshot", "atClusterTime": chunk.time}
+        concern = {"level": "majority", "afterClusterTime": chunk.low}
         whole = {**command, "hint": {_BOUND: 1}, "readConcern": concern, "maxTimeMS": int(READ_SECONDS * 1000)}
         types: CodecOptions[Any] = EVENT_TYPES
         answer: Any = self._client[database].command(whole, codec_options=types)
@@ -320,34 +377,34 @@ class ChunkReader:
         database, _, name = chunk.snapshot.source.partition(".")
         self._client[database].command({"killCursors": name, "cursors": [bson.Int64(cursor)]})
 
-    def _blame(self, chunk: Chunk, size: int, error: Exception) -> None:
+    def _blame(self, chunk: Chunk, bounds: Mapping[str, Any], size: int, error: Exception) -> None:
         """A condition of the snapshot's own that fails is nobody's document's fault, and costs no handler anything."""
-        if chunk.snapshot.match is None or chunk.time is None:
+        if chunk.snapshot.match is None or chunk.low is None:
             return
         match = chunk.subscription.plan.handler.filter.match
         others = [match] if isinstance(match, Mapping) else []
         try:
-            self._range(chunk, shape_of(chunk.snapshot.source, chunk.time, others, self._pipeline), size)
+            self._range(chunk, bounds, shape_of(chunk.snapshot.source, chunk.low, others, self._pipeline), size)
         except OperationFailure as without:
             if concerns_a_document(without):
                 return
             raise
         raise ConditionFailedError(f"its match {chunk.snapshot.match} cannot be judged: {brief(error)}") from error
 
-    def _refuse(self, chunk: Chunk, error: Exception) -> None:
+    def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """The one document that cannot be an event: its key, and why."""
-        assert chunk.time is not None, "it was read"
-        found = self._range(chunk, [{"$replaceWith": _named(chunk.snapshot.source, chunk.time)}], 1) or []
+        found = self._range(chunk, bounds, [{"$replaceWith": _named(chunk.snapshot.source)}], 1) or []
         flaw = Flaw(f"the document could not be read as an event: {brief(error)}")
-        chunk.items = [self._item(chunk, bytes(each.raw), flaw) for each in found]
+        chunk.items.update(self._item(chunk, bytes(each.raw), flaw) for each in found)
 
-    def _item(self, chunk: Chunk, shaped: bytes, flaw: Flaw | None = None) -> PendingChange:
-        assert chunk.time is not None, "it was read"
+    def _item(self, chunk: Chunk, shaped: bytes, flaw: Flaw | None = None) -> tuple[bytes, PendingChange]:
+        """The key of a document, and the change that it is, at L: it gets its place when it is appended."""
+        assert chunk.low is not None, "it was read"
         self._number += 1
-        data = token_at(chunk.time, self._version, self._number)
+        data = token_at(chunk.low, self._version, self._number)
         raw = event_bytes(shaped, data)
-        event = ChangeEvent(Mark({"_data": data}, data, chunk.time), event_of(raw), raw, flaw)
-        return chunk.subscription.admission.admit_existing(event)
+        event = ChangeEvent(Mark({"_data": data}, data, chunk.low), event_of(raw), raw, flaw)
+        return key_of(event.document), chunk.subscription.admission.admit_existing(event)
 
 
 def _behind(last: DocumentId | None, end: DocumentId | None = None) -> dict[str, Any]:

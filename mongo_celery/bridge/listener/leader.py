@@ -433,15 +433,12 @@ class Leader:
                     self._is_held_up = True
                     break
             self._full, self._full_at = "", math.inf
-            if not self._snapshots.admits(item):  # existing documents come before it
-                self._at_end = False
-                self._is_held_up = True
-                break
+            self._snapshots.comes_to(item)  # existing documents come before it
             self._at_end = not hasattr(item, "raw")
             for subscription in self._subscriptions.values():
                 change = subscription.take_in(item)
                 if change is not None:
-                    self._snapshots.looked_up(subscription, item, change)
+                    self._snapshots.took_change(subscription, item, change)
             self._snapshots.took_in(item)
             if inbox.take():
                 self._make_room()
@@ -631,8 +628,7 @@ class Leader:
             self._snapshots.next_at(),
         )
         pause = max(until - now, 0.0)
-        if self._is_held_up:  # full, or a chunk is awaited: new items cannot be taken in
-            awaited = self._snapshots.progress if self._snapshots.is_standing else self._stopping
-            awaited.wait(min(pause, BUSY_LOOK))
+        if self._is_held_up:  # full: new items cannot be taken in
+            self._stopping.wait(min(pause, BUSY_LOOK))
         elif self._inbox.held is None:  # else there was more than a turn takes in
             self._inbox.wait(pause)

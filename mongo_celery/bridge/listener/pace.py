@@ -2,8 +2,7 @@
 The pace of a snapshot: how many documents its next chunk has, and when that may begin.
 
 As many as workers handle in a second or two, so that changes behind them do not wait for long; judged by the chunk's
-own part of each partition, whatever was buffered in front of it. While a chunk is begun and read the stream stands for
-all handlers: so it may for a share of the time only, of all snapshots together, and for less where reading fails.
+own part of each partition, whatever was buffered in front of it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,8 @@ ATTEMPTS_MAX = 20
 PAUSES = Pauses(first=0.5, longest=30.0, jitter=0.2)
 """Between two attempts that fail."""
 
-STANDING_SHARE = 4
-"""Of the time the stream may stand one second in so many; where reading fails, one in ten for this snapshot."""
-
 _SMALL_SIZE = 100  # below it, what a chunk costs by itself counts most
 _QUICK_SECONDS, _SLOW_SECONDS = 1.5, 6.0
-_LONG_STAND_SECONDS = 0.5
-_FAILING_SHARE = 10
 
 
 @dataclass(slots=True)
@@ -68,8 +62,6 @@ class ChunkPace:
         self.failures, self.errors, self.error = 0, 0, None
         if chunk.weight > room:
             self.size = max(1, chunk.size * room // chunk.weight)
-        elif chunk.read_at - chunk.sent_at > _LONG_STAND_SECONDS:
-            self.size = max(1, chunk.size // 2)
 
     def was_handled(self, chunk: Chunk) -> None:
         """All of a chunk is done."""
@@ -80,9 +72,9 @@ class ChunkPace:
         if chunk.snapshot.rate:
             self.ready_at = max(self.ready_at, chunk.sent_at + chunk.count / chunk.snapshot.rate)
 
-    def has_failed(self, why: Exception | str, text: str, size: int, stood: float, now: float) -> float:
+    def has_failed(self, why: Exception | str, text: str, size: int, now: float) -> float:
         """
-        A chunk of this size has failed, after the stream has stood for so long.
+        A chunk of this size has failed.
 
         Returns:
             Seconds to the next attempt.
@@ -91,6 +83,6 @@ class ChunkPace:
         self.errors += isinstance(why, str) or not (is_unanswered(why) or is_outage(why))
         self.error = text
         self.size = max(size // 2, 1)
-        pause = max(PAUSES.nth(self.failures - 1), _FAILING_SHARE * stood)
+        pause = PAUSES.nth(self.failures - 1)
         self.ready_at = now + pause
         return pause

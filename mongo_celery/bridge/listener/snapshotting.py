@@ -1,30 +1,31 @@
 """
-Snapshots of one term: existing documents, each exactly at its place between the changes.
+Snapshots of one term: existing documents, each at its place between the changes.
 
 ::
 
-    begin (T)     read at T       the stream passes T      all committed or stored     cursor
-    ----------> | ------------- | ----------------------- | ------------------------> | ---> begin ...
-      the stream stands           its documents are          workers, as with
-      at T until it is read       appended to the buffers    all other changes
+    begin (L)      read      write (H)      the stream passes T      all committed or stored     cursor
+    -----------> | ------> | -----------> | ----------------------> | ------------------------> | ---> begin ...
+                                           its documents are           workers, as with
+                                           appended to the buffers     all other changes
 
-1. A chunk begins with one majority write on the snapshot's record, whose own time is T: nothing newer was taken in, for
-   nothing is from the sending of that write on until T is known. A chunk whose T cannot be known is given up.
-2. Its documents are read as of T. The stream is not taken in behind T before they are there.
-3. They are appended where the stream passes T: behind every change up to T, before every later one. Their tokens say
-   the same to everybody who compares tokens (`existing`).
-4. They hold no watermark. Only when each of them is committed by a majority, or stored and marked by this term, the
-   record moves on (`state/snapshots.py`), and the next chunk may begin. So each may start once more after a fault.
-5. A chunk is believed when the stream has passed a write that came after its reading: a collection that was dropped or
-   renamed meanwhile reads as if it were empty.
-6. A term that ends, repartitioning, and a stream that is opened again drop what is under way: it begins anew. What was
+1. A chunk begins with one majority write on the snapshot's record, whose time is L. The stream is taken in meanwhile:
+   no handler waits for a chunk.
+2. Its documents are read behind L, each as of any time. Then comes another majority write, whose time is H.
+3. T is the time before H, or the one that the stream has reached by then. The documents are appended where the stream
+   passes T: behind every change up to T, before every later one. Their tokens say so to everybody (`existing`).
+4. A document whose key got a change of the handler's between L and T is left out: the change is newer. Where that
+   brings no document, it is read again in a window of its own, from T on.
+5. They hold no watermark. Only when each of them is committed by a majority, or stored and marked by this term, the
+   record moves (`state/snapshots.py`), and the next chunk may begin. So each may start once more after a fault.
+6. A collection that was dropped or renamed reads as if it were empty. The stream passes that before T, and it ends.
+7. A term that ends, repartitioning, and a stream that is opened again drop what is under way: it begins anew. What was
    stored of it runs where it is.
-7. With look-up, an update at or before T may show its document as it was after T. The existing document would follow as
-   it was at T, and go back: it is left out, where the handler is given all changes of documents.
+8. With look-up, an update before L may show its document as it was after T. The existing document would go back: it is
+   left out, where the handler is given all changes of documents.
 
 A begin waits until all partitions are won, so that no older term runs changes behind T; until there is room for a
-chunk, and for what has to be read before it; and while most partitions stand. What cannot go on, goes on later, ever
-more rarely, and says why; what never can stands alone, and harms no handler.
+chunk; and while most partitions are blocked. What cannot be read is tried again, ever more rarely, and says why; what
+never can ends alone, and harms no handler.
 """
 
 from __future__ import annotations
@@ -34,15 +35,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.existing import TOKEN_TYPE, place_behind
+from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, place_behind, time_before, time_of
 from mongo_celery.bridge.listener import pace as paces
 from mongo_celery.bridge.listener.chunk_work import ChunkWork, RefusedChunkError, gone
-from mongo_celery.bridge.listener.chunks import Chunk, ConditionFailedError, ShortChunkError, is_passing
+from mongo_celery.bridge.listener.chunks import Chunk, ConditionFailedError, is_passing
 from mongo_celery.bridge.listener.errand import Errand, Errands
 from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
 from mongo_celery.bridge.state.partitions import mostly_stand
@@ -64,9 +63,10 @@ logger = logging.getLogger("mongo_celery.listener")
 _CHUNK_BYTES = 8 << 20
 _ROOM_SHARE = 8  # of the buffer, for a chunk
 _LOOK_SECONDS = 1.0
-_STAND_SECONDS = 12.0
 _PASS_SECONDS = 0.5
 _TICK_SECONDS = 0.05
+_ROUNDS_MAX = 20
+"""How often documents of one chunk are read again, before the chunk counts as failed."""
 
 
 class Snapshotting:
@@ -76,20 +76,14 @@ class Snapshotting:
     Args:
         wiring: of the bridge.
         wake: ends the leading thread's wait.
-
-    Attributes:
-        is_standing: whether the stream must not be taken in until the chunk that is under way is known.
-        progress: set when there may be something new of that chunk.
     """
 
     def __init__(self, wiring: Wiring, wake: Callable[[], None]) -> None:
-        self.progress = Event()
-        self.is_standing = False
         self._wiring = wiring
         self._wake = wake
         self._room = min(_CHUNK_BYTES, wiring.options.buffer_bytes // _ROOM_SHARE)
         self._looks_up = wiring.options.full_document == "updateLookup"
-        self._errands = Errands("mongo_celery-snapshot", self._noticed)
+        self._errands = Errands("mongo_celery-snapshot", wake)
         self._errand: Errand | None = None
         self._waiting: deque[Errand] = deque()
         self._work: ChunkWork | None = None
@@ -100,7 +94,7 @@ class Snapshotting:
         self._appended: dict[str, Chunk] = {}
         self._gone: set[str] = set()
         self._reached = ""
-        self._look_at = self._ready_at = self._rested_at = 0.0
+        self._look_at = self._ready_at = 0.0
         self._last_begun = ""
         self._has_looked = False
 
@@ -112,7 +106,7 @@ class Snapshotting:
             owed: snapshots with which subscriptions begin, and which were not asked for yet.
         """
         self._led = led
-        self._work = ChunkWork(self._wiring, version, owed, self._noticed)
+        self._work = ChunkWork(self._wiring, version, owed, self._wake)
 
     def look_now(self) -> None:
         """Have the next turn find what was asked for, whenever that would have been due."""
@@ -133,7 +127,7 @@ class Snapshotting:
         return bool(self._records)
 
     def is_busy(self, now: float) -> bool:
-        """Return True if a chunk is under way or may begin: then the stream is not to be waited for long."""
+        """Return True if a chunk is under way or may begin: then the stream is not awaited for long."""
         return bool(self._under_way()) or any(self._may_begin(each, now) for each in self._records.values())
 
     def next_at(self) -> float:
@@ -153,25 +147,20 @@ class Snapshotting:
 
     # -- the stream --------------------------------------------------------------------------------
 
-    def admits(self, item: ChangeEvent | Mark) -> bool:
-        """
-        Whether the stream may be taken in up to this. Where it passes T, the chunk is appended before.
-
-        Called with each thing that was read, in front of all subscriptions.
-        """
+    def comes_to(self, item: ChangeEvent | Mark) -> None:
+        """Append a chunk whose place lies before this. Called with each thing that was read, before it is taken in."""
         chunk = self._reading
-        if chunk is None:
-            return True
-        if not chunk.place:
-            return False
+        if chunk is None or chunk.high is None:
+            return
         data = _data_of(item)
         if not data.startswith(TOKEN_TYPE):
             self._fail(chunk.snapshot, f"the server's tokens begin with {data[:2]}, among which T has no place")
-        elif data > chunk.place:
-            if not chunk.is_read:
-                return False
+            return
+        if not chunk.place:  # all was read before H was written, which moves the stream past it
+            reached = self._reached[:PLACE_CHARS] + END if self._reached else ""
+            chunk.place = max(place_behind(time_before(chunk.high)), reached)
+        if data > chunk.place:
             self._append(chunk)
-        return True
 
     def took_in(self, item: ChangeEvent | Mark) -> None:
         """The stream has been taken in up to this, by all subscriptions."""
@@ -186,36 +175,37 @@ class Snapshotting:
         except Exception as error:  # noqa: BLE001 - an event of whatever form
             logger.debug("an event that cannot be looked at: %s", short(error))
 
-    def looked_up(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
-        """A subscription is owed this change: it may show its document as it was after T."""
+    def took_change(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
+        """A subscription is owed this change: it may be newer than a document that is being read."""
         chunk = self._reading
-        if chunk is None or chunk.subscription is not subscription or not self._looks_up or change.refusal is not None:
-            return
-        event: Any = item
-        if event.document.get("operationType") != "update" or not event.document.get("fullDocument"):
-            return
-        if subscription.plan.handler.filter.takes_every_change:
-            chunk.newer.add(_key_of(event.document))
+        if chunk is not None and chunk.subscription is subscription:
+            event: Any = item
+            chunk.note(change, event)
 
     def reopened(self) -> None:
-        """The stream is read from another place on: what is not appended is given up."""
-        self._reached = ""
-        if self._reading is not None:
-            self._give_up(self._reading)
+        """The stream is read from another place on: what is not appended begins anew."""
+        self._reached, self._reading = "", None
 
     def _append(self, chunk: Chunk) -> None:
-        self._go_on(chunk)
-        if chunk.subscription.lost or chunk.subscription.is_draining:
+        record = chunk.snapshot
+        if chunk.is_spoiled or chunk.subscription.is_draining or self._is_stale(chunk):
+            self._reading = None
             return
-        items = chunk.items
-        if chunk.newer:
-            items = [each for each in items if _key_in(each.raw) not in chunk.newer]
+        items = chunk.settle(self._looks_up)
         if not chunk.subscription.append(items):
-            self._put_off(chunk.snapshot, "a partition stands behind its place, so it counts as done there", chunk.size)
+            self._put_off(record, "a partition is behind its place, so it counts as done there", chunk.size)
             return
-        chunk.ends = {each.index: each.data for each in items}
-        chunk.items, chunk.is_appended = [], True
-        self._appended[chunk.snapshot.id] = chunk
+        chunk.ends.update({each.index: each.data for each in items})
+        if not chunk.again:
+            self._reading, self._appended[record.id] = None, chunk
+            self._pace(record.id).was_read(chunk, self._room)
+            return
+        chunk.rounds += 1
+        if chunk.rounds > _ROUNDS_MAX:
+            self._put_off(record, "a document is changed faster than it can be read", chunk.size)
+            return
+        chunk.low, chunk.high, chunk.place, chunk.changes = time_of(chunk.place), None, "", {}
+        self._send(lambda: self.work.read(chunk), lambda errand: self._worked(chunk, errand))
 
     def _note_move(self, operation: str, event: ChangeEvent) -> None:
         ns, to = event.document.get("ns") or {}, event.document.get("to") or {}
@@ -243,19 +233,16 @@ class Snapshotting:
             may_begin: whether the stream is read, and nothing holds it back for others.
         """
         self._led = led
-        self.progress.clear()
         if self._errand is not None and self._errand.is_done:
             errand, self._errand = self._errand, None
             errand.settle()
-        self._drop(now)
+        self._drop()
         self._secure(now)
         if self._errand is None and not self._waiting:
             self._next(now, may_begin=may_begin and room >= 2 * self._room)
         if self._errand is None and self._waiting:
             self._errand = self._waiting.popleft()
             self._errands.send(self._errand)
-        chunk = self._reading
-        self.is_standing = chunk is not None and not chunk.is_read
 
     def _next(self, now: float, *, may_begin: bool) -> None:
         if now < self._ready_at:
@@ -266,38 +253,29 @@ class Snapshotting:
             if snapshot_id in self._records:
                 self._end_gone(self._records[snapshot_id])
                 return
-        for chunk in self._under_way():
-            if self._is_to_be_passed(chunk, now):
-                self._pass(chunk, now)
-                return
+        chunk = self._reading
+        if chunk is not None and chunk.high is not None and now - chunk.passed_at >= _PASS_SECONDS:
+            self._pass(chunk, now)
+            return
         for chunk in list(self._appended.values()):
-            if not chunk.ends and chunk.behind and self._reached >= chunk.behind:
+            if not chunk.ends:
                 self._move(chunk)
                 return
         if now >= self._look_at:
             self._look(now)
             return
-        record = self._due(now) if may_begin and self._reading is None and now >= self._rested_at else None
+        record = self._due(now) if may_begin and self._reading is None else None
         if record is not None:
             self._prepare(record)
 
     def _under_way(self) -> list[Chunk]:
         return [*([self._reading] if self._reading is not None else []), *self._appended.values()]
 
-    def _drop(self, now: float) -> None:
-        """Let go of what belongs to another layout, or to a subscription that is not read, or has taken too long."""
-        for chunk in list(self._appended.values()):
-            if self._is_stale(chunk):
-                del self._appended[chunk.snapshot.id]
-        reading = self._reading
-        if reading is None:
-            return
-        if self._is_stale(reading) or reading.subscription.is_draining:
-            self._give_up(reading)
-        elif not reading.is_read and now - reading.sent_at > _STAND_SECONDS:
-            self._give_up(reading)
-            why = f"no answer within {_STAND_SECONDS:.0f} s"
-            self._put_off(reading.snapshot, why, reading.size, stood=now - reading.sent_at)
+    def _drop(self) -> None:
+        """Let go of what belongs to another partitioning, or to a subscription that is not read."""
+        for chunk in self._under_way():
+            if self._is_stale(chunk) or (chunk is self._reading and chunk.subscription.is_draining):
+                self._drop_of(chunk.snapshot.id)
 
     def _is_stale(self, chunk: Chunk) -> bool:
         subscription = chunk.subscription
@@ -353,10 +331,6 @@ class Snapshotting:
     def _send(self, act: Callable[[], Any], settle: Callable[[Errand], None]) -> None:
         self._waiting.append(Errand(act, settle))
 
-    def _noticed(self) -> None:
-        self.progress.set()
-        self._wake()
-
     def _look(self, now: float) -> None:
         """Find what was asked for, stopped, or left by a term before."""
         self._look_at = now + _LOOK_SECONDS
@@ -376,7 +350,6 @@ class Snapshotting:
         self._send(lambda: self.work.prepare(record), lambda errand: self._begin(record, errand))
 
     def _begin(self, record: Snapshot, errand: Errand) -> None:
-        """From here on the stream stands, until T is known."""
         now = time.monotonic()
         if errand.error is not None:
             self._put_off(record, errand.error, self._pace(record.id).size)
@@ -391,27 +364,16 @@ class Snapshotting:
         self._records[found.id] = found
         size = self._pace(found.id).size_for(found.rate)
         chunk = self._reading = Chunk(found, self._led[found.subscription], size, sent_at=now)
-        self.is_standing = True
         self._send(lambda: self.work.read(chunk), lambda errand: self._worked(chunk, errand))
 
     def _worked(self, chunk: Chunk, errand: Errand) -> None:
-        error = errand.error
-        if chunk not in self._under_way():  # it was given up meanwhile
+        if chunk is not self._reading:  # it was dropped meanwhile
             return
-        if error is None or chunk.is_read:  # what has failed behind that is done again
-            self._pace(chunk.snapshot.id).was_read(chunk, self._room)
-        elif isinstance(error, RefusedChunkError):
+        if isinstance(errand.error, RefusedChunkError):
             self._forget(chunk)
             self._records.pop(chunk.snapshot.id, None)
-        else:
-            self._give_up(chunk)
-            self._put_off(chunk.snapshot, error, chunk.size, stood=time.monotonic() - chunk.sent_at)
-
-    def _is_to_be_passed(self, chunk: Chunk, now: float) -> bool:
-        """Whether something more has to be written, since the stream has not come past the chunk."""
-        if not chunk.is_read or now - chunk.passed_at < _PASS_SECONDS:
-            return False
-        return not chunk.is_appended or not chunk.behind or self._reached < chunk.behind
+        elif errand.error is not None:
+            self._put_off(chunk.snapshot, errand.error, chunk.size)
 
     def _pass(self, chunk: Chunk, now: float) -> None:
         chunk.passed_at = now
@@ -466,38 +428,27 @@ class Snapshotting:
         self._send(lambda: self.work.end(record, gone(record.source), GONE), ended)
 
     def _drop_of(self, snapshot_id: str) -> None:
+        """Forget what is under way of a snapshot; whatever is read of it later is nobody's."""
         self._appended.pop(snapshot_id, None)
         if self._reading is not None and self._reading.snapshot.id == snapshot_id:
-            self._give_up(self._reading)
+            self._reading = None
+
+    def _forget(self, chunk: Chunk) -> None:
+        self._drop_of(chunk.snapshot.id)
+        self._look_at = 0.0
 
     # -- what goes wrong ---------------------------------------------------------------------------
 
-    def _give_up(self, chunk: Chunk) -> None:
-        """Its T is forgotten; whatever is read of it later is nobody's."""
-        if self._reading is chunk:
-            self._go_on(chunk)
-
-    def _go_on(self, chunk: Chunk) -> None:
-        """The stream stands no more; nor does it for any other snapshot, until it has flowed for its share of time."""
-        self._reading, self.is_standing = None, False
-        stood = (chunk.read_at or time.monotonic()) - chunk.sent_at
-        self._rested_at = chunk.sent_at + paces.STANDING_SHARE * stood
-
-    def _forget(self, chunk: Chunk) -> None:
-        self._give_up(chunk)
-        if self._appended.get(chunk.snapshot.id) is chunk:
-            del self._appended[chunk.snapshot.id]
-        self._look_at = 0.0
-
-    def _put_off(self, record: Snapshot, why: Exception | str, size: int, *, stood: float = 0.0) -> None:
+    def _put_off(self, record: Snapshot, why: Exception | str, size: int) -> None:
         """Try again later, with less; what cannot be cured by that ends the snapshot, and nothing else."""
+        self._drop_of(record.id)
         pace, text = self._pace(record.id), str(why) if isinstance(why, str | ConditionFailedError) else error_text(why)
         if isinstance(why, Exception):
             final = explained(why, self._concern(record))
-            if final is not None or not (is_passing(why) or isinstance(why, ShortChunkError)):
+            if final is not None or not is_passing(why):
                 self._fail(record, str(final or text))
                 return
-        pause = pace.has_failed(why, text, size, stood, time.monotonic())
+        pause = pace.has_failed(why, text, size, time.monotonic())
         if pace.is_hopeless:
             self._fail(record, f"{pace.errors} chunks one after the other could not be read, the last one: {text}")
             return
@@ -538,12 +489,3 @@ def _data_of(item: ChangeEvent | Mark) -> str:
     mark: Any = getattr(item, "mark", item)
     data: str = mark.data
     return data
-
-
-def _key_of(event: Any) -> bytes:
-    """Namespace and document key of an event, byte for byte."""
-    return b"".join(bytes(event[name].raw) for name in ("ns", "documentKey"))
-
-
-def _key_in(raw: bytes) -> bytes:
-    return _key_of(event_of(raw))

@@ -10,13 +10,13 @@ One document a snapshot, with a new `_id` for each start, so that what belongs t
 1. `epoch` is the version of the term that may act on it. A take-over raises it before any partition is taken over:
    else who is deposed sees "committed" where its successor's changes have passed its documents.
 2. `begun` numbers the chunks. A begin compares the number that was seen and sets the next one, so one that lands late
-   begins nothing that somebody else counts on. Its own place in the oplog is T, as of which the chunk is read.
+   begins nothing that somebody else counts on. Its own place in the oplog is L, behind which the chunk is read.
 3. `lastId` is the end of what was scanned and is committed, or stored, with all before it. It is absent until the first
    chunk: null may be somebody's `_id`. It is set once for each chunk (`moved`), and never by a term that is over.
-4. `untilId` is the largest `_id` as of the T of the first chunk that is recorded, in the same write, and never set
-   again. What is inserted behind it is in the stream from that T on; else who inserts faster than the snapshot is
-   handled would keep it from ending. Any T would do whose later changes are all in the stream, none before the start.
-5. `passed` counts the writes that move the stream past T: an update that changes nothing would write no entry.
+4. `untilId` is the largest `_id` that the first recorded chunk has found, in the same write, and never set again. What
+   is inserted behind it is in the stream; else who inserts faster than the snapshot is handled would keep it from
+   ending.
+5. `passed` counts the writes behind the reading of a chunk: an update that changes nothing would write no entry.
 
 | field | |
 |---|---|
@@ -177,14 +177,14 @@ class Snapshots:
         Begin the next chunk.
 
         Returns:
-            T, the cluster time of this write; None where it was refused: it is another term's, does not run any more,
+            L, the cluster time of this write; None where it was refused: it is another term's, does not run any more,
             or has begun more chunks than was seen.
         """
         guard = {"_id": snapshot.id, "epoch": version, "state": RUNNING, "begun": snapshot.begun}
         return self._table.update_timed(guard, {"$set": {"begun": Int64(snapshot.begun + 1)}})
 
     def pass_on(self, snapshot_id: str, version: int, begun: int) -> Timestamp | None:
-        """Write something, so that the stream has something to pass; its cluster time, or None where it was refused."""
+        """Write something behind the reading of a chunk; its cluster time, or None where it was refused."""
         return self._table.update_timed(_chunk(snapshot_id, version, begun), {"$inc": {"passed": Int64(1)}})
 
     def move(
