@@ -134,3 +134,22 @@ def test_a_rate_limit_reaches_nine_tenths_of_what_it_allows(
         chain.judge(spare=0)
         times = [start.at / SECOND for start in chain.starts()]
         assert (len(items) - 1) / (max(times) - min(times)) >= 0.9
+
+
+@pytest.mark.slow
+def test_messages_that_wait_for_workers_are_not_sent_again(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """I14: for several times the grace nobody consumes; the queues hold one message for each partition, no more."""
+    options = {"partitions": 2, "dispatch_grace": 1.5}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as chain:
+        chain.listener()
+        items = [chain.write("plain", next(chain.keys("plain", partition)), 1) for partition in range(2)]
+        _wait_for_messages(chain, items)
+        since = time.monotonic()
+        wait_for(lambda: time.monotonic() - since > 4)
+        with chain.broker as broker:
+            assert [broker.llen(f"chain.{index}") for index in range(2)] == [1, 1]
+        chain.worker()
+        chain.wait_done()
+        chain.judge(spare=0)
