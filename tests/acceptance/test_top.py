@@ -119,4 +119,4 @@ def test_a_terminal_shows_a_bridge_until_somebody_has_seen_enough(shop: Shop) ->
 def test_what_is_no_terminal_is_told_what_to_use(shop: Shop) -> None:
     done = run("-A", APP, "changes", "top", environment=shop._environment)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.strip().endswith("use `changes status --watch` instead.")
+    assert done.stderr.strip().endswith("changes status --watch`.")

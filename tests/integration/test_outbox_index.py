@@ -166,5 +166,6 @@ def test_a_look_that_would_read_a_whole_collection_is_given_up_and_forgets_nothi
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
     wait_for(lambda: not outbox.status().pending)
     assert sorted(rig.sent()) == [[1, 0], [2, 0]]
-    assert set(heard.bounds) == {1000}
+    assert heard.bounds
+    assert all(bound is not None and 0 < bound <= 1000 for bound in heard.bounds)
     outbox.backing.close()

@@ -404,8 +404,8 @@ def test_unknown_handlers_and_lost_ones_are_refused(stage: Stage) -> None:
         stage.plan("oldest")
 
 
-def test_what_stands_where_nothing_was_committed_in_this_layout_is_over_too(stage: Stage) -> None:
-    """P1: what was done in an older layout the watermark alone says: a head that is left would pass it."""
+def test_a_change_that_is_halted_or_running_where_nothing_was_committed_is_read_again(stage: Stage) -> None:
+    """P1, P16: a rewind frees a partition that was halted by its first change."""
     for index in (0, 1):
         stage.state["partitions"].update_one({"_id": stage.partition_id(index)}, {"$set": {"resumeToken": None}})
     halting, running = stage.of(0)[-1], stage.claims_at(stage.of(1)[-1])

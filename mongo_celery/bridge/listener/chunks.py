@@ -64,7 +64,7 @@ _OF_NO_DOCUMENT = frozenset({
 Shape = Sequence[Mapping[str, Any]]
 
 
-class Seen(NamedTuple):
+class KeyChange(NamedTuple):
     """The last change of a key that was taken in since a chunk was begun: its token, and whether it has a document."""
 
     data: str
@@ -117,7 +117,7 @@ class Chunk:
     end: DocumentId | None = None
     until: DocumentId | None = None
     is_there: bool = True
-    changes: dict[bytes, Seen] = field(default_factory=dict)
+    changes: dict[bytes, KeyChange] = field(default_factory=dict)
     is_spoiled: bool = False
     again: list[DocumentId] = field(default_factory=list)
     rounds: int = 0
@@ -136,7 +136,7 @@ class Chunk:
                 return  # so that behind a long backlog few are kept
             given = document.get("fullDocument") is not None
             has_document = change.refusal is None and (given or operation == "delete")
-            self.changes[key] = Seen(change.data, has_document, given and operation == "update")
+            self.changes[key] = KeyChange(change.data, has_document, given and operation == "update")
         except Exception:  # noqa: BLE001 - an event of whatever form
             self.is_spoiled = True
 

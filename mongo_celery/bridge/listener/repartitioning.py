@@ -272,14 +272,16 @@ class Repartitioning:
         store, layout, name = self._store, move.layout, old.name
         mark = old.window.watermark
         token = mark.token if mark is not None else None
-        if not store.partitions.retire(name, old.plan.layout, token, self._version):
+        given = store.partitions.retire(name, old.plan.layout, token, self._version)
+        if given is None:
             found = store.subscriptions.affirm([name], self._version)[name]
             if found["epoch"] != self._version:
                 raise LeaseLostError
             return None  # a command came in between: the next images show it
         if not store.subscriptions.put_in_force(name, layout, self._version, token):
             raise LeaseLostError
-        store.partitions.prepare({name: token}, {name: layout}, self._version)
+        fence = max([given, *(tracker.image.fence for tracker in old.trackers.values())])  # no token is given twice
+        store.partitions.prepare({name: token}, {name: layout}, self._version, fence=fence)
         images = store.partitions.of({name: layout.generation}, self._session)
         if len(images) != layout.partitions or any(image.epoch != self._version for image in images):
             raise LeaseLostError

@@ -149,13 +149,18 @@ class Partitions:
         positions: Mapping[str, Mapping[str, Any] | None],
         layouts: Mapping[str, Layout],
         version: int,
+        *,
+        fence: int = 0,
     ) -> None:
         """
         Create the partitions of some subscriptions that are missing in their layouts, positioned at each one's token.
 
-        Their fences count from the lease's version, which is above all that was ever given. Their epoch is that
-        version too: so it shows whose they are, and a later term knows what an older one has left. The number of
-        calls does not depend on that of subscriptions.
+        Their fences count from the lease's version, which is above all that earlier terms have given. Their epoch is
+        that version too: so it shows whose they are, and a later term knows what an older one has left. The number
+        of calls does not depend on that of subscriptions.
+
+        Args:
+            fence: the largest that partitions have given which this term has removed.
         """
         if not positions:
             return
@@ -174,7 +179,7 @@ class Partitions:
                         "_id": partition_id,
                         **_DEFAULTS,
                         "epoch": Int64(version),
-                        "fence": Int64(version),
+                        "fence": Int64(max(version, fence)),
                         "resumeToken": dict(token) if token else None,
                     }
                 )
@@ -277,7 +282,7 @@ class Partitions:
         change = {"$set": {"spilled": None}}
         update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
 
-    def retire(self, name: str, layout: Layout, token: Mapping[str, Any] | None, version: int) -> bool:
+    def retire(self, name: str, layout: Layout, token: Mapping[str, Any] | None, version: int) -> int | None:
         """
         Remove the partitions of a handler if they have nothing left to do, all or none of them.
 
@@ -288,21 +293,21 @@ class Partitions:
             token: of the watermark; None where nothing was ever stored.
 
         Returns:
-            False where one has anything left to do, is blocked, has gone beyond the watermark, or is another term's.
-            True also where they are gone already.
+            The largest fencing token that they have given; 0 where they are gone already. None where one has anything
+            left to do, is blocked, has gone beyond the watermark, or is another term's.
         """
         mine = self._scope({name: layout.generation})
         drained = {**mine, "epoch": version, **_drained(token["_data"] if token else "")}
         left = {**_under(f"{self._bridge}/{name}/"), "epoch": {"$lte": version}}
         collection = self._table.collection
 
-        def remove(session: ClientSession) -> bool:
-            count = collection.count_documents(mine, session=session)
-            if count and collection.count_documents(drained, session=session) != layout.partitions:
+        def remove(session: ClientSession) -> int | None:
+            fences = [int(each["fence"]) for each in collection.find(mine, {"fence": 1}, session=session)]
+            if fences and collection.count_documents(drained, session=session) != layout.partitions:
                 session.abort_transaction()
-                return False
+                return None
             collection.delete_many(left, session=session)
-            return True
+            return max(fences, default=0)
 
         with (
             pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
@@ -560,6 +565,9 @@ def moved_stages(
     What stood there is over, and whoever runs is refused. A pause is kept. A mark that was reached goes: what it stood
     for may be removed, and nobody stores it again.
 
+    On the way back this is over, too, where nothing was ever committed: a change that is halted, running or retrying
+    there is read again, and is judged by the present code.
+
     Args:
         version: of the move.
         token: of the place.
@@ -571,6 +579,7 @@ def moved_stages(
     if only is not None:
         moves = {"$and": [{"$eq": ["$_id", literal(only)]}, moves]}
     reached = {"$lte": ["$spilled.to", data if forward else own]}  # also where there is no mark
+    ends = moves if forward else {"$or": [moves, {"$eq": [own, ""]}]}
     is_again = not forward and only is None  # all that these have handled behind the place is handled again
     place = {
         **({"rewound": {"$cond": [moves, Int64(version), "$rewound"]}} if is_again else {}),
@@ -582,7 +591,7 @@ def moved_stages(
         "fence": next_number("fence"),
         **dict.fromkeys(("claim", "retry", "head")),
     }
-    over = {name: {"$cond": [moves, value, f"${name}"]} for name, value in over.items()}
+    over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
     return [*_winning(version), {"$set": {**place, **over}}]
 
 

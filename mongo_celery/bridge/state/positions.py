@@ -12,7 +12,8 @@ A rewind is one transaction, so it is killed at no point between. Its rules were
 1. Backwards, a position becomes the smaller of place and own position, of the partitions and of the watermark; what
    lies before the place stays where it is. Two writes instead of one transaction lose changes, in whichever order.
 2. What stood behind the place is over in the partitions that go back: halted head, waiting retry, claim, replay. With
-   its head left, `skip` would pass over everything between.
+   its head left, `skip` would pass over everything between. So it is where nothing was ever committed: the change that
+   is halted there is read again.
 3. Stored changes stay, and so does a mark that lies ahead: what is read again is stored again, under the new term. A
    mark that was reached goes, since what it stood for may be removed.
 4. The number of the last change is kept, so that numbers of changes never repeat.
@@ -180,7 +181,9 @@ class Positions:
         moving = [each for each in found if chosen in (None, each["_id"]) and _is_moved(each, data, forward=to.forward)]
         partitions.update_many(scope, moved_stages(version, to.token, forward=to.forward, only=chosen), session=session)
         indexes = sorted(int(each["_id"].rpartition("/")[2]) for each in moving)
-        claims = [each.get("claim") or {} for each in moving]
+        claims = [
+            each.get("claim") or {} for each in found if each in moving or not (to.forward or each["resumeToken"])
+        ]
         interrupted = [claim["replay"] for claim in claims if claim.get("replay")]
         withdrawn = 0 if to.forward or not indexes else self._withdraw(to, indexes, session)
         # What was interrupted has not crashed.
