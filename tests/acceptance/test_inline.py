@@ -87,7 +87,9 @@ def test_there_is_no_moment_between_success_and_position(
     chain = make_chain(handler)
     chain.listener()
     chain.worker(name="doomed", concurrency=1, CHAIN_POINT=json.dumps(point))
-    item, successor = chain.write(handler, "hit", 1), chain.write(handler, "hit", 2)
+    item = chain.write(handler, "hit", 1)
+    chain.wait_started(item)  # else both are in one run, and both run again
+    successor = chain.write(handler, "hit", 2)
     chain.wait_done()
     assert [len(chain.starts(each)) for each in (item, successor)] == [starts, 1]
     chain.allow(item)
