@@ -55,6 +55,8 @@ class Code(IntEnum):
     StaleShardVersion = 63
     InvalidOptions = 72
     InvalidNamespace = 73
+    IndexOptionsConflict = 85
+    IndexKeySpecsConflict = 86
     NetworkTimeout = 89
     ShutdownInProgress = 91
     WriteConflict = 112

@@ -24,6 +24,7 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.mongo.indexes import reading_seconds
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_transient
@@ -41,7 +42,6 @@ takes for each so much longer as its collection has documents.
 AGAIN_SECONDS = 60.0
 """After so long the creation of an index is tried again."""
 
-_DOCUMENTS_A_SECOND = 10_000
 """A slow server reads so many to create an index; who writes meanwhile waits only where a transaction is open."""
 
 _NONE = {"documents": 0, "pending": 0, "seconds": None, "failing": 0, "stuck": 0, "other_apps": 0}
@@ -97,7 +97,7 @@ class OutboxIndex:
         try:
             if self.exists():
                 return True
-            seconds += self._reading_seconds() if patiently else 0.0
+            seconds += reading_seconds(self.collection) if patiently else 0.0
             begun = True
             with pymongo.timeout(seconds):
                 self.collection.create_index(self.keys, name=self.name, **partial, **self.options)
@@ -118,10 +118,6 @@ class OutboxIndex:
                 extra={"event": "index_refused"},
             )  # fmt: skip
         return True
-
-    def _reading_seconds(self) -> float:
-        with pymongo.timeout(ANSWER_SECONDS):
-            return self.collection.estimated_document_count() / _DOCUMENTS_A_SECOND
 
 
 class OutboxIndexes:

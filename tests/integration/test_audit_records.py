@@ -159,6 +159,15 @@ def test_what_changes_nothing_leaves_no_record(stage: Stage) -> None:
     assert indexes["at_1"]["expireAfterSeconds"] == KEPT_SECONDS
 
 
+def test_a_changed_lifetime_of_records_stays(stage: Stage) -> None:
+    """It refuses no command."""
+    commands.pause(stage.bridge.wiring, HANDLER)
+    stage.state.command({"collMod": COLLECTION, "index": {"keyPattern": {"at": 1}, "expireAfterSeconds": 100}})
+    commands.resume(stage.bridge.wiring, HANDLER)
+    assert [each["act"] for each in read_history(stage.bridge.wiring)] == ["pause", "resume"]
+    assert stage.state[COLLECTION].index_information()["at_1"]["expireAfterSeconds"] == 100
+
+
 def test_a_command_that_ends_halfway_leaves_a_record_of_what_it_did(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,7 +244,7 @@ def test_lost_history_waits_for_a_decision_where_anything_is_left_to_do(shop: Sh
     for _ in range(40):
         term.turn()
         term.work()
-    assert "changes go-on record" in term.waits[NAME]
+    assert "changes go-on record --from oldest" in term.waits[NAME]
     assert shop.in_force(term).partitions == OLD
     term.led[NAME].lost = False
     term.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from typing import Any
 
 import bson
@@ -11,7 +12,7 @@ import pymongo
 import pytest
 from bson import ObjectId
 from celery import Celery
-from pymongo import MongoClient
+from pymongo import IndexModel, MongoClient
 from pymongo.database import Database
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -386,6 +387,27 @@ def test_letters_come_in_the_order_of_the_stream_by_partition(term: TermRig) -> 
     assert asked.next() == {0: first, 1: other}
     asked.replays.discard(first)
     assert asked.next() == {0: second, 1: other}
+
+
+def test_letters_are_replayed_while_their_index_cannot_be_created(
+    term: TermRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P9, P12: the server takes 64 indexes of a collection. It is said once."""
+    asked = Asked(term)
+    letters = term.database["dead_letters"]
+    letters.create_indexes([IndexModel([(f"a{number}", 1)]) for number in range(63)])
+    first = asked.ask(1, key=1)
+    assert [asked.next() for _ in range(2)] == [{0: first}] * 2
+    wait_for(lambda: [*map(attrgetter("event"), caplog.records)] == ["replays_unindexed"])
+
+
+def test_indexes_that_somebody_has_changed_keep_no_other_from_being_made(term: TermRig) -> None:
+    """A name, or keys, that are there with other options."""
+    letters = term.database["dead_letters"]
+    letters.create_index([("replay.state", 1), ("_id", 1)], name="replay", sparse=True)
+    letters.create_index([("at", 1), ("_id", 1)], name="theirs")
+    term.store.replays.ensure_index()
+    assert {"parked", "key", "theirs"} <= letters.index_information().keys()
 
 
 def test_an_existing_document_is_replayed_at_its_place(term: TermRig) -> None:

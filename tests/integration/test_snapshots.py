@@ -658,7 +658,7 @@ def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
     (shown,) = commands.listed(term.wiring, HANDLER)
     assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
     assert shown in read_status(term.wiring)["snapshots"]
-    with pytest.raises(CommandRefusedError, match="has no snapshot"):
+    with pytest.raises(CommandRefusedError, match=r"has no snapshot.*changes snapshot --list"):
         commands.stop(term.wiring, "nothing")
     with pytest.raises(CommandRefusedError, match="cannot be resumed"):
         commands.resume(term.wiring, name)

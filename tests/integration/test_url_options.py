@@ -21,6 +21,7 @@ from mongo_celery import (
     select_for_update,
     transactional,
 )
+from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.operations import letter_commands, snapshot_commands
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.source_check import check_sources
@@ -90,6 +91,17 @@ def test_a_bridge_reads_and_writes_by_its_own_rules(url: str, app: Celery, datab
             bridge.wiring, "fenced", sources=[source], match='{"$eq": ["$fullDocument.total", 1]}'
         )
         assert [each.estimated for each in planned] == [3]
+
+
+def test_a_fenced_delete_in_a_users_session_is_made_by_its_own_rules(url: str, database: Database[Document]) -> None:
+    """P3, P6: it begins a transaction of its own there."""
+    with MongoClient[Document](url) as client, client.start_session() as session:
+        target = Change.build("delete", ns="shop.orders", fence=Fence("shop/bury", 0, 0, 1)).fenced(
+            client[database.name]["copies"]
+        )
+        target.replace_one({"_id": 1}, {"a": 1}, upsert=True)
+        assert target.delete_one({"_id": 1}, session=session).deleted_count == 1
+    assert database["copies"].find_one() is None
 
 
 def test_a_stream_waits_for_events_however_short_the_time_of_calls(app: Celery) -> None:

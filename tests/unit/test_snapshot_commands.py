@@ -27,6 +27,7 @@ from mongo_celery.bridge.operations.snapshot_waits import Surroundings
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.cli.snapshot import snapshot
 from mongo_celery.cli.snapshot_view import progress_line
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from tests.fixtures.samples import image
 
@@ -98,11 +99,18 @@ def standing(*states: str) -> Surroundings:
     ("around", "sentence"),
     [
         (standing("paused", "paused"), "waits: its handler is paused (`celery -A APP changes resume copy`)"),
+        (
+            replace(standing("paused"), line=CommandLine("shop", "eu")),
+            "waits: its handler is paused (`celery -A shop changes resume copy --bridge eu`)",
+        ),
         (standing("halted", "paused", "flowing"), "waits: 2 of 3 partitions of its handler stand (1 halted, 1 paused)"),
         (standing("halted", "flowing"), None),
         (
             replace(LED, lost={"copy"}),
-            "waits: its handler has lost its history: decide (`celery -A APP changes go-on copy`)",
+            (
+                "waits: its handler has lost its history: decide (`celery -A APP changes go-on copy --from oldest` or "
+                "`celery -A APP changes go-on copy --from now`)"
+            ),
         ),
         (replace(LED, served={"bill"}), "waits: the listener that leads does not have its handler"),
         (replace(LED, served=None), None),

@@ -328,7 +328,7 @@ class Documents:
         if session is None:
             with open_session(self.collection.database.client) as own:
                 return self._atomically(tombstones, body, own)
-        return session.with_transaction(body, ReadConcern("snapshot"))
+        return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
 
 
 def write_all(

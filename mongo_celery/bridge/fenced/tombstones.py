@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from pymongo import ReturnDocument, UpdateOne
+from pymongo import IndexModel, ReturnDocument, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.mongo_client import MongoClient
@@ -44,6 +44,7 @@ from pymongo.mongo_client import MongoClient
 from mongo_celery.arguments import not_negative
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.indexes import create_indexes
 
 SUFFIX = ".fence_tombstones"
 """A target's tombstones are in the collection of its name and this suffix; change streams leave it out."""
@@ -80,7 +81,7 @@ class Tombstones:
         """
         done = _prepared.setdefault(self._collection.database.client, set())
         if self._collection.full_name not in done:
-            self._collection.create_index("expireAt", expireAfterSeconds=0)
+            create_indexes(self._collection, [IndexModel("expireAt", expireAfterSeconds=0)])
             done.add(self._collection.full_name)
 
     def take(self, ids: Sequence[Any], session: ClientSession) -> list[Stamps | None]:

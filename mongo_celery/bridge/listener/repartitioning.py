@@ -214,7 +214,8 @@ class Repartitioning:
                 _drain(subscription, move, now)
             return self._switch(subscription, move)
         if subscription.lost and not move.waits:
-            move.waits = f"its oplog history is lost. Decide: {self._line.changes('go-on', subscription.name)}"
+            ways = (self._line.changes("go-on", subscription.name, "--from", place) for place in ("oldest", "now"))
+            move.waits = f"its oplog history is lost. Decide: {' or '.join(ways)}"
         return None
 
     def _stop_draining(self, subscription: Subscription, move: _Move, ready_at: float) -> None:

@@ -13,6 +13,8 @@ What was withdrawn is recorded before the failure is forgotten: a listener that 
 from __future__ import annotations
 
 import logging
+import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _LOOK_SECONDS = 1.0
 _PAUSE_SECONDS = 5.0
+_INDEX_PAUSE_SECONDS = 600.0
 
 
 class Replaying:
@@ -47,7 +50,9 @@ class Replaying:
         self._replays = replays
         self._concern = concern
         self._look_at = 0.0
-        self._is_indexed = False
+        self._index_at = 0.0
+        self._indexing: threading.Thread | None = None
+        self._has_said = False
 
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
         """Read what is asked for: every second, and at once where something has ended in a partition that has more."""
@@ -57,10 +62,8 @@ class Replaying:
         for each in subscriptions.values():
             each.replays = {}
             each.replaying = {index for index in each.replaying if each.trackers[index].outstanding is not None}
+        self._begin_index(now)
         try:
-            if not self._is_indexed:
-                self._replays.ensure_index()
-                self._is_indexed = True
             self._read(subscriptions)
             self._look_at = now + _LOOK_SECONDS
         except PyMongoError as error:  # nothing else waits for it
@@ -70,6 +73,29 @@ class Replaying:
                 explained(error, self._concern) or short(error),
                 extra={"event": "replays_unread"},
             )
+
+    def _begin_index(self, now: float) -> None:
+        """Have the index created, in a thread of its own: it may take long, and requests are read without it, too."""
+        if now < self._index_at or (self._indexing is not None and self._indexing.is_alive()):
+            return
+        self._index_at = now + _INDEX_PAUSE_SECONDS
+        self._indexing = threading.Thread(target=self._create_index, name="mongo_celery-replays-index", daemon=True)
+        self._indexing.start()
+
+    def _create_index(self) -> None:
+        try:
+            self._replays.ensure_index()
+            self._index_at = math.inf
+        except PyMongoError as error:
+            if not self._has_said:
+                logger.warning(
+                    "the collection dead_letters gets no index for replays: all of it is read to find them. It is "
+                    "tried again after %.0f s: %s",
+                    _INDEX_PAUSE_SECONDS,
+                    explained(error, self._concern) or short(error),
+                    extra={"event": "replays_unindexed"},
+                )
+            self._has_said = True
 
     def _read(self, subscriptions: Mapping[str, Subscription]) -> None:
         waiting: dict[str, list[ReplayRequest]] = {}

@@ -40,7 +40,7 @@ _GONE = (
 )
 _NOT_STORED = (
     "has halted at a change of which nothing is stored, so there is nothing to keep: a listener that has read it "
-    "stores what stands after `spill_after` seconds, then repeat the command; or give it up with `skip --discard`"
+    "stores what stands after `spill_after` seconds, then repeat the command; or give it up with `{command}`"
 )
 
 
@@ -162,7 +162,9 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
         partition_id = partitions.partition_id(image.subscription, generation, image.index)
         change = store.spill.fetch(partition_id, [data]).get(data)
         if change is None:
-            raise CommandRefusedError(sentence_on(image, _NOT_STORED))
+            words = (image.subscription, "--partition", str(image.index), "--discard")
+            command = wiring.line.changes("skip", *words)
+            raise CommandRefusedError(sentence_on(image, _NOT_STORED.format(command=command)))
         place = Place(generation, image.index, image.committed + 1, image.fence, change.hash)
         *fuller, last = forms_of(change.raw)
         for form in (*fuller, last):

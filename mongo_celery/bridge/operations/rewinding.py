@@ -263,7 +263,8 @@ def _refuse_lost(line: CommandLine, subscription: str, document: Mapping[str, An
     if lost_in(document):
         raise CommandRefusedError(
             f"Subscription {subscription} has lost its history, so it cannot be sent anywhere: decide first with "
-            f"`{line.changes('go-on', subscription)}`.",
+            f"`{line.changes('go-on', subscription, '--from', 'oldest')}` or "
+            f"`{line.changes('go-on', subscription, '--from', 'now')}`.",
         )
 
 

@@ -148,7 +148,7 @@ def _around(wiring: Wiring) -> Surroundings:
     lease, subscriptions = store.leases.read(), store.subscriptions.read_all()
     layouts = layouts_in_force(subscriptions)
     images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
-    return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images)
+    return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images, wiring.line)
 
 
 def _handler(wiring: Wiring, name: str | None) -> Handler:
@@ -262,7 +262,9 @@ def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:
     known = wiring.store.snapshots.read()
     found = [each for each in known if named(each.id, snapshot_id)]
     if not found:
-        raise CommandRefusedError(f"Bridge {wiring.name} has no snapshot {snapshot_id!r}; see `snapshot --list`.")
+        raise CommandRefusedError(
+            f"Bridge {wiring.name} has no snapshot {snapshot_id!r}; see `{wiring.line.changes('snapshot', '--list')}`."
+        )
     if len(found) > 1:
         names = short_names(each.id for each in known)
         raise CommandRefusedError(

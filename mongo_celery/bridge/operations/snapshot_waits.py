@@ -14,7 +14,7 @@ from typing import Any
 from mongo_celery.bridge.state.partitions import Image, mostly_stand, state_of
 from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
-from mongo_celery.command_line import ANY_APP
+from mongo_celery.command_line import ANY_APP, CommandLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Surroundings:
         report: of the term that leads.
         lost: the subscriptions whose history is lost.
         images: the partitions of the layouts in force.
+        line: beginning of the commands that it prints.
     """
 
     is_led: bool
@@ -37,6 +38,7 @@ class Surroundings:
     report: Mapping[str, Any] = field(default_factory=dict)
     lost: Collection[str] = ()
     images: Sequence[Image] = ()
+    line: CommandLine = ANY_APP
 
     def hindrance(self, snapshot: Snapshot) -> str | None:
         """What lets no chunk of a running one begin; None where nothing does."""
@@ -66,13 +68,14 @@ class Surroundings:
     def _standing(self, name: str) -> str | None:
         """It is led, and stands."""
         if name in self.lost:
-            return f"its handler has lost its history: decide (`{ANY_APP.changes('go-on', name)}`)"
+            oldest, now = (self.line.changes("go-on", name, "--from", place) for place in ("oldest", "now"))
+            return f"its handler has lost its history: decide (`{oldest}` or `{now}`)"
         images = [image for image in self.images if image.subscription == name]
         states = Counter(map(state_of, images))
         if not mostly_stand(images):
             return None
         if states["paused"] == len(images):
-            return f"its handler is paused (`{ANY_APP.changes('resume', name)}`)"
+            return f"its handler is paused (`{self.line.changes('resume', name)}`)"
         standing = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if state != "flowing")
         return f"{len(images) - states['flowing']} of {len(images)} partitions of its handler stand ({standing})"
 
@@ -82,6 +85,7 @@ def surroundings(
     registered: Collection[str],
     subscriptions: Sequence[Mapping[str, Any]],
     images: Sequence[Image],
+    line: CommandLine,
 ) -> Surroundings:
     """What is around the snapshots, from the lease with its verdict, the app's handlers, and what is stored."""
     held = lease or {}
@@ -93,4 +97,5 @@ def surroundings(
         report=(is_led and held.get("report")) or {},
         lost={name_in(each) for each in subscriptions if lost_in(each)},
         images=images,
+        line=line,
     )

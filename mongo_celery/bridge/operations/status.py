@@ -34,6 +34,7 @@ from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in, position_in
 from mongo_celery.bridge.worker.limits import time_limit
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
@@ -76,6 +77,7 @@ class Facts:
         without_runs: of the registered subscriptions, those that `run_size` is not for.
         commits: who writes the positions of the registered subscriptions, by name: `chain` or `inline`.
         identity: of the bridge in this process; None where a source cannot be had.
+        line: beginning of the commands that it prints.
     """
 
     options: BridgeOptions
@@ -98,6 +100,7 @@ class Facts:
     commits: Mapping[str, str] = field(default_factory=dict)
     oversized: str | None = None
     identity: Identity | None = None
+    line: CommandLine = ANY_APP
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -205,6 +208,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         registered=tuple(handler.name for handler in wiring.handlers),
         groups={handler.name: handler.group for handler in wiring.handlers},
         identity=_identity(wiring),
+        line=wiring.line,
         lease=lease,
         subscriptions=subscriptions,
         images=images,
@@ -275,7 +279,7 @@ def shape(facts: Facts) -> dict[str, Any]:
     lease = facts.lease or {}
     live = _is_led(lease)
     report = _report(lease)
-    around = surroundings(facts.lease, facts.registered, facts.subscriptions, facts.images)
+    around = surroundings(facts.lease, facts.registered, facts.subscriptions, facts.images, facts.line)
     subscriptions = _subscriptions(facts, report)
     lags = [each["lag_seconds"] for each in subscriptions if each["state"] != "unregistered"]
     under_way = sum(image.live or image.handled is not None for image in facts.images)

@@ -12,10 +12,12 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pymongo import IndexModel
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.error_text import storable
+from mongo_celery.mongo.indexes import create_indexes
 from mongo_celery.mongo.table import Table, call_timeout
 
 COLLECTION = "audit_records"
@@ -32,9 +34,9 @@ class AuditRecords:
         self._bridge = bridge
 
     def prepare(self) -> None:
-        """Make sure that records can be stored, and that the server removes old ones."""
+        """Make sure that records can be stored, and that the server removes old ones. A TTL of somebody else's stays."""
         with self._table.limit():
-            self._table.collection.create_index("at", expireAfterSeconds=KEPT_SECONDS)
+            create_indexes(self._table.collection, [IndexModel("at", expireAfterSeconds=KEPT_SECONDS)])
 
     def add(self, record: Mapping[str, Any], session: ClientSession | None = None) -> None:
         """Store a record, with the server's time; with a session in its transaction."""

@@ -31,6 +31,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import bson
+import pymongo
 from bson import ObjectId
 from bson.binary import Binary
 from bson.int64 import Int64
@@ -43,6 +44,7 @@ from mongo_celery.bridge.change import event_of, token_data
 from mongo_celery.bridge.existing import END, LETTER, is_unread, place_of
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.mongo.expressions import remaining
+from mongo_celery.mongo.indexes import create_indexes, reading_seconds
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
@@ -377,14 +379,19 @@ class DeadLetters:
             there.update((str(each["_id"]), _letter(each)) for each in self._table.find({"_id": {"$in": ids}}, _FIELDS))
         return [there[each] for each in document_ids if each in there]
 
-    def ensure_indexes(self) -> None:
+    def ensure_indexes(self, *, patiently: bool = False) -> None:
         """
         Create the indexes by which dead letters are found by time, by key and by parked key, however many there are.
 
         Without them they are found all the same.
+
+        Args:
+            patiently: wait as long as it may take to read the collection.
         """
-        with self._table.limit():
-            self._table.collection.create_indexes(_INDEXES)
+        collection = self._table.collection
+        seconds = self._table.timeout + (reading_seconds(collection) if patiently else 0.0)
+        with pymongo.timeout(seconds):
+            create_indexes(collection, _INDEXES)
 
     def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
         names = [selection.subscription] if selection.subscription is not None else subscriptions

@@ -103,8 +103,8 @@ class Replays:
         self._bridge = bridge
 
     def ensure_index(self) -> None:
-        """Create the index by which requests are found, with the others of the dead letters."""
-        self._letters.ensure_indexes()
+        """Create the index by which requests are found, with the others of the dead letters; it may take long."""
+        self._letters.ensure_indexes(patiently=True)
 
     def read(self) -> list[ReplayRequest]:
         """Return all requests, by subscription, then in the order of the stream; damaged ones are left out."""
