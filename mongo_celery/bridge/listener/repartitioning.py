@@ -51,7 +51,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 DRAIN_SECONDS = 60.0
-"""A drain that takes longer is given up: partitions with nothing left to do wait for the others."""
+"""
+A drain that takes longer is given up: partitions with nothing left to do wait for the others.
+
+Each further drain, and the pause before it, may take twice as long, up to ten minutes: so may a run.
+"""
 
 _TURN_SECONDS = 0.1
 _POLL_SECONDS = 0.25
@@ -59,7 +63,7 @@ _PAUSE_SECONDS = 1.0
 _READ_AGAIN_PAUSE = 1.0
 _COMPLAINT_SECONDS = 30.0
 _SOON_SECONDS = 5.0
-_LONGEST_PAUSE = 600.0
+_LONGEST_SECONDS = 600.0
 
 
 @dataclass(slots=True)
@@ -71,7 +75,7 @@ class _Move:
         waits: for what, as a sentence.
         drains_until: monotonic time at which its drain is given up; infinite while it does not drain.
         ready_at: monotonic time of the next drain.
-        pause: seconds after the next drain that is given up.
+        seconds: how long the next drain may take, and the pause after it where it is given up.
         is_retiring: whether the old partitions may be gone already, since an error has interrupted the switch.
     """
 
@@ -80,7 +84,7 @@ class _Move:
     since: datetime = field(default_factory=lambda: datetime.now(UTC))
     drains_until: float = math.inf
     ready_at: float = 0.0
-    pause: float = DRAIN_SECONDS
+    seconds: float = DRAIN_SECONDS
     is_retiring: bool = False
 
 
@@ -221,8 +225,8 @@ class Repartitioning:
             if now >= move.ready_at and subscription.until is None and opens_stream(subscription.window.seen):
                 _drain(subscription, move, now)
         elif now > move.drains_until:
-            self._stop_draining(subscription, move, now + move.pause)
-            move.pause = min(2 * move.pause, _LONGEST_PAUSE)
+            self._stop_draining(subscription, move, now + move.seconds)
+            move.seconds = min(2 * move.seconds, _LONGEST_SECONDS)
         return None
 
     def _try_to_switch(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
@@ -384,7 +388,7 @@ def _is_by_its_rule(subscription: Subscription) -> bool:
 
 
 def _drain(subscription: Subscription, move: _Move, now: float) -> None:
-    subscription.until, move.drains_until = _place(subscription), now + DRAIN_SECONDS
+    subscription.until, move.drains_until = _place(subscription), now + move.seconds
 
 
 def _left(subscription: Subscription) -> str:
