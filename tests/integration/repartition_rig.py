@@ -14,6 +14,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.change import event_of, token_of
 from mongo_celery.bridge.listener.repartitioning import Repartitioning
 from mongo_celery.bridge.listener.spilling import Spilling
+from mongo_celery.bridge.listener.starts import read_starts
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.claims import Claim
@@ -81,10 +82,8 @@ class Term:
         self.takeover = rig.take_over()
         for name in self.takeover.documents:
             rig.store.subscriptions.pin(name, rig.version, _START, None)
-        marks = {}
-        for document in rig.store.subscriptions.read_all():
-            token = document["resumeToken"]
-            marks[name_in(document)] = mark(number_of(token["_data"])) if token else None
+        starts = read_starts(rig.store, list(self.takeover.documents), rig.version)
+        marks = {name: start.watermark for name, start in starts.items()}
         self.led = {each.name: each for each in rig.led(self.takeover, marks)}
         self.watermarks = Watermarks(rig.store, rig.renewal, "the fingerprint", dict)
         self.spilling = Spilling(rig.store, rig.options, CONCERN, lambda _: 0.0)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.errors import AutoReconnect
@@ -21,7 +23,7 @@ from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LayoutError, LeaseLostError
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import token_data
+from tests.fixtures.samples import mark, token_data
 from tests.integration.repartition_rig import NAME, Shop, Term, region
 from tests.integration.term_rig import BRIDGE, KilledError, around, begin_term
 
@@ -215,6 +217,14 @@ def test_a_drain_that_takes_long_is_given_up_and_tried_again(shop: Shop) -> None
         assert seconds < 2 * DRAIN_SECONDS
     assert seconds > DRAIN_SECONDS / 2
     assert read_to() == token_data(60)
+    led, began = term.led[NAME], term.now
+    while not led.is_draining:
+        read_to()
+    assert DRAIN_SECONDS / 2 < term.now - began < 2 * DRAIN_SECONDS
+    began = term.now
+    while led.is_draining:  # a run may take longer than the first drain
+        read_to()
+    assert 1.5 * DRAIN_SECONDS < term.now - began < 3 * DRAIN_SECONDS
     assert shop.in_force(term).partitions == OLD
     before.end(claim, hanging)
     term.finish()
@@ -269,6 +279,44 @@ def test_a_key_whose_old_rule_is_unknown_is_refused_while_anything_is_under_way(
     term.finish()
     assert shop.in_force(term).key.endswith(":_id")
     shop.check()
+
+
+@pytest.mark.parametrize("rule", [None, region])
+def test_a_handler_whose_stored_place_lies_before_its_start_is_switched(shop: Shop, rule: Any) -> None:
+    """P1, P12: it was added while the stream was read from further back, and its old rule may not be known."""
+    first = shop.begin(OLD, NAME, "added", partition_by=rule)
+    place = {"resumeToken": {"_data": token_data(5)}, "clusterTime": mark(5).cluster_time}
+    start = {"startAtOperationTime": mark(30).cluster_time}
+    first.rig.database["subscriptions"].update_one({"_id": f"{BRIDGE}/added"}, {"$set": place | start})
+    for partitions in (NEW, OLD):  # the second time, the old ones stand at that place
+        term = shop.begin(partitions, "added")
+        term.repartitioning.turn(term.now)
+        assert not term.waits
+        assert shop.in_force(term, "added").partitions == partitions
+        assert {image.data for image in shop.images(term, "added").values()} == {token_data(5)}
+
+
+def test_a_handler_that_cannot_be_switched_at_the_beginning_is_stopped_alone(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P2, P12: others are led; it takes in nothing by the new rule, and is switched once that is possible."""
+    before = shop.begin(OLD, NAME, "audit", partition_by=region)
+    before.finish()
+    before.watermarks.store(list(before.led.values()), 0.0)
+    shop.write(*range(41, 61))
+    released: list[Callable[[], object]] = []
+    with monkeypatch.context() as patch:
+        around(patch, (Partitions, "retire"), lambda: released.append(_pause(before)))
+        term = shop.begin(OLD, NAME, "audit")
+    assert set(term.repartitioning.stopped) == {NAME}
+    term.finish(is_done=lambda: len(shop.numbers("audit")) == 60)
+    assert "changes resume" in term.repartitioning.stopped[NAME]
+    assert max(shop.numbers()) == 40
+    assert released[0]()
+    term.finish()
+    assert not term.repartitioning.stopped
+    assert shop.in_force(term).key.endswith(":_id")
+    assert sorted(shop.numbers()) == sorted(shop.numbers("audit")) == list(range(1, 61))
 
 
 # -- kills, and late writes --------------------------------------------------------------------------
@@ -397,6 +445,31 @@ def test_what_comes_in_between_the_look_and_the_switch_is_not_overlooked(
     assert released[0]()
     term.finish()
     assert shop.in_force(term).partitions == NEW
+    shop.check()
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["moved", "moved, then an error"])
+def test_a_position_that_is_moved_over_lost_history_in_the_middle_of_a_switch_ends_no_term(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """P1, P4, P12: what others have buffered may be nowhere else; the old partitions are gone by then."""
+    term = shop.begin(NEW)
+    moved: list[bool] = []
+    start = Timestamp(2**31, 1)
+    monkeypatch.setattr("mongo_celery.bridge.listener.repartitioning._PAUSE_SECONDS", 0.0)
+
+    def move() -> None:
+        moved.append(term.rig.store.subscriptions.move_start(NAME, term.rig.version, start, "now"))
+        if is_refused:  # and the leader sees that before it tries again
+            led = term.led[NAME]
+            led.plan, led.stored, led.has_gap = replace(led.plan, start=start, watermark=None), None, True
+            raise AutoReconnect("gone")
+
+    around(monkeypatch, (Subscriptions, "put_in_force"), move)
+    term.finish()
+    assert moved == [True]
+    assert shop.in_force(term).partitions == NEW
+    assert {image.data for image in shop.images(term).values()} == {token_data(40)}
     shop.check()
 
 

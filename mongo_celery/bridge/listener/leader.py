@@ -230,7 +230,8 @@ class Leader:
         rejected = rejections(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
         is_spilled = any(each.spilled for each in subscriptions)
         waits = rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
-        stuck = self._stopped or self._refused or standing or waits
+        stopped = {**self._stopped, **self._repartitioning.stopped}
+        stuck = stopped or self._refused or standing or waits
         return {
             "partitions": self._options.partitions,
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
@@ -248,7 +249,7 @@ class Leader:
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "snapshots": self._snapshots.report(),
             "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
-            "stopped": [{"subscription": name, "reason": reason} for name, reason in self._stopped.items()],
+            "stopped": [{"subscription": name, "reason": reason} for name, reason in stopped.items()],
             "fedBack": [
                 {"subscription": each.name, **found}
                 for each in subscriptions

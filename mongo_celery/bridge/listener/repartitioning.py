@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.listener.subscription import Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import Takeover
@@ -50,7 +51,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 DRAIN_SECONDS = 60.0
-"""A drain that takes longer is given up: partitions with nothing left to do wait for the others."""
+"""
+A drain that takes longer is given up: partitions with nothing left to do wait for the others.
+
+Each further drain, and the pause before it, may take twice as long, up to ten minutes: so may a run.
+"""
 
 _TURN_SECONDS = 0.1
 _POLL_SECONDS = 0.25
@@ -58,7 +63,7 @@ _PAUSE_SECONDS = 1.0
 _READ_AGAIN_PAUSE = 1.0
 _COMPLAINT_SECONDS = 30.0
 _SOON_SECONDS = 5.0
-_LONGEST_PAUSE = 600.0
+_LONGEST_SECONDS = 600.0
 
 
 @dataclass(slots=True)
@@ -70,7 +75,8 @@ class _Move:
         waits: for what, as a sentence.
         drains_until: monotonic time at which its drain is given up; infinite while it does not drain.
         ready_at: monotonic time of the next drain.
-        pause: seconds after the next drain that is given up.
+        seconds: how long the next drain may take, and the pause after it where it is given up.
+        is_retiring: whether the old partitions may be gone already, since an error has interrupted the switch.
     """
 
     layout: Layout
@@ -78,7 +84,8 @@ class _Move:
     since: datetime = field(default_factory=lambda: datetime.now(UTC))
     drains_until: float = math.inf
     ready_at: float = 0.0
-    pause: float = DRAIN_SECONDS
+    seconds: float = DRAIN_SECONDS
+    is_retiring: bool = False
 
 
 class Repartitioning:
@@ -112,6 +119,7 @@ class Repartitioning:
         self._version = 0
         self._led: Mapping[str, Subscription] = {}
         self._moves: dict[str, _Move] = {}
+        self._tokens: Mapping[str, Mapping[str, Any] | None] = {}
         self._rereading: list[Subscription] = []
         self._next_at = self._read_again_at = 0.0
         self._complained_at = -math.inf
@@ -120,24 +128,40 @@ class Repartitioning:
         """
         Take in the handlers of this term, before anything is read, and switch those whose old rule is not known.
 
-        These have nothing left to do; by the new rule nothing may be put into an old partition.
+        These have nothing left to do; by the new rule nothing may be put into an old partition. One that cannot be
+        switched yet takes in nothing until it is (see `stopped`).
 
         Returns:
             Handlers under their new partitionings, which take the place of the old ones.
 
         Raises:
-            LeaseLostError: one of them could not be switched; the next term judges it anew.
+            LeaseLostError: the term has ended.
         """
         self._led, self._version = subscriptions, takeover.version
         self._moves = {name: _Move(takeover.wanted[name]) for name in takeover.moving if name in subscriptions}
+        self._tokens = {name: takeover.documents[name]["resumeToken"] for name in self._moves}
         moved = []
         for name, move in list(self._moves.items()):
             if not _is_by_its_rule(subscriptions[name]):
-                new = self._try_to_switch(subscriptions[name], move, time.monotonic())
-                if new is None:
-                    raise LeaseLostError
-                moved.append(new)
+                now = time.monotonic()
+                new = self._try_to_switch(subscriptions[name], move, now)
+                if new is not None:
+                    moved.append(new)
+                    continue
+                _drain(subscriptions[name], move, now)
+                logger.error(
+                    "handler %s is stopped until its partitions are replaced, and the others are led: %s",
+                    name,
+                    move.waits or _left(subscriptions[name]),
+                    extra={"event": "handler_stopped", "subscription": name},
+                )
         return moved
+
+    @property
+    def stopped(self) -> dict[str, str]:
+        """Handlers that take in nothing since their old rule is not known, and for what each one waits."""
+        moves = list(self._moves.items())
+        return {name: move.waits for name, move in moves if not _is_by_its_rule(self._led[name])}
 
     def due(self) -> float:
         """Return the monotonic time of the next turn that may have something to do; infinite without one."""
@@ -190,6 +214,9 @@ class Repartitioning:
         new = self._try_to_switch(subscription, move, now)
         if new is not None:
             return new
+        if not _is_by_its_rule(subscription):  # stopped: nothing may be put into an old partition
+            move.waits = move.waits or _left(subscription)
+            return None
         if move.waits:
             self._stop_draining(subscription, move, now + _SOON_SECONDS)
             return None
@@ -198,8 +225,8 @@ class Repartitioning:
             if now >= move.ready_at and subscription.until is None and opens_stream(subscription.window.seen):
                 _drain(subscription, move, now)
         elif now > move.drains_until:
-            self._stop_draining(subscription, move, now + move.pause)
-            move.pause = min(2 * move.pause, _LONGEST_PAUSE)
+            self._stop_draining(subscription, move, now + move.seconds)
+            move.seconds = min(2 * move.seconds, _LONGEST_SECONDS)
         return None
 
     def _try_to_switch(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
@@ -208,8 +235,8 @@ class Repartitioning:
 
         A handler takes in nothing from then on, so that a switch whose answer was lost can be repeated.
         """
-        move.waits = self._obstacle(subscription)
-        if not move.waits and self._is_drained(subscription):
+        move.waits = "" if move.is_retiring else self._obstacle(subscription)
+        if move.is_retiring or (not move.waits and self._is_drained(subscription)):
             if subscription.until is None:
                 _drain(subscription, move, now)
             return self._switch(subscription, move)
@@ -242,7 +269,9 @@ class Repartitioning:
         """Return what has to be settled before a drain; empty where nothing has."""
         images = [tracker.image for tracker in subscription.trackers.values()]
         marks = [spilled.to for spilled in subscription.spilled.values()]
-        if subscription.window.seen < max([*marks, *(image.data for image in images)], default=""):
+        token = self._token(subscription)
+        reached = max(subscription.window.seen, token_data(token) if token else "")
+        if reached < max([*marks, *(image.data for image in images)], default=""):
             return "it reads up to what its partitions have done"
         for index, tracker in subscription.trackers.items():
             if not tracker.won:
@@ -271,15 +300,15 @@ class Repartitioning:
     def _switch(self, old: Subscription, move: _Move) -> Subscription | None:
         """Put the new partitions in force; None where an old one has something to do again."""
         store, layout, name = self._store, move.layout, old.name
-        mark = old.window.watermark
-        token = mark.token if mark is not None else None
+        token, move.is_retiring = self._token(old), True
         given = store.partitions.retire(name, old.plan.layout, token, self._version)
         if given is None:
             found = store.subscriptions.affirm([name], self._version)[name]
             if found["epoch"] != self._version:
                 raise LeaseLostError
+            move.is_retiring = False
             return None  # a command came in between: the next images show it
-        if not store.subscriptions.put_in_force(name, layout, self._version, token):
+        if not store.subscriptions.put_in_force(name, layout, self._version):
             raise LeaseLostError
         fence = max([given, *(tracker.image.fence for tracker in old.trackers.values())])  # no token is given twice
         store.partitions.prepare({name: token}, {name: layout}, self._version, fence=fence)
@@ -295,6 +324,15 @@ class Repartitioning:
             extra={"event": "layout_changed", "subscription": name},
         )
         return self._renewed(old, layout, images)
+
+    def _token(self, subscription: Subscription) -> Mapping[str, Any] | None:
+        """
+        Return that of the place up to which all is done; None where nothing was ever stored.
+
+        One that is stored before the start is no watermark, since nothing is owed there. Partitions may stand there.
+        """
+        mark = subscription.window.watermark
+        return mark.token if mark is not None else self._tokens[subscription.name]
 
     def _renewed(self, old: Subscription, layout: Layout, images: list[Image]) -> Subscription:
         """The handler under its new partitioning; it begins where the old one has ended."""
@@ -351,7 +389,7 @@ def _is_by_its_rule(subscription: Subscription) -> bool:
 
 
 def _drain(subscription: Subscription, move: _Move, now: float) -> None:
-    subscription.until, move.drains_until = _place(subscription), now + DRAIN_SECONDS
+    subscription.until, move.drains_until = _place(subscription), now + move.seconds
 
 
 def _left(subscription: Subscription) -> str:

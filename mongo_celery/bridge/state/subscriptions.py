@@ -113,16 +113,14 @@ class Subscriptions:
         wanted = {self._id(name): name for name in names}
         return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
 
-    def put_in_force(self, name: str, layout: Layout, version: int, token: Mapping[str, Any] | None) -> bool:
+    def put_in_force(self, name: str, layout: Layout, version: int) -> bool:
         """
-        Put a layout in force in one write; False when the epoch or the watermark is another one.
+        Put a layout in force in one write; False when the epoch has moved on.
 
-        Args:
-            token: of the watermark; None where nothing was ever stored.
+        The position may have moved since the old partitions went, but only over history that was lost.
         """
-        guard = {"_id": self._id(name), "epoch": version, "resumeToken._data": token["_data"] if token else None}
         change = {"$set": {"layout": layout.document()}}
-        return self._table.update(guard, change)
+        return self._table.update({"_id": self._id(name), "epoch": version}, change)
 
     def pin(
         self,
