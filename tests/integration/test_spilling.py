@@ -18,6 +18,7 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.change import token_of
 from mongo_celery.bridge.listener import removal, spilling
 from mongo_celery.bridge.listener.tracker import Rejection
 from mongo_celery.bridge.partitioning import partition_hash
@@ -324,6 +325,19 @@ def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
     assert term.spilling.report()["spillWaits"] is None
 
 
+def test_an_undeliverable_change_is_stored_also_at_the_bound(begin: Begin) -> None:
+    """P12: else its handler would wait, in all partitions, for somebody who frees what another handler has stored."""
+    term = begin(spill_bytes=1)
+    term.read(1)
+    term.led.take_in(replace(change(2), flaw=Flaw("match fails on it")))
+    term.read(3)
+    term.read(4, index=1)
+    term.turn_until(lambda: term.marked() == token_data(2))
+    assert term.stored() == [1, 2], "what is behind it has no room"
+    assert {(run.index, run.first) for run in term.dispatch()} >= {(1, 1)}
+    assert term.spilling.report()["spillWaits"] is None
+
+
 def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> None:
     """Else the partition would wait for ever for the room that only it can make."""
     old = begin()
@@ -412,7 +426,13 @@ def corrected(event: Mapping[str, Any]) -> Any:
     return key_of_one if event else None
 
 
-keyless.__qualname__ = corrected.__qualname__ = "rule"
+def keyless_for_two(event: Mapping[str, Any]) -> Any:
+    """A partition rule that fails for the change at 2."""
+    return event["documentKey"]["nothing"] if event["fullDocument"]["n"] == 2 else key_of_zero
+
+
+keyless.__qualname__ = keyless_for_two.__qualname__ = corrected.__qualname__ = "rule"
+key_of_zero = next(key for key in range(100) if partition_hash(key) % PARTITIONS == 0)
 key_of_one = next(key for key in range(100) if partition_hash(key) % PARTITIONS == 1)
 
 
@@ -464,6 +484,34 @@ def test_a_change_whose_rule_was_corrected_runs_once_where_it_is_stored(begin: B
     assert new.ran == [1, 2]
     assert (new.image(0).committed, new.image(1).committed) == (2, 0)
     assert new.flush() == token_data(3)
+
+
+@pytest.mark.parametrize("how", ["discarded", "run"])
+def test_a_change_that_was_undeliverable_and_is_done_is_not_run_where_the_corrected_rule_sends_it(
+    begin: Begin, how: str
+) -> None:
+    """P1, P6: it stays stored until the watermark has passed it, so that it is known where it is done."""
+    term = begin(partition_by=keyless_for_two)
+    term.read(1, 2, 3)
+    term.turn_until(lambda: term.marked() == token_data(3))
+    if how == "discarded":
+        term.run(next_run(term))
+        run = next_run(term)
+        assert run.refusal is not None
+        assert term.rig.store.claims.discard(term.claim(run), token_of(run.changes[0]))
+    else:
+        term = begin(partition_by=corrected)
+        term.read(2)
+        term.pass_over(4)
+    term.work(until=3)
+    assert term.ran == ([1, 3] if how == "discarded" else [1, 2, 3])
+    term.turn_until(lambda: not term.marked() and term.stored() == [2])
+    new = begin(partition_by=corrected)
+    new.read(2)
+    new.pass_over(4)
+    assert new.led.window.count == 0
+    assert new.flush() == token_data(4)
+    new.turn_until(lambda: not new.stored())
 
 
 @pytest.mark.parametrize("is_read_again", [True, False], ids=["read again", "behind the watermark"])

@@ -186,6 +186,18 @@ def test_what_lies_before_the_start_is_not_owed() -> None:
     assert taken(one) == token_data(2)
 
 
+def test_what_lies_before_a_start_that_was_moved_is_not_owed() -> None:
+    """P12: also where it was read beyond its start before, and the stream is read again for others."""
+    one = subscription(start=1)
+    one.take_in(change(1))
+    one.lost = True
+    one.move(Timestamp(1000, 4))
+    for number in (3, 4):
+        one.take_in(change(number))
+    assert (one.lost, one.has_gap, one.stored, one.window.count) == (False, True, None, 2)
+    assert one.plan.start == Timestamp(1000, 4)
+
+
 def test_an_event_without_a_time_is_owed() -> None:
     """P1: rather once too often."""
     one = subscription(start=3)

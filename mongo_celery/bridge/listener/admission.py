@@ -21,7 +21,8 @@ aside would lose what a corrected pipeline brings back, since a new one is read 
 `partition_by` and a new term) the same event gets another key. The partition of that key may have committed later
 changes already, and the event would count as done there. So nothing that was read after an undeliverable change runs
 before that change is stored and marked. A later term judges the stored bytes again (`judge_again`). If it reads the
-event itself once more, the event goes to the partition where it is stored, whatever the rule says by then.
+event itself once more, the event goes to the partition where it is stored, whatever the rule says by then. So the
+change stays stored until the watermark has passed it, also when it is done: there the event counts as done.
 Not promised: a change that was handled before the cause came up, and is read again because of it, may run once more.
 """
 

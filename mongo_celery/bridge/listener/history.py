@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
@@ -206,7 +206,7 @@ class LostHistory:
                 raise self._error
             return None
         for name in moved:
-            _move(subscriptions[name], starts[name].time)
+            subscriptions[name].move(starts[name].time)
             logger.warning(
                 "handler %s continues at %s: a command has moved it over its lost history",
                 name,
@@ -246,7 +246,7 @@ class LostHistory:
             self._store.partitions.forget_attempts(name, subscriptions[name].plan.layout.generation)
         after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         for name in moved:
-            _move(subscriptions[name], after[name].time)
+            subscriptions[name].move(after[name].time)
         reached = self._reached(subscriptions, after)
         for policy, place in list(gap.moved):
             self._note(gap, place, policy)
@@ -358,10 +358,3 @@ def _read_up_to(subscription: Subscription, start: Start) -> Start:
     if not seen or (start.watermark is not None and seen <= start.watermark.data):
         return start
     return Start(start.time, Mark({"_data": seen}, seen, time_of_token({"_data": seen}, start.place[0])), None)
-
-
-def _move(subscription: Subscription, start: Timestamp) -> None:
-    """What is buffered stays and is handled; nothing between it and the new start is owed."""
-    subscription.plan = replace(subscription.plan, start=start, watermark=None)
-    subscription.stored = None
-    subscription.lost, subscription.has_gap = False, True

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mongo_celery.bridge.listener.removal import Removal
+from mongo_celery.bridge.listener.removal import Done, Removal
 from mongo_celery.bridge.listener.stock import Stock
 from mongo_celery.bridge.state.spill import EVERYTHING, Amount, Spill
 
@@ -36,7 +36,7 @@ class Inventory:
         self.stock = Stock(bound)
         self._spill = spill
         self._removal: Removal | None = None
-        self._documents: dict[str, str | None] = {}  # up to where it was asked to be removed; None for not at all
+        self._documents: dict[str, Done | None] = {}  # what was asked to be removed; None for nothing
         self._additions: Counter[str] = Counter()
         self._empty: set[str] = set()
         self._halts: dict[str, int] = {}
@@ -67,22 +67,25 @@ class Inventory:
             self.stock.added(partition_id, amount)
             self._documents.setdefault(partition_id, None)
 
-    def sweep(self, images: Mapping[str, Image]) -> None:
+    def sweep(self, images: Mapping[str, Image], watermarks: Mapping[str, str]) -> None:
         """
         Take in what was removed, and ask for what is to be.
 
         Args:
             images: of all partitions that are led, by their `_id`s.
+            watermarks: the stored ones, by subscription: from there a later term reads.
         """
         self._take_in_removals()
         for partition_id, image in images.items():
             self._note_halt(partition_id, image)
         handlers = {partition_id.rsplit("/", 2)[0] for partition_id in images}
-        for partition_id, removed_to in list(self._documents.items()):
+        for partition_id, removed in list(self._documents.items()):
             found = images.get(partition_id)
             is_over = found is None and partition_id.rsplit("/", 2)[0] in handlers
             committed = found.data if found is not None else EVERYTHING if is_over else ""
-            self._want(partition_id, committed, removed_to, is_marked=found is not None and found.spilled is not None)
+            watermark = EVERYTHING if is_over else watermarks.get(partition_id.split("/")[1], "")
+            done = Done(committed, min(committed, watermark))
+            self._want(partition_id, done, removed, is_marked=found is not None and found.spilled is not None)
 
     def _take_in_removals(self) -> None:
         assert self._removal is not None, "a term has begun"
@@ -106,7 +109,7 @@ class Inventory:
             self._halts[partition_id] = halted_at
             self.has_documents(partition_id)
 
-    def _want(self, partition_id: str, committed: str, removed_to: str | None, *, is_marked: bool) -> None:
+    def _want(self, partition_id: str, done: Done, removed: Done | None, *, is_marked: bool) -> None:
         """
         Ask for a removal where a partition has moved; let go of one of which nothing is left.
 
@@ -123,10 +126,11 @@ class Inventory:
                 del self._documents[partition_id], self._additions[partition_id]
                 return
             self.stock.uncount(partition_id)
-            is_counted, removed_to = False, None
-        if removed_to is None or committed != removed_to:
-            self._documents[partition_id] = committed
+            is_counted, removed = False, None
+        if done != removed:
+            self._documents[partition_id] = done
             additions = None if is_counted else self._additions[partition_id]
             if additions is not None:
                 self.stock.asked(partition_id)
-            self._removal.want(partition_id, committed, additions)
+            after = removed.committed if removed is not None else ""
+            self._removal.want(partition_id, done, additions, after=after)

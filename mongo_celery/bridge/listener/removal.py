@@ -27,6 +27,20 @@ _WALK_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """
+    Up to where the changes of a partition are done.
+
+    Attributes:
+        committed: comparable part of the committed token of a majority image; empty for nothing.
+        passed: the same, no further than the stored watermark: up to there no change is read again.
+    """
+
+    committed: str
+    passed: str
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     """
     What the thread has found, or done.
@@ -58,7 +72,7 @@ class Removal:
         self._spill = spill
         self._version = version
         self._changed = threading.Condition()
-        self._wanted: dict[str, tuple[str, int | None]] = {}
+        self._wanted: dict[str, tuple[Done, int | None, str]] = {}
         self._findings: list[Removed] = []
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="mongo_celery-removal", daemon=True)
@@ -73,18 +87,20 @@ class Removal:
             self._is_over = True
             self._changed.notify()
 
-    def want(self, partition_id: str, committed: str, additions: int | None) -> None:
+    def want(self, partition_id: str, done: Done, additions: int | None, *, after: str) -> None:
         """
         Remove what is stored of a partition up to a place, soon.
 
+        An undeliverable change that may be read again stays: it says in which partition the change is done.
+
         Args:
-            committed: comparable part of the committed token of a majority image; empty for nothing.
+            after: up to where all but those was removed before.
             additions: how often something was stored there, to be told with a count of what is left afterwards; None
                 where nothing is to be counted.
         """
         with self._changed:
-            before = self._wanted.get(partition_id, ("", None))
-            self._wanted[partition_id] = max(before[0], committed), before[1] if additions is None else additions
+            _, counts, begins = self._wanted.get(partition_id, (done, None, after))
+            self._wanted[partition_id] = done, counts if additions is None else additions, min(begins, after)
             self._changed.notify()
 
     def findings(self) -> list[Removed]:
@@ -127,21 +143,27 @@ class Removal:
                 if not self._wanted:
                     return True
                 partition_id = next(iter(self._wanted))
-                committed, additions = self._wanted[partition_id]
-            removed = self._remove(partition_id, committed)
+                wanted = done, additions, after = self._wanted[partition_id]
+            removed = self._remove(partition_id, done, after)
             amount = self._spill.amount(partition_id) if additions is not None else None
             with self._changed:
-                if self._wanted.get(partition_id) == (committed, additions):
+                if self._wanted.get(partition_id) == wanted:
                     del self._wanted[partition_id]
                 self._findings.append(Removed(partition_id, removed, amount, additions))
 
-    def _remove(self, partition_id: str, committed: str) -> int:
+    def _remove(self, partition_id: str, done: Done, after: str) -> int:
         removed = last = 0
-        while committed and not self._is_over:
-            last = self._spill.remove(partition_id, committed, self._version)
+        while done.passed and not self._is_over:
+            last = self._spill.remove(partition_id, done.passed, self._version)
             removed += last
             if last < REMOVED:
                 break
+        begins = max(done.passed, after)
+        if begins < done.committed:
+            for last in self._spill.remove_delivered(partition_id, begins, done.committed, self._version):
+                removed += last
+                if self._is_over:
+                    break
         return removed
 
     def _walk(self) -> Iterator[float]:

@@ -14,7 +14,8 @@ committed is removed (`inventory`, `removal`).
 
 When it is done, and for whom, `shares` decides on what the `buffer` measures. `spill_bytes` bounds what is stored: at
 the bound nothing more is, and the stream waits for those who hold it, loudly. The bound does not hold back what must be
-stored again before its partition can go on: that makes room. What is said of all this stands in `spill_report`.
+stored again before its partition can go on: that makes room. Nor does it hold back an undeliverable change and what is
+before it in its partition: else all partitions of its handler would wait. What is said stands in `spill_report`.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class Spilling:
             return True
         is_again = index in subscription.spilled and changes[-1].data <= subscription.spilled[index].to
         if not is_again:
-            fitting = _fitting(changes, self._stock.room(tracker.partition_id))
+            fitting = _fitting(changes, self._stock.room(tracker.partition_id), _needed(changes, reason))
             if not fitting:
                 return False
             changes = fitting
@@ -282,7 +283,7 @@ class Spilling:
         found = ((part, reason_of(part, eager=eager, pressed=starvation.is_pressed)) for part in parts)
         due = [(part, reason) for part, reason in found if reason is not None]
         for part, reason in sorted(due, key=self._urgency):
-            if self._has_room(part.key):
+            if reason == UNDELIVERABLE or self._has_room(part.key):
                 self._wait_for_room(waiting)
                 return part.key, reason
             waiting = waiting or part.key
@@ -323,7 +324,8 @@ class Spilling:
     def _sweep(self, now: float) -> None:
         """Once a second: take in what was removed, ask for what is to be, and clear the marks that are passed."""
         trackers = (tracker for each in self._led.values() for tracker in each.trackers.values())
-        self._inventory.sweep({tracker.partition_id: tracker.image for tracker in trackers})
+        watermarks = {each.name: each.stored.data for each in self._led.values() if each.stored is not None}
+        self._inventory.sweep({tracker.partition_id: tracker.image for tracker in trackers}, watermarks)
         self._clear()
         self._stock.observe(now)
         self._said.level()
@@ -350,10 +352,21 @@ class Spilling:
             self._ready_at = time.monotonic() + _PAUSE_SECONDS  # after the call, which may have taken longer than it
 
 
-def _fitting(changes: list[PendingChange], room: int) -> list[PendingChange]:
-    """The longest prefix that has room."""
+def _needed(changes: list[PendingChange], reason: str) -> int:
+    """How many of these are stored beyond the bound: the undeliverable ones, and what is before them."""
+    if reason != UNDELIVERABLE:
+        return 0
+    return max((number for number, change in enumerate(changes, 1) if change.refusal), default=len(changes))
+
+
+def _fitting(changes: list[PendingChange], room: int, needed: int) -> list[PendingChange]:
+    """The longest prefix that has room, or is needed."""
     sizes = accumulate(change.weight for change in changes)
-    return [change for change, size in zip(changes, sizes, strict=True) if size <= room]
+    return [
+        change
+        for number, (change, size) in enumerate(zip(changes, sizes, strict=True))
+        if size <= room or number < needed
+    ]
 
 
 def _is_of_one(error: Exception) -> bool:

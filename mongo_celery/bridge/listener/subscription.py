@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bson import Timestamp
@@ -106,6 +106,13 @@ class Subscription:
         for tracker in trackers.values():
             tracker.token_seconds = plan.token_seconds * len(trackers)
             self._follow(tracker.image)
+
+    def move(self, start: Timestamp) -> None:
+        """Continue at another start: what is buffered stays and runs, and nothing between it and the start is owed."""
+        self.plan = replace(self.plan, start=start, watermark=None)
+        self.stored = None
+        self.lost, self.has_gap = False, True
+        self._has_begun = False
 
     @property
     def outstanding(self) -> list[Tracker]:

@@ -208,11 +208,11 @@ def find_undeliverable(
     found: dict[str, int] = {}
     generation = takeover.layouts[name].generation
     for image in () if rule.is_by_document else takeover.images[name]:
-        marked = image.spilled["to"] if image.spilled is not None else ""
-        after = max(watermark.data if watermark is not None else "", image.data)
-        if marked > after:
+        until = max(image.spilled["to"] if image.spilled is not None else "", image.data)
+        after = watermark.data if watermark is not None else ""
+        if until > after:  # what is done is among them: under a corrected rule it would run elsewhere, once more
             where = store.partitions.partition_id(name, generation, image.index)
-            for places in store.spill.undeliverable(where, after, marked):
+            for places in store.spill.undeliverable(where, after, until):
                 found |= dict.fromkeys(places, image.index)
                 renewal.alive()
     return found

@@ -21,6 +21,7 @@ of the stream. Nothing here is guarded by an epoch, and needs none:
 | `part` | the number of such a document, from 1 |
 | `token` | the resume token, where `_id` and bytes do not tell it: they cannot be read, or it is long |
 | `refusal` | why it is not given to its handler; whether that halts, and lasts |
+| `refused` | set where it was ever refused: it stays until no term reads it again, and says where it is done |
 | `size` | bytes of the document |
 
 What is read here decides what runs, so it is read in a causally consistent session that has seen the partition's image
@@ -189,6 +190,14 @@ class Spill:
             query = {"_id": some, "term": {"$lte": Int64(version)}}
             return self._table.collection.delete_many(query).deleted_count
 
+    def remove_delivered(self, partition_id: str, after: str, committed: str, version: int) -> Iterator[int]:
+        """Remove what `remove` does, but no change that was ever refused; yield how many documents, call by call."""
+        for some in self._slices(ids_between(partition_id, after, committed)):
+            query = {"_id": some, "refused": None, "term": {"$lte": Int64(version)}}
+            with self._table.limit():
+                removed = self._table.collection.delete_many(query).deleted_count
+            yield removed
+
     # -- reading -----------------------------------------------------------------------------------
 
     def read(
@@ -263,9 +272,9 @@ class Spill:
         return total
 
     def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
-        """Yield the places of undeliverable changes behind a place, up to another one, a call's worth at a time."""
+        """Yield the places of changes that were ever refused, behind a place up to another one, call by call."""
         for some in self._slices(ids_between(partition_id, after, until)):
-            query = {"_id": some, "part": None, "refusal": {"$ne": None}}
+            query = {"_id": some, "part": None, "$or": [{"refused": True}, {"refusal": {"$ne": None}}]}
             yield [place_in(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]
 
     def _slices(self, ids: Mapping[str, str]) -> Iterator[Mapping[str, str]]:

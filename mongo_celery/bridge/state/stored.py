@@ -233,7 +233,7 @@ def _rare(change: StoredChange) -> Document:
     elif not _is_told(change):
         fields["token"] = {"_data": change.data}
     if change.refusal is not None:
-        fields["refusal"] = asdict(change.refusal)
+        fields |= {"refusal": asdict(change.refusal), "refused": True}
     return fields
 
 
