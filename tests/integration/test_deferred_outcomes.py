@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 
@@ -49,3 +50,29 @@ def test_an_outcome_that_is_refused_at_last_takes_back_what_was_charged_meanwhil
             assert rig.claim(owner="duplicate").crashes == 1
         wait_for(lambda: rig.document["retry"]["crashes"] == 0, timeout=30)
         assert rig.document["claim"]["owner"] == "duplicate"
+
+
+def test_a_signal_that_always_comes_is_counted_at_last(
+    mongo_url: str, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P9, P14: it may be that of a hard time limit whose clock began long before the handler."""
+    rig = rig_of(mongo_client, state_database)
+    bridge = Bridge(Celery(broker="memory://"), mongo_url, name=BRIDGE, database=state_database, autodiscover=False)
+
+    @bridge.on_change("shop.orders", name=SUBSCRIPTION)
+    def record(_change: Change) -> None:
+        """Is not called."""
+
+    def meet_a_signal(_change: Change, _retries: int) -> None:
+        raise SystemExit(signal.SIGTERM - 256)
+
+    run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, 1, 1, (bson.encode(event()),))
+    (handler,) = bridge.wiring.handlers
+    with closing(bridge.client):
+        for ends in range(1, 12):
+            with pytest.raises(SystemExit):
+                Execution(bridge.wiring, handler, run).execute(meet_a_signal)
+            retry = rig.document["retry"]
+            assert (rig.document["claim"], retry["crashes"]) == (None, ends // 11)
+            assert (retry["waiting"] or {}).get("timeOuts", 10) == min(ends, 10)
+            rig.spoil(**{"retry.notBefore": None})

@@ -48,22 +48,24 @@ def test_a_second_worker_of_a_process_was_not_told_what_the_first_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "seconds", "is_away"),
+    ("error", "seconds", "limit", "is_away"),
     [
-        (SystemExit(signal.SIGTERM - 256), 5, True),  # as billiard ends a child by a signal
-        (SystemExit(signal.SIGQUIT - 256), 5, True),
-        (SystemExit(signal.SIGTERM - 256), 60, False),  # a hard time limit sends the same signal
-        (SystemExit(3), 5, False),
-        (SystemExit("bye"), 5, False),
-        (KeyboardInterrupt(), 5, False),
+        (SystemExit(signal.SIGTERM - 256), 5, 60, True),  # as billiard ends a child by a signal
+        (SystemExit(signal.SIGQUIT - 256), 5, 60, True),
+        (SystemExit(signal.SIGTERM - 256), 60, 60, False),  # a hard time limit sends the same signal
+        (SystemExit(signal.SIGTERM - 256), 53.5, 60, False),  # whose clock began before the task was called
+        (SystemExit(signal.SIGTERM - 256), 0.8, 1, False),
+        (SystemExit(3), 5, 60, False),
+        (SystemExit("bye"), 5, 60, False),
+        (KeyboardInterrupt(), 5, 60, False),
     ],
 )
 def test_a_signal_from_outside_is_told_from_what_a_handler_does(
-    error: BaseException, seconds: float, is_away: bool
+    error: BaseException, seconds: float, limit: int, is_away: bool
 ) -> None:
     """P14, and nothing that ends its own process runs for ever uncounted."""
 
-    @Celery("shop", set_as_current=False).task(bind=True, shared=False, time_limit=60)
+    @Celery("shop", set_as_current=False).task(bind=True, shared=False, time_limit=limit)
     def handle(_task: object) -> None:
         assert is_sent_away(error, seconds) is is_away
 

@@ -104,7 +104,7 @@ def go_on(wiring: Wiring, lost: LostPlace, policy: str, *, reason: str | None = 
         now = operation_time(wiring.client)
         place = read_oplog(wiring.client).first if policy == "oldest" else Timestamp(now.time, now.inc + 1)
         start = max(place, lost.at)
-        record = act.record(lost.subscription, **{"from": iso(lost.at), "to": iso(start)})
+        record = act.record(lost.subscription, handlers=1, **{"from": iso(lost.at), "to": iso(start)})
         try:
             is_moved = wiring.store.positions.pass_gap(lost.subscription, lost.seen, start, policy, record)
         except PyMongoError as error:

@@ -34,7 +34,7 @@ class AuditRecords:
         self._bridge = bridge
 
     def prepare(self) -> None:
-        """Make sure that records can be stored, and that the server removes old ones. A TTL that a DBA set stays."""
+        """Make sure that records can be stored, and that the server removes old ones. A changed TTL stays."""
         with self._table.limit():
             create_indexes(self._table.collection, [IndexModel("at", expireAfterSeconds=KEPT_SECONDS)])
 

@@ -29,6 +29,9 @@ _SIGNALLED = range(-255, -191)
 _NEAR = 0.9
 """Share of a hard time limit from which on a signal is taken for the limit's own."""
 
+_START_SECONDS = 1.0
+"""For which a task's start may take: the limit's clock runs meanwhile."""
+
 
 def is_leaving() -> bool:
     """Whether the worker that this process belongs to was told to shut down."""
@@ -41,11 +44,11 @@ def is_sent_away(error: BaseException, seconds: float) -> bool:
 
     Args:
         error: by which it ends.
-        seconds: for which the handler's message has run. A hard time limit sends the same signal as a shutdown.
+        seconds: since the handler's task was called. A hard time limit sends the same signal as a shutdown.
     """
     limit = hard_limit(current_task)
     is_signalled = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in _SIGNALLED
-    return is_leaving() or (is_signalled and (limit is None or seconds < limit * _NEAR))
+    return is_leaving() or (is_signalled and (limit is None or seconds < limit * _NEAR - _START_SECONDS))
 
 
 @signals.worker_init.connect(weak=False)

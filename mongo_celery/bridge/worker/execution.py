@@ -50,7 +50,7 @@ from mongo_celery.bridge.worker.attribution import (
     names,
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
-from mongo_celery.bridge.worker.departure import is_sent_away
+from mongo_celery.bridge.worker.departure import is_leaving, is_sent_away
 from mongo_celery.bridge.worker.envelope import Reference, Run
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, Outcomes, Waiting, persisted
 from mongo_celery.bridge.worker.retry_times import retry_time
@@ -108,6 +108,7 @@ class Execution:
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
         run_seconds: after which no further change of the run is begun; those of the bridge by default.
         is_limited: whether the message has an end of its own, by limits of time or rate, made of these seconds.
+        since: monotonic time at which its task was called; now by default.
 
     Attributes:
         begun: whether `before_start` has run under its claim.
@@ -131,6 +132,7 @@ class Execution:
         run_seconds: float | None = None,
         *,
         is_limited: bool = True,
+        since: float | None = None,
     ) -> None:
         self._wiring = wiring
         self.handler = handler
@@ -138,7 +140,7 @@ class Execution:
         self._patience = patience
         options = wiring.options
         self._is_limited = is_limited
-        self._since = time.monotonic()
+        self._since = time.monotonic() if since is None else since
         self._until = time.monotonic() + (options.run_seconds if run_seconds is None else run_seconds)
         self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store
@@ -425,13 +427,16 @@ class Execution:
         """
         Write that the process ends by this error; always raises.
 
+        A signal in no shutdown is given the benefit of the doubt for some times in a row: it may be a time limit's.
         A pool of threads lives on, and Celery acknowledges no message that ends so: its prefetch would fill.
 
         Args:
             error: no `Exception`.
             done: so many changes are done, and not recorded yet.
         """
-        is_counted = not is_sent_away(error, time.monotonic() - self._since)
+        doubts = 0 if done or self.claim is None else self.claim.doubts
+        is_away = is_sent_away(error, time.monotonic() - self._since)
+        is_counted = not is_away or (doubts >= _DOUBTS_MAX and not is_leaving())
         self._written.crashed(error, done, is_counted=is_counted)
         if threading.current_thread() is threading.main_thread():
             raise error

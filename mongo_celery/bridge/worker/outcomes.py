@@ -35,6 +35,7 @@ from mongo_celery.bridge.state.dead_letters import (
 )
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.worker.deferred import DeferredWrites
+from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
 from mongo_celery.mongo.repeating import Pauses, until_answered
@@ -58,6 +59,7 @@ ANSWER_SECONDS = 30.0
 
 _STORING_SECONDS = 2.0
 _PAUSES = Pauses(first=0.05, longest=1.0)
+SIGNALLED = "its worker's process was ended by a signal, in no shutdown of the worker"
 WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
 """Between two attempts of a change that waits, and of which nothing is counted."""
 
@@ -246,13 +248,19 @@ class Outcomes:
             self._beats.end(self._beat)
 
     def crashed(self, error: BaseException, *, is_counted: bool) -> None:
-        """The process is about to end under the first change (a hard time limit, a shutdown): best effort, once."""
+        """
+        The process is about to end under the first change (a hard time limit, a shutdown): best effort, once.
+
+        What is not counted, in no shutdown, is counted as a doubt.
+        """
         claim = self._claim
         try:
             if is_counted:
                 self._claims.crash(claim, error_text(error))
-            else:
+            elif is_leaving():
                 self._claims.relinquish(claim.partition_id, claim.owner)
+            else:
+                self._claims.wait(claim, delay=WAITS.nth(claim.waits), cause=SIGNALLED, doubtful=True)
         except PyMongoError:
             logger.warning(
                 "could not record the crash of %s; its claim will lapse",

@@ -23,8 +23,9 @@ from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Place
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
+from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.execution import Execution, SupersededError
-from mongo_celery.bridge.worker.outcomes import WAITS, Outcomes, Waiting, attempts_in
+from mongo_celery.bridge.worker.outcomes import SIGNALLED, WAITS, Outcomes, Waiting, attempts_in
 from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.errors import CommandRefusedError, StaleFencingTokenError
 
@@ -148,8 +149,11 @@ class ReplayOutcomes(RunOutcomes):
         try:
             if is_counted:
                 self._wiring.store.claims.relinquish(self._claim.partition_id, self._claim.owner)
-            else:
+            elif is_leaving():
                 self._wiring.store.replays.release(self._claim, self.replay.letter)
+            else:
+                claim, delay = self._claim, WAITS.nth(self._claim.waits)
+                self._wiring.store.replays.wait(claim, self.replay.letter, SIGNALLED, delay=delay, doubtful=True)
         except PyMongoError:
             logger.warning(
                 "could not record the crash of %s; its claim will lapse",

@@ -132,6 +132,7 @@ class ChangeTask(SealedMessages):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one message, or, with a `Change` (a list of them for a bulk handler), just the function."""
+        since = time.monotonic()  # before MongoDB is asked: a hard time limit's clock runs already
         takes_list = self.handler.batch_size is not None
         if args and _is_given(args[0], takes_list=takes_list):
             view = self.wiring.view_of(self.handler)
@@ -149,7 +150,7 @@ class ChangeTask(SealedMessages):
         run_seconds = self.request.get(RUN_SECONDS)
         is_limited = any(self.request.timelimit or ()) or run_seconds == 0
         execution = self._kind(run)(
-            self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited
+            self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited, since=since
         )
         try:
             with received(self.request):
