@@ -88,6 +88,7 @@ def test_each_code_has_one_verdict_at_most() -> None:
     assert len(every) == len(set(every))
     snapshots = {Code.OperationNotSupportedInTransaction, Code.SnapshotTooOld, Code.SnapshotUnavailable}
     alone = {Code.DocumentValidationFailure, Code.LockTimeout, Code.PathNotViable, *snapshots}
+    alone |= {Code.IndexOptionsConflict, Code.IndexKeySpecsConflict}
     assert {*Code} - set(every) == alone
 
 

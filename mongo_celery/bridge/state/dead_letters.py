@@ -44,7 +44,7 @@ from mongo_celery.bridge.change import event_of, token_data
 from mongo_celery.bridge.existing import END, LETTER, is_unread, place_of
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.mongo.expressions import remaining
-from mongo_celery.mongo.indexes import create_indexes, reading_seconds
+from mongo_celery.mongo.index_creation import create_indexes, reading_seconds
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
