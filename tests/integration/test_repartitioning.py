@@ -236,6 +236,46 @@ def test_a_drain_that_takes_long_is_given_up_and_tried_again(shop: Shop) -> None
     shop.check()
 
 
+class _Chunk:
+    """Says what the snapshots of a term say of a chunk."""
+
+    is_held = is_read_again = True
+
+    def holds(self, _name: str) -> bool:
+        return self.is_held
+
+    def reads_again(self, _name: str) -> bool:
+        return self.is_read_again
+
+
+def test_a_switch_waits_until_a_chunk_is_recorded(shop: Shop) -> None:
+    """P6: it would have all documents of the chunk run again; nor is one dropped that is partly given."""
+    term, chunk = shop.begin(NEW), _Chunk()
+    term.repartitioning._snapshots = chunk  # type: ignore[assignment]
+    term.finish(is_done=lambda: len(shop.numbers()) == len(WRITTEN))
+    term.turn()
+    assert not term.led[NAME].is_draining
+    chunk.is_read_again = False
+    term.turn()
+    term.turn()
+    assert term.led[NAME].is_draining
+    assert shop.in_force(term).partitions == OLD
+    chunk.is_held = False
+    term.finish()
+    assert shop.in_force(term).partitions == NEW
+
+
+def test_no_turn_is_due_at_once_while_there_is_nothing_to_do(shop: Shop) -> None:
+    """P12: also while what a handler has left cannot be read again, or partitions cannot be read."""
+    term = shop.begin(OLD)
+    term.repartitioning._rereading.append(term.led[NAME])
+    now = time.monotonic()
+    term.repartitioning.turn(now)
+    assert term.repartitioning.due() > now
+    term.repartitioning.put_off(now + 5.0)
+    assert term.repartitioning.due() > now + 5.0
+
+
 def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitions(shop: Shop) -> None:
     """P12: each handler for itself."""
     shop.begin(OLD, NAME, "audit", "gone")

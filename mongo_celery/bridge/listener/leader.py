@@ -131,6 +131,7 @@ class Leader:
         self._horizon = Horizon(wiring)
         self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share, wiring.line)
         self._looks = Looks(self._store.partitions, self._spilling.session)
+        self._snapshots = Snapshotting(wiring, self.wake)
         self._repartitioning = Repartitioning(
             self._store,
             self._options,
@@ -138,8 +139,8 @@ class Leader:
             self._watermarks,
             self._spilling,
             wiring.line,
+            self._snapshots,
         )
-        self._snapshots = Snapshotting(wiring, self.wake)
         self._replaying = Replaying(self._store.replays, wiring.state_concern, wiring.line)
         self._at_end = self._is_held_up = False
         self._full, self._full_at = "", math.inf
@@ -399,6 +400,7 @@ class Leader:
             self._is_blind = True
             self._unread(error)
             self._looks.failed(now)
+            self._repartitioning.put_off(now)
         else:
             self._repartition(now)
         self._note_progress()

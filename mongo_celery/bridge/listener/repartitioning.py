@@ -44,6 +44,7 @@ from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.snapshotting import Snapshotting
     from mongo_celery.bridge.listener.spilling import Spilling
     from mongo_celery.bridge.listener.watermarks import Watermarks
     from mongo_celery.bridge.state.store import Store
@@ -99,6 +100,7 @@ class Repartitioning:
         watermarks: of this term.
         spilling: in its session images are read.
         line: how commands about the bridge begin.
+        snapshots: of this term: a switch in the middle of a chunk would have all of it run again.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class Repartitioning:
         watermarks: Watermarks,
         spilling: Spilling,
         line: CommandLine = ANY_APP,
+        snapshots: Snapshotting | None = None,
     ) -> None:
         self._line = line
+        self._snapshots = snapshots
         self._store = store
         self._options = options
         self._concern = concern
@@ -178,9 +182,9 @@ class Repartitioning:
             LeaseLostError: the term has ended.
             MongoCeleryError: something that waiting cannot cure.
         """
-        if not self._moves or now < self._next_at:
+        if now < self._next_at:
             return []
-        self._next_at = now + _POLL_SECONDS
+        self.put_off(now)
         until, moved = time.monotonic() + _TURN_SECONDS, []
         try:
             for name in list(self._moves):
@@ -194,6 +198,10 @@ class Repartitioning:
             self.note_failure(error)
         self._complain(now)
         return moved
+
+    def put_off(self, now: float) -> None:
+        """Have the next turn come a little later, whatever came of this one."""
+        self._next_at = now + _POLL_SECONDS
 
     def note_failure(self, error: PyMongoError) -> None:
         """Try again after a pause; raise what waiting cannot cure."""
@@ -222,7 +230,8 @@ class Repartitioning:
             return None
         move.waits = _left(subscription)
         if move.drains_until == math.inf:
-            if now >= move.ready_at and subscription.until is None and opens_stream(subscription.window.seen):
+            is_due = now >= move.ready_at and subscription.until is None and opens_stream(subscription.window.seen)
+            if is_due and not (self._snapshots is not None and self._snapshots.reads_again(subscription.name)):
                 _drain(subscription, move, now)
         elif now > move.drains_until:
             self._stop_draining(subscription, move, now + move.seconds)
@@ -258,6 +267,8 @@ class Repartitioning:
         """Return True if all that was read is committed, and the watermark says so."""
         window = subscription.window
         if window.count or subscription.outstanding or subscription.spilled:
+            return False
+        if self._snapshots is not None and self._snapshots.holds(subscription.name):
             return False
         if window.seen != (window.watermark.data if window.watermark is not None else ""):
             return False  # no stream can be opened there

@@ -126,6 +126,14 @@ class Snapshotting:
         """Return True if any snapshot of this term's handlers runs, or waits to go on."""
         return bool(self._records)
 
+    def holds(self, name: str) -> bool:
+        """Return True if documents were given to a subscription, and its snapshot's record does not say so yet."""
+        return self.reads_again(name) or any(each.subscription.name == name for each in self._appended.values())
+
+    def reads_again(self, name: str) -> bool:
+        """Return True if a part of a subscription's chunk was given to it, and the rest is being read again."""
+        return self._reading is not None and self._reading.subscription.name == name and self._reading.rounds > 0
+
     def is_busy(self, now: float) -> bool:
         """Return True if a chunk is under way or may begin: then the stream is not awaited for long."""
         return bool(self._under_way()) or any(self._may_begin(each, now) for each in self._records.values())
