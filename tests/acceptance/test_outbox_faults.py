@@ -56,10 +56,10 @@ def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_cl
         before, after = (points.count(f"{when} publish") for when in ("before", "after"))
         assert min(before, after) >= 2
         assert abs(before - after) <= 1, "the dispatcher takes its turns beside the writer"
-        assert points[-1] == "after update", "the removal is the last"
+        assert points[-1] in ("before update", "after update"), "the removal is the last"
         ns = [written.get(f"{'old ' if kind in OLD else ''}{kind} {at}", []) for at, _ in enumerate(points, 1)]
         assert ns[0] in ([], [3]), "killed before the command"
-        assert ns[-1] == [1, 2, 3], "killed after the removal"
+        assert ns[-1] == [1, 2, 3], "killed at the removal"
 
 
 def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_url: str) -> None:

@@ -90,7 +90,7 @@ def nothing(_: Stage) -> None:
     """Nothing has to be prepared."""
 
 
-Example = tuple[Callable[[Stage], None], list[str], int | None]
+Example = tuple[Callable[[Stage], None], list[str], int]
 EXAMPLES: dict[str, Example] = {
     "pause": (nothing, [HANDLER], 2),
     "resume": (nothing, [HANDLER, "--partition", "1"], 1),
@@ -101,7 +101,7 @@ EXAMPLES: dict[str, Example] = {
     "dead-letters discard": (nothing, ["--all", "--yes"], 1),
     "skip": (halted, [HANDLER, "--partition", "N", "--discard", "--yes"], 1),
     "set-aside": (halted, [HANDLER, "--yes"], 1),
-    "go-on": (lost, [HANDLER, "--from", "now", "--yes"], None),
+    "go-on": (lost, [HANDLER, "--from", "now", "--yes"], 1),
     "rewind": (found, [HANDLER, "--to", "oldest", "--yes"], 2),
     "forget": (nothing, [HANDLER, "--dead-letters", "--yes"], 2),
 }
@@ -128,7 +128,7 @@ def test_every_command_that_changes_something_leaves_a_record(stage: Stage) -> N
         assert record["command"].startswith(name)
         assert "@" in record["by"]
         assert record["at"]
-        assert set(record["effect"]) == {"from", "to"} if count is None else count in record["effect"].values(), name
+        assert count in record["effect"].values(), (name, record)
         assert record["handlers"] or name == "rotate-key"
     emptied.client.close()
     shown = " ".join(run(stage.bridge, changes, "history", "--limit", "100").stdout.split())
