@@ -32,7 +32,7 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(slots=True)
 class _Held:
-    """What is kept on one app: things and their known names by kind, tasks, seconds by periodic call, shared things."""
+    """State of one app: things and their known names by kind, tasks, seconds by periodic call, shared things."""
 
     things: dict[str, list[tuple[str | None, Any]]] = field(default_factory=dict)
     tasks: set[str] = field(default_factory=set)

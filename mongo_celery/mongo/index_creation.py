@@ -21,7 +21,7 @@ def create_indexes(collection: Collection[Any], indexes: Sequence[IndexModel]) -
     """
     Create indexes, all by one reading of the collection.
 
-    One that is there already with other options, such as a TTL that somebody has changed, stays as it is.
+    An index that exists with other options, such as a TTL that a DBA has changed, stays as it is.
 
     Raises:
         PyMongoError: any of them may be missing.

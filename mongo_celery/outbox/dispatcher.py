@@ -57,7 +57,7 @@ _LOOK = 100
 """Documents that one look at the index finds."""
 
 _LOOKS_AFTER = (0.1, 0.5, 2.0)
-"""When the index is read after `with_tasks`, since somebody else carries out the write."""
+"""Seconds from `with_tasks` to the look at the index: the caller carries out the write meanwhile."""
 
 _REFUSED_SECONDS = 30.0
 """For so long a look passes over a document that this process could not deliver."""

@@ -1,4 +1,4 @@
-"""Whether the broker takes messages, as the dispatcher of an app knows it: down, on trial, or there."""
+"""The state of the broker, as the dispatcher of an app knows it: down, on trial, or there."""
 
 from __future__ import annotations
 

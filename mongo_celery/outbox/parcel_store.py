@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 INDEX = "parcels"
 _PAGE = 200
-"""How many parcels that are due are looked through at a time for the heads of their keys."""
+"""Number of due parcels that are searched at a time for the heads of their keys."""
 
 _KEYS = [("key", 1), *ORDER]
 _DUE = [("key", 1), (FIELD_OF_PARCELS.until, 1)]

@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -
 
 def _effects(chain: Chain) -> Counter[Due]:
     return Counter(effect.due for effect in chain.effects())
+
+
+@contextmanager
+def _lock_sink(chain: Chain, item: Due) -> Iterator[None]:
+    """Hold the document that the effect of a change goes to in a transaction."""
+    _, handler, generation, index = chain.of(item)["_id"].split("/")
+    where = {"_id": f"{handler}-{index}-{generation}"}
+    chain.data["sink"].insert_one({**where, "effects": []})
+    with chain.client.start_session() as session, session.start_transaction():
+        chain.data["sink"].update_one(where, {"$set": {"touched": True}}, session=session)
+        yield
 
 
 def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Chain) -> None:
@@ -59,12 +71,7 @@ def test_a_write_conflict_repeats_the_body_and_not_the_effect(chain: Chain) -> N
     chain.both()
     item = chain.write("together_auto", "b", 1, gate="open")
     chain.wait_started(item)
-    sink = chain.data["sink"]
-    _, _, generation, index = chain.of(item)["_id"].split("/")
-    where = {"_id": f"together_auto-{index}-{generation}"}
-    sink.insert_one({**where, "effects": []})
-    with chain.client.start_session() as session, session.start_transaction():
-        sink.update_one(where, {"$set": {"touched": True}}, session=session)
+    with _lock_sink(chain, item):
         chain.open_gate("open")
         chain.wait_started(item, 3)
     chain.wait_done()
@@ -100,12 +107,7 @@ def test_a_body_that_ends_otherwise_when_it_is_repeated_counts_as_it_ended(chain
     chain.both()
     item = chain.give_up(chain.write("together", "g", 1, gate="open", **{"from": 2, "times": 9, "act": "ignore"}))
     chain.wait_started(item)
-    sink = chain.data["sink"]
-    _, _, generation, index = chain.of(item)["_id"].split("/")
-    where = {"_id": f"together-{index}-{generation}"}
-    sink.insert_one({**where, "effects": []})
-    with chain.client.start_session() as session, session.start_transaction():
-        sink.update_one(where, {"$set": {"touched": True}}, session=session)
+    with _lock_sink(chain, item):
         chain.open_gate("open")
         chain.wait_done()
     assert len(chain.starts(item)) == 2

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.state.snapshots import Snapshot
 
 READ_SECONDS = 10.0
-"""How long the reading of a chunk may take."""
+"""Seconds that the reading of a chunk may take."""
 
 _LOOK_SECONDS = 3.0
 _BOUND = "_id"
@@ -248,7 +248,7 @@ def _named(source: str) -> dict[str, Any]:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether another attempt, later or smaller, may succeed."""
+    """Return True if another attempt, later or smaller, may succeed."""
     return code_of(error) == Code.MaxTimeMSExpired or is_transient(error) or is_unanswered(error)
 
 

@@ -89,8 +89,8 @@ class Replaying:
         except PyMongoError as error:
             if not self._has_said:
                 logger.warning(
-                    "the collection dead_letters gets no index for replays: all of it is read to find them. It is "
-                    "tried again after %.0f s: %s",
+                    "the collection dead_letters has no index for replays, so each search for them reads all of it. "
+                    "The listener tries again to create the index after %.0f s: %s",
                     _INDEX_PAUSE_SECONDS,
                     explained(error, self._concern) or short(error),
                     extra={"event": "replays_unindexed"},

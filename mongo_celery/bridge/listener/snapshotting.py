@@ -66,7 +66,7 @@ _LOOK_SECONDS = 1.0
 _PASS_SECONDS = 0.5
 _TICK_SECONDS = 0.05
 _ROUNDS_MAX = 20
-"""How often documents of one chunk are read again, before the chunk counts as failed."""
+"""Number of times that documents of one chunk are read again before the chunk counts as failed."""
 
 
 class Snapshotting:

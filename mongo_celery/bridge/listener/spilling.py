@@ -353,7 +353,7 @@ class Spilling:
 
 
 def _needed(changes: list[PendingChange], reason: str) -> int:
-    """How many of these are stored beyond the bound: the undeliverable ones, and what is before them."""
+    """Return the number of these that are stored beyond the bound: undeliverable ones, and those before them."""
     if reason != UNDELIVERABLE:
         return 0
     return max((number for number, change in enumerate(changes, 1) if change.refusal), default=len(changes))

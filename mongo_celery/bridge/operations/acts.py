@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.audit import make_record, user_at_host
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import DeploymentError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 HISTORY_LIMIT = 50
-"""How many audit records are shown by default."""
+"""Number of audit records that are shown by default."""
 
 _WORDS = 20
 
@@ -156,8 +156,4 @@ def read_history(wiring: Wiring, handler: str | None = None, limit: int = HISTOR
         handler: only what concerns this one.
     """
     with reached(wiring) as store:
-        return [{**each, "at": _iso(each["at"])} for each in store.audit.read(handler, limit)]
-
-
-def _iso(at: object) -> str | None:
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).isoformat() if isinstance(at, datetime) else None
+        return [{**each, "at": iso(each["at"])} for each in store.audit.read(handler, limit)]

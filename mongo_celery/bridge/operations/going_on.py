@@ -18,8 +18,8 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.acts import audited, reached
-from mongo_celery.bridge.operations.places import iso
 from mongo_celery.bridge.operations.rewinding import LOCKED
+from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.positions import is_locked
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in

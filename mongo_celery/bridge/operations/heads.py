@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
@@ -20,6 +19,7 @@ from bson import json_util
 from mongo_celery.bridge.change import FLAGS, decoded, describe, token_data
 from mongo_celery.bridge.operations.acts import reached
 from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
+from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
@@ -159,7 +159,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
         error=image.error or refusal or (image.waiting or {}).get("cause"),
         retries=int(image.retries),
         crashes=int(image.crashes),
-        since=_iso(since) if since else None,
+        since=iso(since),
         due_seconds=max(image.due_in, 0.0),
         bytes=len(change.raw) if change is not None else None,
         event=event,
@@ -175,7 +175,3 @@ def event_as_json(raw: bytes) -> Mapping[str, Any] | None:
     except Exception:  # noqa: BLE001 - whatever users' documents hold: then its bytes are all that can be shown
         return None
     return found
-
-
-def _iso(moment: datetime) -> str:
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()

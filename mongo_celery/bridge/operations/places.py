@@ -23,6 +23,7 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.existing import is_existing, opens_stream
+from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.stream.cursor import Position, open_cursor, post_batch_token
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED
 from mongo_celery.command_line import ANY_APP
@@ -79,11 +80,6 @@ class StreamPlace:
     def iso(self) -> str:
         """For people."""
         return str(iso(self.time))
-
-
-def iso(time: Timestamp | None) -> str | None:
-    """A cluster time for people and for JSON."""
-    return None if time is None else time.as_datetime().astimezone(UTC).isoformat()
 
 
 def parse_place(text: str) -> Asked:

@@ -22,7 +22,8 @@ from pymongo.errors import PyMongoError
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
-from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
+from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, place_of
+from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.dead_letters import ASKED
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked

@@ -19,7 +19,7 @@ from typing import Any
 from mongo_celery.bridge.options import BridgeOptions
 
 LEAST_GAIN = 2.0
-"""What is less is not worth a sentence."""
+"""Smallest gain that is worth a sentence."""
 
 _SIZE = 100
 _UNKNOWN = 0.0005

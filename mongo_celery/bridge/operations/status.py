@@ -27,6 +27,7 @@ from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted
 from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
+from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.partitions import Image, state_of
@@ -285,7 +286,7 @@ def shape(facts: Facts) -> dict[str, Any]:
     under_way = sum(image.live or image.handled is not None for image in facts.images)
     return {
         "bridge": facts.options.name,
-        "at": _iso(facts.now),
+        "at": iso(facts.now),
         "state": _state(lease, live=live),
         "error": lease.get("error") if not live else None,
         "difference": facts.identity and facts.identity.difference(lease.get("identity")),
@@ -294,7 +295,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "version": int(lease.get("version", 0)),
         "lag_seconds": max((lag for lag in lags if lag is not None), default=None),
         "oplog_window_seconds": facts.oplog.window_seconds if facts.oplog is not None else None,
-        "started_from": _iso(lease.get("startAtOperationTime")),
+        "started_from": iso(lease.get("startAtOperationTime")),
         "outstanding": report.get("outstanding", under_way),
         "buffered": report.get("buffered", None if live else 0),
         "buffered_bytes": report.get("bufferedBytes", None if live else 0),
@@ -302,9 +303,9 @@ def shape(facts: Facts) -> dict[str, Any]:
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
         "untaken": report.get("untaken"),
-        "rejected_by_broker": [{**each, "since": _iso(each["since"])} for each in report.get("rejected", ())],
+        "rejected_by_broker": [{**each, "since": iso(each["since"])} for each in report.get("rejected", ())],
         "rejected_by_broker_count": report.get("rejectedCount", 0),
-        "not_stored": [{**each, "since": _iso(each["since"])} for each in report.get("notStored", ())],
+        "not_stored": [{**each, "since": iso(each["since"])} for each in report.get("notStored", ())],
         "not_stored_count": report.get("notStoredCount", 0),
         "dropped_by_workers": {reason: int(count) for reason, count in (lease.get("dropped") or {}).items()},
         "locked": list(report.get("locked", ())),
@@ -353,8 +354,8 @@ def _listener(lease: Mapping[str, Any], mine: Identity | None) -> dict[str, Any]
         "id": lease["listenerId"],
         "host": lease.get("host"),
         "pid": lease.get("pid"),
-        "since": _iso(lease.get("acquiredAt")),
-        "expires": _iso(lease.get("expiresAt")),
+        "since": iso(lease.get("acquiredAt")),
+        "expires": iso(lease.get("expiresAt")),
         "app": identity["app"],
         "handlers": sorted(identity["handlers"]),
         "changed": mine.changed_handlers(identity) if mine is not None else [],
@@ -393,7 +394,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "partitions": layout.partitions if layout else None,
                 "new_layout": _new_layout(moving[name]) if name in moving else None,
                 "watermark": _data(document.get("resumeToken")),
-                "watermark_at": _iso(document.get("clusterTime")),
+                "watermark_at": iso(document.get("clusterTime")),
                 "lag_seconds": max((age for age in ages if age is not None), default=None),
                 "oplog_left_seconds": _oplog_left(facts, behind),
                 "oplog_share": _share(facts, position_in(document)),
@@ -467,18 +468,18 @@ def _share(facts: Facts, place: Timestamp | None) -> float | None:
 
 
 def _new_layout(moving: Mapping[str, Any]) -> dict[str, Any]:
-    return {"partitions": moving["partitions"], "since": _iso(moving["since"]), "waits": moving["waits"]}
+    return {"partitions": moving["partitions"], "since": iso(moving["since"]), "waits": moving["waits"]}
 
 
 def _fed_back(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {"key": found["key"], "count": found["count"], "since": _iso(found["since"])}
+    return {"key": found["key"], "count": found["count"], "since": iso(found["since"])}
 
 
 def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "since": _iso(lost.get("since")),
-        "at": _iso(lost.get("at")),
-        "oldest": _iso(lost.get("oldest")),
+        "since": iso(lost.get("since")),
+        "at": iso(lost.get("at")),
+        "oldest": iso(lost.get("oldest")),
         "error": lost.get("error"),
     }
 
@@ -515,7 +516,7 @@ def _claim(image: Image, now: Timestamp) -> dict[str, Any] | None:
         "seconds": _lag(_place_of(claim.get("at")), now),
         "first": int(claim["first"]),
         "last": int(claim["last"]),
-        "until": _iso(claim["until"]),
+        "until": iso(claim["until"]),
         "live": image.live,
     }
 
@@ -535,7 +536,7 @@ def _waiting(image: Image) -> dict[str, Any] | None:
     if image.waiting is None:
         return None
     return {
-        "since": _iso(image.waiting.get("since")),
+        "since": iso(image.waiting.get("since")),
         "cause": image.waiting.get("cause"),
         "count": int(image.waiting.get("count", 0)),
         "due_seconds": max(image.due_in, 0.0),
@@ -551,7 +552,7 @@ def _head(image: Image) -> dict[str, Any] | None:
 def _spilled(image: Image, facts: Facts) -> dict[str, Any] | None:
     if image.spilled is None:
         return None
-    since = _iso(image.spilled["since"])
+    since = iso(image.spilled["since"])
     assert since is not None, "a mark has its time from the server"
     return {
         **facts.stored.of((image.subscription, image.index)),
@@ -564,8 +565,8 @@ def _spilled(image: Image, facts: Facts) -> dict[str, Any] | None:
 
 def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "from": _iso(gap.get("from")),
-        "until": _iso(gap.get("until")),
+        "from": iso(gap.get("from")),
+        "until": iso(gap.get("until")),
         "policy": gap.get("policy"),
         "subscriptions": list(gap.get("subscriptions", ())),
         "error": gap.get("error"),
@@ -574,10 +575,3 @@ def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
 
 def _data(token: Mapping[str, Any] | None) -> str | None:
     return token_data(token) if token else None
-
-
-def _iso(value: datetime | Timestamp | None) -> str | None:
-    if value is None:
-        return None
-    moment = value.as_datetime() if isinstance(value, Timestamp) else value
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()

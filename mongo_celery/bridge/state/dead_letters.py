@@ -78,7 +78,7 @@ REPLAY_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("subscription", "key", "replays", "replay", "parked", "resumeToken"), 1),
     "due": remaining("replay.notBefore"),
 }
-"""What `replay_of` reads of a dead letter."""
+"""Fields of a dead letter that `replay_of` reads."""
 
 _FIELDS: dict[str, Any] = {
     **REPLAY_FIELDS,

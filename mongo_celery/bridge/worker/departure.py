@@ -1,10 +1,9 @@
 """
-The end of a worker: its parent is told by a signal of Celery, its children by shared memory, or by another parent.
+The end of a worker. A signal of Celery tells its main process, and a shared byte tells its children.
 
-Prefork children hear nothing of a warm shutdown: the parent waits for them, until a supervisor's patience ends and all
-of them are killed. The byte is made before the fork, so a parent's word reaches every child. Where a pool starts its
-children as new programs (spawn) they do not share it, and what is said here stays false for them.
-So it does where a worker is ended without a signal of the system: `celery control shutdown` announces nothing.
+Prefork children hear nothing of a warm shutdown: the main process waits for them, until a supervisor loses patience and
+kills all of them. The byte is made before the fork, so it reaches every child. A pool that starts its children as new
+programs (spawn) shares no byte: `is_leaving` stays false there. `celery control shutdown` sends no signal either.
 
 A cold shutdown, a restart of the pool, `revoke --terminate` and `worker_cancel_long_running_tasks_on_connection_loss`
 announce nothing in time either. They send a signal to the children, which billiard turns into a `SystemExit`.
@@ -30,11 +29,11 @@ _NEAR = 0.9
 """Share of a hard time limit from which on a signal is taken for the limit's own."""
 
 _START_SECONDS = 1.0
-"""For which a task's start may take: the limit's clock runs meanwhile."""
+"""Seconds that the start of a task may take: the clock of its limit runs meanwhile."""
 
 
 def is_leaving() -> bool:
-    """Whether the worker that this process belongs to was told to shut down."""
+    """Return True if the worker of this process was told to shut down."""
     return _byte[:1] == _TOLD
 
 
@@ -53,7 +52,7 @@ def is_sent_away(error: BaseException, seconds: float) -> bool:
 
 @signals.worker_init.connect(weak=False)
 def begin_service(**_: Any) -> None:
-    """A worker begins, which may be the second one of its process: what the first was told is not for it."""
+    """Begin a worker, which may be the second one of its process: the byte of the first is not for it."""
     global _worker  # noqa: PLW0603 - children inherit it by their fork
     _byte[:1] = _SERVING
     _worker = os.getpid()
@@ -61,7 +60,7 @@ def begin_service(**_: Any) -> None:
 
 @signals.worker_shutting_down.connect(weak=False)
 def announce_departure(**_: Any) -> None:
-    """A warm or a cold shutdown begins, in the worker's main process."""
+    """Note that a warm or a cold shutdown begins, in the main process of the worker."""
     _byte[:1] = _TOLD
 
 
