@@ -22,9 +22,9 @@ from mongo_celery.bridge.identity import identity_of
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.listener import check_app
+from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.operations import snapshot_commands
 from mongo_celery.bridge.state.snapshots import DONE, RUNNING
 from mongo_celery.bridge.stream.refused_matches import find_refused_matches
@@ -165,16 +165,16 @@ class SteppedTerm:
         """Whether a run is out, or waits for nothing but its turn."""
         now = time.monotonic()
         return any(
-            tracker.outstanding is not None or _is_due(subscription, tracker, now)
-            for subscription, tracker in self._trackers()
+            partition.in_flight is not None or _is_due(subscription, partition, now)
+            for subscription, partition in self._partitions()
         )
 
     def waits(self) -> bool:
         """Whether a change waits for its time."""
         now = time.monotonic()
         return any(
-            subscription.has_next(tracker.image.index) and now < tracker.ready_at < math.inf
-            for subscription, tracker in self._trackers()
+            subscription.has_next(partition.image.index) and now < partition.ready_at < math.inf
+            for subscription, partition in self._partitions()
         )
 
     def end_waits(self) -> None:
@@ -184,10 +184,10 @@ class SteppedTerm:
         Raises:
             AssertionError: one has waited for a server again and again, which nobody counts.
         """
-        for _, tracker in self._trackers():
-            if tracker.image.parked:
-                _demand_servers(tracker)
-                self._set_past(tracker, "retry.notBefore", {"$gt": ["$retry.notBefore", "$$NOW"]})
+        for _, partition in self._partitions():
+            if partition.image.parked:
+                _demand_servers(partition)
+                self._set_past(partition, "retry.notBefore", {"$gt": ["$retry.notBefore", "$$NOW"]})
 
     def make_up(self) -> None:
         """
@@ -195,33 +195,35 @@ class SteppedTerm:
 
         A claim that stands belongs to a process that was killed, or stands still: its time is over.
         """
-        for subscription, tracker in self._trackers():
-            run, image = tracker.outstanding, tracker.image
+        for subscription, partition in self._partitions():
+            run, image = partition.in_flight, partition.image
             if run is None:
                 continue
             if image.handled is not None:
                 run.handled_at = -math.inf  # the time for which a commit message is waited for is over
             elif image.live and image.claim is not None:
-                self._set_past(tracker, "claim.until", {"$eq": ["$claim.owner", {"$literal": image.claim["owner"]}]})
+                self._set_past(partition, "claim.until", {"$eq": ["$claim.owner", {"$literal": image.claim["owner"]}]})
             else:
                 subscription.repeat(image.index, time.monotonic())
 
     def standing(self) -> list[str]:
         """Of each partition that a person has to see to, its state, its change and the error."""
         return [
-            f"{tracker.partition_id} is {tracker.image.state}: {tracker.image.error or 'no error is recorded'}"
-            for _, tracker in self._trackers()
-            if tracker.image.state != "flowing"
+            f"{partition.partition_id} is {partition.image.state}: {partition.image.error or 'no error is recorded'}"
+            for _, partition in self._partitions()
+            if partition.image.state != "flowing"
         ]
 
-    def _trackers(self) -> list[tuple[Subscription, Tracker]]:
-        return [(each, tracker) for each in self.leader.subscriptions.values() for tracker in each.trackers.values()]
+    def _partitions(self) -> list[tuple[Subscription, Partition]]:
+        return [
+            (each, partition) for each in self.leader.subscriptions.values() for partition in each.partitions.values()
+        ]
 
-    def _set_past(self, tracker: Tracker, field: str, condition: dict[str, Any]) -> None:
-        found = {"_id": tracker.partition_id, "$expr": condition}
-        self._partitions().update_one(found, [{"$set": {field: {"$subtract": ["$$NOW", 1]}}}])
+    def _set_past(self, partition: Partition, field: str, condition: dict[str, Any]) -> None:
+        found = {"_id": partition.partition_id, "$expr": condition}
+        self._documents().update_one(found, [{"$set": {field: {"$subtract": ["$$NOW", 1]}}}])
 
-    def _partitions(self) -> Collection[dict[str, Any]]:
+    def _documents(self) -> Collection[dict[str, Any]]:
         return strict(self._wiring.client[self._wiring.options.database])["partitions"]
 
 
@@ -230,19 +232,19 @@ def _is_news(record: logging.LogRecord) -> bool:
     return getattr(record, "event", None) not in _CHOSEN_HERE
 
 
-def _demand_servers(tracker: Tracker) -> None:
+def _demand_servers(partition: Partition) -> None:
     """In doubt (`timeOuts`) a change waits some times and then fails; for what is away it would wait for ever."""
-    waiting = tracker.image.waiting or {}
+    waiting = partition.image.waiting or {}
     if waiting.get("timeOuts") or waiting.get("count", 0) < _OUTAGES_MAX:
         return
     raise AssertionError(
-        f"a change of {tracker.partition_id} has waited {_OUTAGES_MAX} times in a row: {waiting['cause']}. If a server "
-        "is away: has the handler a client of its own? Make it of mongo_celery_mongodb_url.",
+        f"a change of {partition.partition_id} has waited {_OUTAGES_MAX} times in a row: {waiting['cause']}. If a "
+        "server is away: has the handler a client of its own? Make it of mongo_celery_mongodb_url.",
     )
 
 
-def _is_due(subscription: Subscription, tracker: Tracker, now: float) -> bool:
-    return subscription.has_next(tracker.image.index) and tracker.ready_at <= now
+def _is_due(subscription: Subscription, partition: Partition, now: float) -> bool:
+    return subscription.has_next(partition.image.index) and partition.ready_at <= now
 
 
 def await_ends(before: set[threading.Thread]) -> None:

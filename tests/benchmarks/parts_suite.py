@@ -18,8 +18,8 @@ from mongo_celery.bench.stage import Stage
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
-from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.state.signing import Sealing
@@ -129,11 +129,11 @@ def _each(items: Sequence[Any], call: Callable[[Any], object]) -> int:
 
 def _look(count: int) -> int:
     """Images of a partition whose handler takes its time."""
-    tracker = Tracker("parts/summarise/0/0", _IMAGE, 1, GracePeriods(30.0, 5.0), 0.0)
+    partition = Partition("parts/summarise/0/0", _IMAGE, 1, GracePeriods(30.0, 5.0), 0.0)
     images = [replace(_IMAGE, due_in=-number / 1000) for number in range(100)]
     for number in range(count // len(images)):
         for each in images:
-            tracker.observe(each, number / 10)
+            partition.observe(each, number / 10)
     return count // len(images) * len(images)
 
 
@@ -171,11 +171,11 @@ def _subscription(source: str = "shop.orders") -> Subscription:
     layout = Layout(0, _PARTITIONS, "blake2b-64:_id")
     rule = partitioner(None, None, None)
     plan = Plan(handler, handler.selector(None), rule, layout, 1, Timestamp(1, 1), None)
-    trackers = {
-        index: Tracker(f"parts/handle/0/{index}", image(index=index), 1, GracePeriods(30.0, 5.0), 0.0)
+    partitions = {
+        index: Partition(f"parts/handle/0/{index}", image(index=index), 1, GracePeriods(30.0, 5.0), 0.0)
         for index in range(_PARTITIONS)
     }
-    return Subscription(options, plan, trackers)
+    return Subscription(options, plan, partitions)
 
 
 def handle(_change: Change) -> None:

@@ -19,7 +19,7 @@ from pymongo import WriteConcern
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
-from mongo_celery.bridge.listener.tracker import Tracker
+from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
@@ -86,7 +86,7 @@ def _watermark_as_maximum() -> None:
 
 def _remove_sweep() -> None:
     """What was dispatched once is never dispatched again."""
-    Tracker.repeat = lambda *_: None  # type: ignore[method-assign]
+    Partition.repeat = lambda *_: None  # type: ignore[method-assign]
 
 
 def _lease_of_one() -> None:

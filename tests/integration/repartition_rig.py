@@ -106,7 +106,7 @@ class Term:
     def observe(self) -> None:
         """Look at all partitions."""
         for subscription in self.led.values():
-            ids = [tracker.partition_id for tracker in subscription.trackers.values()]
+            ids = [partition.partition_id for partition in subscription.partitions.values()]
             for image in self.rig.store.partitions.look(ids, self.spilling.session):
                 subscription.observe(image, time.monotonic())
 
@@ -154,7 +154,7 @@ class Term:
     def runs(self, name: str = NAME) -> dict[int, Run]:
         """What is due now, by partition."""
         self.turn()
-        return {tracker.image.index: dispatch.run for tracker, dispatch in self.led[name].due(time.monotonic())}
+        return {partition.image.index: dispatch.run for partition, dispatch in self.led[name].due(time.monotonic())}
 
     def finish(self, turns: int = 200, *, is_done: Callable[[], bool] | None = None) -> None:
         """Turn and work until every handler has its partitions and nothing is left to do."""

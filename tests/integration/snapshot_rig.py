@@ -183,7 +183,7 @@ class Term:
 
     def images(self) -> list[Image]:
         """The partitions as this term has seen them last."""
-        return [tracker.image for led in self.leader._subscriptions.values() for tracker in led.trackers.values()]
+        return [partition.image for led in self.leader._subscriptions.values() for partition in led.partitions.values()]
 
     def close(self) -> None:
         """End it, as if it were killed."""
@@ -234,8 +234,8 @@ class _Stepped(Leader):
         for subscription in self._subscriptions.values():
             if not self._term.works:
                 return
-            for tracker, dispatch in list(subscription.due(now)):
-                tracker.sent(now)
+            for partition, dispatch in list(subscription.due(now)):
+                partition.sent(now)
                 self._term.run(dispatch.run)
         self._looked_at = 0.0
 

@@ -14,9 +14,9 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.takeover import generations_of
-from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.raw_event import EVENT_TYPES
@@ -127,8 +127,8 @@ class Term:
     def dispatch(self) -> list[Run]:
         """What is due now, as published."""
         found = []
-        for tracker, dispatch in self.led.due(time.monotonic()):
-            tracker.sent(time.monotonic())
+        for partition, dispatch in self.led.due(time.monotonic()):
+            partition.sent(time.monotonic())
             found.append(dispatch.run)
         return found
 
@@ -198,7 +198,7 @@ class Term:
         return self.rig.database["spill"]
 
     def partition_id(self, index: int = 0) -> str:
-        return self.led.trackers[index].partition_id
+        return self.led.partitions[index].partition_id
 
     def stored(self, index: int = 0) -> list[int]:
         """Places of the stored changes of a partition."""

@@ -16,7 +16,7 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.rules import find_rules
-from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
+from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover, find_undeliverable, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
@@ -98,7 +98,7 @@ class TermRig:
             mark,
             find_undeliverable(self.store, self.renewal, takeover, handler.name, rule, mark),
         )
-        return Subscription(self.options, plan, make_trackers(images, ids, takeover.version, self.options))
+        return Subscription(self.options, plan, make_partitions(images, ids, takeover.version, self.options))
 
     def _rule(self, handler: Handler, takeover: Takeover) -> Partitioner:
         rules = find_rules(self.options, [handler], takeover)

@@ -19,8 +19,8 @@ from pymongo.errors import OperationFailure
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
-from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.state.spill import StoredChange
@@ -127,11 +127,11 @@ def sender_on(server: RedisServer, bench: Bench) -> Dispatcher:
     return Dispatcher(Celery(BRIDGE, broker=server.url), options, lambda: Sealing(b"k" * 32, "here"), [QUEUE])
 
 
-def trackers_of(count: int) -> list[Tracker]:
+def trackers_of(count: int) -> list[Partition]:
     """So many partitions, with nothing done."""
     graces = GracePeriods(5, 3)
     ids = [f"{BRIDGE}/{SUBSCRIPTION}/0/{index}" for index in range(count)]
-    return [Tracker(each, image(index=index), 1, graces, 0.0) for index, each in enumerate(ids)]
+    return [Partition(each, image(index=index), 1, graces, 0.0) for index, each in enumerate(ids)]
 
 
 def _fail(_change: Change) -> None:
@@ -246,26 +246,26 @@ def test_an_insert_that_fails_keeps_its_own_partition_waiting(
     """P12, P16: it is named with its reason, others are sent in the same turn, and it goes out when there is room."""
     sender = sender_on(make_redis(), bench)
     publishing = Publishing(sender, ClaimCheck(bench.bridge.wiring.store.spill, _LIMIT))
-    trackers = trackers_of(3)
+    partitions = trackers_of(3)
     runs = [dispatch(large()), dispatch(large()), dispatch(large(size=_KILOBYTE))]
     due = [
-        (tracker, replace(each, run=replace(each.run, index=place)))
-        for place, (tracker, each) in enumerate(zip(trackers, runs, strict=True))
+        (partition, replace(each, run=replace(each.run, index=place)))
+        for place, (partition, each) in enumerate(zip(partitions, runs, strict=True))
     ]
     with failpoint(failCommands=["insert"], appName=_APPNAME, errorCode=13), closing(sender):
         assert publishing.publish(due)
-        assert [tracker.outstanding is not None for tracker in trackers] == [False, False, True]
-        assert trackers[1].rejection is None, "it was not even tried: it has its own turn"
+        assert [partition.in_flight is not None for partition in partitions] == [False, False, True]
+        assert partitions[1].rejection is None, "it was not even tried: it has its own turn"
         assert not publishing.publish(due[1:2])
-    reported = rejections(trackers)
+    reported = rejections(partitions)
     assert (reported["rejectedCount"], reported["notStoredCount"]) == (0, 2)
     assert reported["notStored"][0].keys() == {"partition", "key", "bytes", "error", "since"}
-    assert reported["notStored"][0]["partition"] == trackers[0].partition_id
+    assert reported["notStored"][0]["partition"] == partitions[0].partition_id
     assert events(caplog).count("change_not_stored") == 2
     with closing(sender):
         assert publishing.publish(due[:2])
-    assert rejections(trackers)["notStoredCount"] == 0
-    assert all(tracker.outstanding is not None for tracker in trackers)
+    assert rejections(partitions)["notStoredCount"] == 0
+    assert all(partition.in_flight is not None for partition in partitions)
 
 
 def test_a_turn_in_which_nothing_can_be_stored_says_nothing_of_the_broker(
@@ -275,11 +275,11 @@ def test_a_turn_in_which_nothing_can_be_stored_says_nothing_of_the_broker(
     server = make_redis()
     spill = bench.bridge.wiring.store.spill
     publishing = Publishing(sender_on(server, bench), ClaimCheck(spill, _LIMIT))
-    (tracker,) = trackers_of(1)
+    (partition,) = trackers_of(1)
     server.kill()
-    assert not publishing.publish([(tracker, dispatch(large(size=_KILOBYTE)))])
+    assert not publishing.publish([(partition, dispatch(large(size=_KILOBYTE)))])
     with failpoint(failCommands=["insert"], appName=_APPNAME, errorCode=13):
-        assert not publishing.publish([(tracker, dispatch(large()))])
+        assert not publishing.publish([(partition, dispatch(large()))])
     assert publishing.is_down
     publishing.close()
 

@@ -78,8 +78,8 @@ def scene(mongo_client: MongoClient[Document], mongo_url: str, state_database: s
 
 
 def stands(scene: Scene, **changes: Any) -> None:
-    tracker = scene.led.trackers[1]
-    tracker.image = replace(tracker.image, **changes)
+    partition = scene.led.partitions[1]
+    partition.image = replace(partition.image, **changes)
 
 
 def test_each_threshold_is_named_once_as_the_oplog_comes_nearer(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -515,7 +515,7 @@ def test_a_decision_does_not_forget_the_attempts_of_a_change_that_is_stored(make
     counted = {"retry": {"count": 2, "crashes": 1}}
     mark = {"to": ROLLED_LATER.data, "since": None, "reason": "parked"}
     partitions = bridge.rig.partitions
-    where = [bridge.led["record"].trackers[index].partition_id for index in (0, 1)]
+    where = [bridge.led["record"].partitions[index].partition_id for index in (0, 1)]
     partitions.update_one({"_id": where[0]}, {"$set": {**counted, "spilled": mark}})
     partitions.update_one({"_id": where[1]}, {"$set": counted})
     bridge.go_on("halt")

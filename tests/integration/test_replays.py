@@ -443,9 +443,9 @@ def test_a_partition_in_which_something_is_out_has_to_wait(term: TermRig) -> Non
     asked = Asked(term)
     first = asked.ask(1, key=1)
     asked.next()
-    ((tracker, dispatch),) = asked.subscription.due(1e9)
+    ((partition, dispatch),) = asked.subscription.due(1e9)
     assert (dispatch.run.letter, dispatch.run.starts, dispatch.run.changes) == (first, 0, ())
-    tracker.sent(1e9)
+    partition.sent(1e9)
     assert list(asked.subscription.due(1e9)) == []
     assert asked.next() == {}, "it may be this one that is out"
     assert not asked.subscription.has_ended_replay

@@ -300,7 +300,7 @@ def test_a_new_layout_in_the_middle_loses_nothing(world: World, partitions: tupl
     term.close()
     world.term(partitions=after).begin().finish(write)
     world.judge()
-    assert sorted(world.terms[-1].leader._subscriptions[HANDLER].trackers) == list(range(after))
+    assert sorted(world.terms[-1].leader._subscriptions[HANDLER].partitions) == list(range(after))
 
 
 def test_two_snapshots_at_once_share_partitions(world: World) -> None:
@@ -489,8 +489,8 @@ def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyP
 def _halted(term: Any) -> str:
     led = term.leader._subscriptions[HANDLER]
     found: str = next(
-        (each.partition_id for each in led.trackers.values() if each.image.state == "halted"),
-        led.trackers[0].partition_id,
+        (each.partition_id for each in led.partitions.values() if each.image.state == "halted"),
+        led.partitions[0].partition_id,
     )
     return found
 

@@ -20,7 +20,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_of
 from mongo_celery.bridge.listener import removal, spilling
-from mongo_celery.bridge.listener.tracker import Rejection
+from mongo_celery.bridge.listener.partition import Rejection
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.spill import Spill, StoredChange
 from mongo_celery.bridge.stream.items import Flaw
@@ -579,9 +579,9 @@ def test_a_large_head_that_stands_again_costs_no_memory(begin: Begin, how: str) 
     if how == "halted":
         term.halt(run)
     elif claim is None:
-        tracker = term.led.trackers[0]
-        tracker.outstanding = None
-        tracker.rejected(Rejection("a", 1, "too large", datetime.now(UTC), 9, time.monotonic() + 3600.0))
+        partition = term.led.partitions[0]
+        partition.in_flight = None
+        partition.rejected(Rejection("a", 1, "too large", datetime.now(UTC), 9, time.monotonic() + 3600.0))
     term.turn(_BEGUN)
     assert not term.spilling.is_full
     if how == "halted":
@@ -590,7 +590,7 @@ def test_a_large_head_that_stands_again_costs_no_memory(begin: Begin, how: str) 
         assert term.rig.store.claims.handle(claim, 1, {"_data": token_data(1)})
         assert term.rig.store.claims.commit(run.partition_id, 1)
     else:
-        tracker.rejection = None
+        partition.rejection = None
     assert term.work(until=2)[-1] == 2
 
 

@@ -19,8 +19,8 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 from pymongo.monitoring import CommandListener, CommandStartedEvent
 
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
-from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.claims import name_session
 from mongo_celery.mongo.table import Table
@@ -70,12 +70,12 @@ def names_of(count: int) -> list[str]:
     return [f"handler_{number}" for number in range(count)]
 
 
-def trackers_of(takeover: Takeover) -> dict[str, Tracker]:
-    """A tracker of each partition, by its `_id`."""
+def trackers_of(takeover: Takeover) -> dict[str, Partition]:
+    """A partition of each partition, by its `_id`."""
     found = {}
     for image in [image for images in takeover.images.values() for image in images]:
         where = f"{BRIDGE}/{image.subscription}/{takeover.layouts[image.subscription].generation}/{image.index}"
-        found[where] = Tracker(where, image, takeover.version, GracePeriods(1, 1), time.monotonic())
+        found[where] = Partition(where, image, takeover.version, GracePeriods(1, 1), time.monotonic())
     return found
 
 
@@ -241,10 +241,10 @@ def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: 
     rig = begin()
     with open_transaction(rig.database.client, rig.database.name, rig.partition_id("record", 0)):
         takeover = rig.take_over()
-        trackers = trackers_of(takeover)
-        locked = LockedPartitions(rig.store, rig.version, trackers.values())
+        partitions = trackers_of(takeover)
+        locked = LockedPartitions(rig.store, rig.version, partitions.values())
         assert locked.names == [rig.partition_id("record", 0)]
-        assert [each for each in trackers.values() if each.outstanding] == [trackers[rig.partition_id("record", 0)]]
+        assert [each for each in partitions.values() if each.in_flight] == [partitions[rig.partition_id("record", 0)]]
         wait_for(lambda: locked.win(time.monotonic()))
         assert locked.names == [rig.partition_id("record", 0)]
 
@@ -256,9 +256,9 @@ def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: 
     assert take(rig.version) is None, "it is not mine yet"
     images = wait_for(lambda: locked.win(time.monotonic()))
     for image in images:
-        trackers[rig.partition_id("record", 0)].observe(image, time.monotonic())
-    assert trackers[rig.partition_id("record", 0)].won
-    assert trackers[rig.partition_id("record", 0)].outstanding is None
+        partitions[rig.partition_id("record", 0)].observe(image, time.monotonic())
+    assert partitions[rig.partition_id("record", 0)].won
+    assert partitions[rig.partition_id("record", 0)].in_flight is None
     assert take(before.version) is None
     assert take(rig.version) is not None
     assert not locked.win(time.monotonic() + 10)
@@ -302,13 +302,13 @@ def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable
                 {"_id": rig.partition_id("record", 0)}, {"$set": {"handled": handled}}, session=session
             )
             takeover = rig.take_over()
-        tracker = trackers_of(takeover)[rig.partition_id("record", 0)]
-        assert tracker.image.handled is None
-        assert not tracker.won
+        partition = trackers_of(takeover)[rig.partition_id("record", 0)]
+        assert partition.image.handled is None
+        assert not partition.won
     (image,) = rig.store.partitions.win([rig.partition_id("record", 0)], rig.version)
     assert (image.epoch, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
-    tracker.observe(image, time.monotonic())
-    assert tracker.next_sequence == 2
+    partition.observe(image, time.monotonic())
+    assert partition.next_sequence == 2
 
 
 def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won(begin: Callable[[], TermRig]) -> None:
@@ -319,13 +319,13 @@ def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won
     with open_transaction(rig.database.client, rig.database.name, rig.partition_id("record", 0)):
         takeover = rig.take_over()
     subscription = next(each for each in rig.led(takeover, {}) if each.name == "record")
-    tracker = subscription.trackers[0]
+    partition = subscription.partitions[0]
     (image,) = rig.store.partitions.look([rig.partition_id("record", 0)])
     assert subscription.observe(image, time.monotonic()).value == "wait"
     moved = replace(image, committed=1, token=_PLACE.token, data=_PLACE.data)
     assert subscription.observe(moved, time.monotonic()).value == "ended"
-    assert tracker.outstanding is not None
-    assert tracker.outstanding.first == 2
+    assert partition.in_flight is not None
+    assert partition.in_flight.first == 2
     later = replace(moved, epoch=rig.version + 1)
     assert subscription.observe(later, time.monotonic()).value == "superseded"
 

@@ -154,5 +154,5 @@ def test_counts_of_stored_and_refused_changes_are_taken_once() -> None:
 
 
 def test_an_image_is_the_same_whenever_it_was_read() -> None:
-    """The tracker compares images to see whether somebody has written."""
+    """The partition compares images to see whether somebody has written."""
     assert image(read_at=NOON) == replace(image(), read_at=None)

@@ -1,4 +1,4 @@
-"""What each subscription of a group gets of its workers, in simulated time: the rules alone, on real trackers."""
+"""What each subscription of a group gets of its workers, in simulated time: the rules alone, on real partitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from mongo_celery.bridge.listener.fairness import PATIENCE_SECONDS, Fairness
-from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from tests.fixtures.samples import image
 
 _TICK = 0.005
@@ -35,22 +35,23 @@ class Led:
         self.backlog = backlog
         self.done = 0
         graces = GracePeriods(FAR, FAR)
-        self.trackers = {
-            index: Tracker(f"shop/{name}/0/{index}", image(index=index), 1, graces, 0.0) for index in range(partitions)
+        self.partitions = {
+            index: Partition(f"shop/{name}/0/{index}", image(index=index), 1, graces, 0.0)
+            for index in range(partitions)
         }
 
     @property
-    def outstanding(self) -> list[Tracker]:
-        return [tracker for tracker in self.trackers.values() if tracker.outstanding is not None]
+    def in_flight(self) -> list[Partition]:
+        return [partition for partition in self.partitions.values() if partition.in_flight is not None]
 
-    def due(self, now: float) -> Iterator[tuple[Tracker, tuple[Led, int]]]:
-        for index, tracker in self.trackers.items():
-            if tracker.outstanding is None and tracker.ready_at <= now and self.backlog > 0:
+    def due(self, now: float) -> Iterator[tuple[Partition, tuple[Led, int]]]:
+        for index, partition in self.partitions.items():
+            if partition.in_flight is None and partition.ready_at <= now and self.backlog > 0:
                 self.backlog -= 1
-                yield tracker, (self, index)
+                yield partition, (self, index)
 
     def next_due(self) -> float:
-        return min((tracker.ready_at for tracker in self.trackers.values() if self.backlog > 0), default=math.inf)
+        return min((partition.ready_at for partition in self.partitions.values() if self.backlog > 0), default=math.inf)
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Simulation:
     def __post_init__(self) -> None:
         groups = {each.name: "shared" if self.fair else each.name for each in self.led}
         self.fairness = Fairness(groups)
-        self.images = {(each.name, index): image(index=index) for each in self.led for index in each.trackers}
+        self.images = {(each.name, index): image(index=index) for each in self.led for index in each.partitions}
         self.subscriptions = cast("dict[str, Any]", {each.name: each for each in self.led})
         self.queue: deque[tuple[Led, int]] = deque()
         self.running: list[Running] = []
@@ -124,23 +125,23 @@ class Simulation:
     def _look(self) -> None:
         self.looked_at = self.now
         for led in self.led:
-            for tracker in led.outstanding:
-                index, committed = tracker.image.index, tracker.image.committed
-                run = tracker.outstanding
+            for partition in led.in_flight:
+                index, committed = partition.image.index, partition.image.committed
+                run = partition.in_flight
                 assert run is not None
                 is_held = run.left_at is None
-                tracker.observe(self.images[led.name, index], self.now)
+                partition.observe(self.images[led.name, index], self.now)
                 if is_held and run.left_at is not None and run.taken_at is not None:
                     self.fairness.note_run(led.name, run.left_at - run.taken_at)
-                if tracker.image.committed != committed:
+                if partition.image.committed != committed:
                     self.moved_at = self.now
 
     def _dispatch(self) -> None:
-        for tracker, run in self.fairness.due(self.subscriptions, self.now):
-            tracker.sent(self.now)
+        for partition, run in self.fairness.due(self.subscriptions, self.now):
+            partition.sent(self.now)
             self.queue.append(cast("tuple[Led, int]", run))
             self.moved_at = self.now
-        self.most_out = max(self.most_out, sum(len(each.outstanding) for each in self.led))
+        self.most_out = max(self.most_out, sum(len(each.in_flight) for each in self.led))
         assert self.fairness.next_due(self.subscriptions) > self.now, "the leader would turn and turn"
 
 
@@ -209,7 +210,7 @@ def test_quick_handlers_are_never_held_back() -> None:
     """All that is due is out: nothing of a uniform load waits for a look."""
     simulation = both(2, NOOP, 0.05)
     assert simulation.most_out == 2 * 16
-    assert all(len(each.outstanding) == 16 for each in simulation.led)
+    assert all(len(each.in_flight) == 16 for each in simulation.led)
 
 
 def test_a_handler_alone_in_its_group_is_never_held_back() -> None:

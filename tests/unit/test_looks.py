@@ -1,4 +1,4 @@
-"""When the next look is due, in simulated time: on real trackers, without what is read."""
+"""When the next look is due, in simulated time: on real partitions, without what is read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from mongo_celery.bridge.listener.looks import BUSY_LOOK, SWEEP_SECONDS, Looks
-from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from tests.fixtures.samples import image
 
 START = 1000.0
@@ -19,7 +19,7 @@ class Led:
 
     def __init__(self, count: int) -> None:
         graces = GracePeriods(60.0, 60.0)
-        self.outstanding = [Tracker(f"shop/a/0/{n}", image(index=n), 1, graces, START) for n in range(count)]
+        self.in_flight = [Partition(f"shop/a/0/{n}", image(index=n), 1, graces, START) for n in range(count)]
 
 
 def pause(*out: int, taken: tuple[float, ...] = (), idle: float = 0.0) -> float:

@@ -17,7 +17,7 @@ from tests.unit.test_subscription import PARTITIONS, subscription
 
 TASK = "shop.handle"
 SENT = 1000.0
-GRACE = 8.0  # of the trackers of `subscription`
+GRACE = 8.0  # of the partitions of `subscription`
 NOTHING = Occupancy(0, unacknowledged=frozenset())
 QUEUES = [f"shop.{index}" for index in range(PARTITIONS)]
 ALL = list(range(PARTITIONS))
@@ -46,8 +46,8 @@ class Scene:
         self.led = subscription()
         options = BridgeOptions(name="shop", partitions=PARTITIONS)
         self.detector = LostMessageDetector(options, cast("BrokerWatch", self.watch))
-        for tracker in self.led.trackers.values():
-            tracker.sent(SENT)
+        for partition in self.led.partitions.values():
+            partition.sent(SENT)
 
     def check(self, now: float, read_at: float | None = None, **options: Any) -> bool:
         return self.detector.check([self.led], now if read_at is None else read_at, now, **options)
@@ -55,11 +55,11 @@ class Scene:
     @property
     def repeated(self) -> list[int]:
         """Partitions whose change is to be dispatched again."""
-        return [index for index, tracker in self.led.trackers.items() if tracker.outstanding is None]
+        return [index for index, partition in self.led.partitions.items() if partition.in_flight is None]
 
     def read(self, now: float) -> None:
         """Read all partitions: no run is claimed."""
-        for index in self.led.trackers:
+        for index in self.led.partitions:
             self.led.observe(image(index=index), now)
 
 
@@ -75,8 +75,8 @@ def test_the_broker_is_asked_only_while_a_run_is_overdue() -> None:
 def test_the_broker_is_asked_while_publishing_fails_also_with_nothing_in_flight() -> None:
     """I14: its return is a sign in itself, and what is due is published immediately."""
     scene = Scene()
-    for tracker in scene.led.trackers.values():
-        tracker.repeat(SENT)
+    for partition in scene.led.partitions.values():
+        partition.repeat(SENT)
     assert not scene.check(SENT + 1, is_broker_down=True)
     assert scene.watch.asked
     scene.watch.returned_at = SENT + 1.5
@@ -131,8 +131,8 @@ def test_a_message_waits_its_turn_until_one_that_was_sent_later_is_taken() -> No
         scene.check(SENT + second + 0.5)
         scene.read(SENT + second + 0.6)
     assert scene.repeated == []
-    for tracker in list(scene.led.trackers.values())[:2]:
-        tracker.taken_sent_at = SENT + 1
+    for partition in list(scene.led.partitions.values())[:2]:
+        partition.taken_sent_at = SENT + 1
     scene.watch.set_answer(SENT + 60, Occupancy(5))
     scene.check(SENT + 60.5)
     scene.read(SENT + 60 + GRACE - 0.9)
@@ -154,21 +154,21 @@ def test_each_queue_has_its_own_answer() -> None:
 def test_a_run_that_is_lost_again_waits_twice_as_long_and_at_most_the_grace() -> None:
     """I14: workers without the handler's code drop each message, with an error in their log."""
     scene = Scene()
-    tracker, now = scene.led.trackers[0], SENT
+    partition, now = scene.led.partitions[0], SENT
     pauses: list[float] = []
     grace = BridgeOptions(name="shop").grace
     while len(pauses) < 4:
         now += 0.25
         scene.watch.set_answer(now - 0.1, NOTHING)
         scene.check(now)
-        if tracker.outstanding is None:
+        if partition.in_flight is None:
             pauses.append(now)
-            tracker.sent(now)
+            partition.sent(now)
     waited = [after - before for before, after in zip([SENT, *pauses], pauses, strict=False)]
     assert waited == pytest.approx([2, 4, grace, grace], abs=0.5)
     scene.watch.returned_at = now
     scene.check(now + 1)
-    assert tracker.repeats == 0, "a worker came: the next one is not awaited for long"
+    assert partition.repeats == 0, "a worker came: the next one is not awaited for long"
 
 
 def test_the_return_of_the_broker_or_of_a_consumer_begins_the_grace_anew() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Rejection
 from mongo_celery.bridge.listener.shares import Share, Since, Starvation, reason_of, standing_of, victim
 from mongo_celery.bridge.listener.stock import Stock
-from mongo_celery.bridge.listener.tracker import GracePeriods, Rejection, Tracker
 from mongo_celery.bridge.state.spill import Amount
 from tests.fixtures.samples import image
 
@@ -23,9 +23,9 @@ def share(size: int = 100, count: int = 1, index: int = 0, **fields: Any) -> Sha
     return Share(("record", index), size, count, **fields)
 
 
-def tracker(rejected: bool = False, **changes: Any) -> Tracker:
+def make_partition(rejected: bool = False, **changes: Any) -> Partition:
     """A partition that is as said."""
-    found = Tracker("shop/record/0/0", image(**changes), 1, GracePeriods(8.0, 3.0), 0.0)
+    found = Partition("shop/record/0/0", image(**changes), 1, GracePeriods(8.0, 3.0), 0.0)
     if rejected:
         found.rejected(Rejection("a", 1, "too large", datetime.now(UTC), 1, 1.0))
     return found
@@ -90,7 +90,7 @@ def test_the_victim_is_the_largest_above_half_of_an_equal_share() -> None:
 )
 def test_what_stands_is_what_no_further_worker_would_run(changes: dict[str, Any], why: str | None) -> None:
     """P12: a partition that only waits for a worker is plain backlog, however long."""
-    assert standing_of(tracker(**changes)) == why
+    assert standing_of(make_partition(**changes)) == why
 
 
 def test_since_counts_from_the_last_change() -> None:

@@ -16,9 +16,9 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import ROUNDS
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.spilled import Limit, stored_change
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
-from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.refusal import Refusal
@@ -84,11 +84,11 @@ def subscription(
         watermark,
     )
     found = {index: (images or {}).get(index, image(index=index)) for index in range(PARTITIONS)}
-    trackers = {
-        index: Tracker(f"shop/handle/3/{index}", seen, VERSION, GracePeriods(8.0, 3.0), NOW)
+    partitions = {
+        index: Partition(f"shop/handle/3/{index}", seen, VERSION, GracePeriods(8.0, 3.0), NOW)
         for index, seen in found.items()
     }
-    return Subscription(made, plan, trackers)
+    return Subscription(made, plan, partitions)
 
 
 def change(number: int, index: int = 0, ns: str = "shop.orders", **fields: Any) -> ChangeEvent:
@@ -107,9 +107,9 @@ def committed(index: int, count: int, number: int, **changes: Any) -> Image:
 def due(one: Subscription, now: float = NOW) -> list[Dispatch]:
     """What is due, published as the listener does."""
     found = []
-    for tracker, dispatch in one.due(now):
+    for partition, dispatch in one.due(now):
         found.append(dispatch)
-        tracker.sent(now)
+        partition.sent(now)
     return found
 
 
@@ -143,7 +143,7 @@ def test_a_change_that_is_not_wanted_moves_the_watermark() -> None:
     one = subscription()
     one.take_in(change(1, ns="shop.invoices"))
     one.take_in(mark(2))
-    assert (taken(one), one.window.count, one.outstanding) == (token_data(2), 0, [])
+    assert (taken(one), one.window.count, one.in_flight) == (token_data(2), 0, [])
 
 
 def test_what_a_reopened_stream_repeats_is_not_taken_in_twice() -> None:
@@ -228,7 +228,7 @@ def test_a_layout_that_is_over_ends_exactly_at_its_end() -> None:
     assert (taken(one), one.left) == (None, token_data(6))
     due(one)
     one.observe(committed(0, 1, 1), NOW)
-    assert (taken(one), one.window.count, one.outstanding) == (token_data(4), 0, [])
+    assert (taken(one), one.window.count, one.in_flight) == (token_data(4), 0, [])
 
 
 # Stored changes
@@ -385,7 +385,7 @@ def test_one_run_is_out_in_a_partition_and_partitions_are_independent() -> None:
     assert due(one, NOW + 1) == []
     assert one.observe(committed(1, 1, 3), NOW + 1) is Step.ENDED
     assert [numbers(run) for run in due(one, NOW + 1)] == [[4]]
-    assert len(one.outstanding) == 3
+    assert len(one.in_flight) == 3
 
 
 def test_a_handler_that_may_send_one_run_at_a_time_serves_all_its_partitions() -> None:
@@ -395,10 +395,10 @@ def test_a_handler_that_may_send_one_run_at_a_time_serves_all_its_partitions() -
         one.take_in(change(number, index=number % PARTITIONS))
     served = []
     for turn in range(1, 9):
-        tracker, dispatch = next(iter(one.due(NOW + turn)))
+        partition, dispatch = next(iter(one.due(NOW + turn)))
         served.append(dispatch.run.index)
-        tracker.sent(NOW + turn)
-        count = tracker.image.committed + 1
+        partition.sent(NOW + turn)
+        count = partition.image.committed + 1
         one.observe(committed(dispatch.run.index, count, numbers(dispatch)[-1]), NOW + turn)
     assert sorted(served[:4]) == sorted(served[4:]) == list(range(PARTITIONS))
 
@@ -567,7 +567,7 @@ def test_an_observed_commit_moves_the_watermark_over_the_prefix_only() -> None:
     one.observe(committed(1, 1, 2), NOW)
     assert taken(one) is None
     one.observe(committed(0, 1, 1), NOW)
-    assert (taken(one), one.window.count, one.outstanding) == (token_data(3), 0, [])
+    assert (taken(one), one.window.count, one.in_flight) == (token_data(3), 0, [])
 
 
 def test_a_newer_term_is_reported_and_changes_nothing() -> None:
@@ -584,7 +584,7 @@ def test_a_message_that_is_sent_again_is_due_at_once() -> None:
     one = subscription()
     one.take_in(change(1))
     assert [each.run.first for each in due(one)] == [1]
-    one.trackers[0].sent(NOW)
+    one.partitions[0].sent(NOW)
     assert due(one) == []  # from now on nobody looks for it
 
     one.repeat(0, NOW)

@@ -50,18 +50,18 @@ class Buffer:
         return {
             (subscription.name, index)
             for subscription in self.subscriptions.values()
-            for index in subscription.trackers
+            for index in subscription.partitions
             if subscription.is_busy(index)
         }
 
     def idle(self) -> dict[Key, bool]:
         """Flowing partitions without anything to do; whether anything was ever committed there."""
         return {
-            (subscription.name, index): tracker.image.committed > 0
+            (subscription.name, index): partition.image.committed > 0
             for subscription in self.subscriptions.values()
             if not subscription.lost
-            for index, tracker in subscription.trackers.items()
-            if tracker.image.state == "flowing" and not subscription.is_busy(index)
+            for index, partition in subscription.partitions.items()
+            if partition.image.state == "flowing" and not subscription.is_busy(index)
         }
 
     def shares(self, now: float) -> dict[Key, Share]:
@@ -69,16 +69,16 @@ class Buffer:
         return {
             (subscription.name, index): self.share(subscription, index, now)
             for subscription in self.subscriptions.values()
-            for index, tracker in subscription.trackers.items()
-            if subscription.has_next(index) and tracker.won
+            for index, partition in subscription.partitions.items()
+            if subscription.has_next(index) and partition.won
         }
 
     def share(self, subscription: Subscription, index: int, now: float) -> Share:
         """What one partition has of the buffer now."""
-        key, tracker = (subscription.name, index), subscription.trackers[index]
+        key, partition = (subscription.name, index), subscription.partitions[index]
         first, oldest = subscription.window.first(index), subscription.window.oldest
-        why = standing_of(tracker)
-        stands = self._stands.seconds(key, tracker.image.committed, now) if why else 0.0
+        why = standing_of(partition)
+        stands = self._stands.seconds(key, partition.image.committed, now) if why else 0.0
         if first is None:
             return Share(key, 0, 0)
         age = self._first.seconds(key, first.data, now)

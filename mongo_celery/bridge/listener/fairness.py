@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.dispatcher import Dispatch
+    from mongo_celery.bridge.listener.partition import Partition
     from mongo_celery.bridge.listener.subscription import Subscription
-    from mongo_celery.bridge.listener.tracker import Tracker
 
-    Due = tuple[Tracker, Dispatch]
+    Due = tuple[Partition, Dispatch]
 
 LONG_SECONDS = 0.2
 LEAST_UNCLAIMED = 2
@@ -115,7 +115,7 @@ class Group:
             yield due
         self.held = set(waiting)
 
-    def _room(self, long: AbstractSet[str], in_flight: Mapping[str, list[Tracker]], now: float) -> int:
+    def _room(self, long: AbstractSet[str], in_flight: Mapping[str, list[Partition]], now: float) -> int:
         """Return how many more runs the long handlers may have in flight."""
         running = {name: sum(map(_is_running, each)) for name, each in in_flight.items()}
         count, executed = (sum(len(in_flight[name]) for name in long), sum(running[name] for name in long))
@@ -128,19 +128,17 @@ class Group:
         return room
 
 
-def _in_flight(subscription: Subscription, now: float) -> list[Tracker]:
+def _in_flight(subscription: Subscription, now: float) -> list[Partition]:
     """Return the partitions whose run in flight has a worker, or waits for one and will soon have it."""
-    return [
-        each for each in subscription.outstanding if _is_running(each) or 0 <= _waited(each, now) < PATIENCE_SECONDS
-    ]
+    return [each for each in subscription.in_flight if _is_running(each) or 0 <= _waited(each, now) < PATIENCE_SECONDS]
 
 
-def _is_running(tracker: Tracker) -> bool:
+def _is_running(partition: Partition) -> bool:
     """Return True if a worker executes the run in flight; one that is handled has left its worker."""
-    return tracker.image.live and tracker.image.handled is None
+    return partition.image.live and partition.image.handled is None
 
 
-def _waited(tracker: Tracker, now: float) -> float:
+def _waited(partition: Partition, now: float) -> float:
     """Return the seconds for which the run in flight has waited for a worker; negative if it does not."""
-    run = tracker.outstanding
-    return now - run.sent_at if run is not None and tracker.is_unclaimed else -1.0
+    run = partition.in_flight
+    return now - run.sent_at if run is not None and partition.is_unclaimed else -1.0

@@ -21,6 +21,7 @@ import pymongo
 from bson import Timestamp
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.partitions import state_of
 from mongo_celery.command_line import ANY_APP, CommandLine
@@ -180,13 +181,13 @@ class _Said:
 def risk_of(subscription: Subscription, oplog: Oplog, line: CommandLine) -> Risk:
     """Where a subscription stands beside the oplog, and what holds it there."""
     head = subscription.window.oldest
-    partition = head.index if head is not None else None
     share = max(oplog.share_behind(_place(subscription)), 0.0)
-    state = _state(subscription, partition) if partition is not None else None
-    cause = None
-    if state == "waiting" and partition is not None:
-        cause = (subscription.trackers[partition].image.waiting or {}).get("cause")
-    return Risk(subscription.name, share, partition, state, cause, line)
+    if head is None:
+        return Risk(subscription.name, share, None, None, line=line)
+    partition = subscription.partitions[head.index]
+    state = _state(partition)
+    cause = (partition.image.waiting or {}).get("cause") if state == "waiting" else None
+    return Risk(subscription.name, share, head.index, state, cause, line)
 
 
 def remedy(line: CommandLine, subscription: str, partition: int | None, state: str | None) -> str:
@@ -227,13 +228,12 @@ def _place(subscription: Subscription) -> Timestamp:
     return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start
 
 
-def _state(subscription: Subscription, partition: int) -> str:
-    tracker = subscription.trackers[partition]
-    image = tracker.image
+def _state(partition: Partition) -> str:
+    image = partition.image
     state = state_of(image)
     if state != "flowing":
         return state
-    return "running" if tracker.outstanding is not None and image.live else "unclaimed"
+    return "running" if partition.in_flight is not None and image.live else "unclaimed"
 
 
 def _pause(oplog: Oplog | None) -> float:

@@ -31,6 +31,7 @@ from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.looks import BUSY_LOOK, Looks
 from mongo_celery.bridge.listener.lost_messages import BrokerWatch, LostMessageDetector
 from mongo_celery.bridge.listener.owed import OwedSnapshots
+from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.repartitioning import Repartitioning
@@ -39,9 +40,8 @@ from mongo_celery.bridge.listener.rules import Rules, find_rules
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
-from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
+from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, find_undeliverable, take_over
-from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.items import Failed
@@ -228,14 +228,16 @@ class Leader:
         standing = sum(len(subscription.standing) for subscription in subscriptions)
         lost = (subscription.lost for subscription in subscriptions)
         reading = self._reading()
-        rejected = rejections(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
+        rejected = rejections(
+            partition for subscription in subscriptions for partition in subscription.partitions.values()
+        )
         is_spilled = any(each.spilled for each in subscriptions)
         waits = rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
         stopped = {**self._stopped, **self._repartitioning.stopped}
         stuck = stopped or self._refused or standing or waits
         return {
             "partitions": self._options.partitions,
-            "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
+            "outstanding": sum(len(subscription.in_flight) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.size for subscription in subscriptions),
             "standing": standing,
@@ -305,11 +307,11 @@ class Leader:
                 image.index: self._store.partitions.partition_id(handler.name, generation, image.index)
                 for image in images
             }
-            trackers = make_trackers(images, ids, takeover.version, self._options)
-            subscriptions[handler.name] = Subscription(self._options, plan, trackers)
+            partitions = make_partitions(images, ids, takeover.version, self._options)
+            subscriptions[handler.name] = Subscription(self._options, plan, partitions)
         self._renewal.alive()
         self._locked = LockedPartitions(
-            self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
+            self._store, takeover.version, [each for led in subscriptions.values() for each in led.partitions.values()]
         )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
         self._fairness = Fairness(
@@ -501,11 +503,11 @@ class Leader:
 
     def _observe(self, image: Image, now: float) -> Step | None:
         subscription = self._subscriptions[image.subscription]
-        tracker = subscription.trackers.get(image.index)
-        if tracker is None:  # read before its handler was repartitioned
+        partition = subscription.partitions.get(image.index)
+        if partition is None:  # read before its handler was repartitioned
             return None
-        self._activity.of(image.subscription).observed(tracker.image, image, now)
-        run = tracker.outstanding
+        self._activity.of(image.subscription).observed(partition.image, image, now)
+        run = partition.in_flight
         is_held = run is not None and run.left_at is None
         step = subscription.observe(image, now)
         if step is Step.SUPERSEDED:
@@ -519,7 +521,7 @@ class Leader:
     def _commit_late(self, images: Sequence[Image]) -> None:
         """Commit what is handled and whose commit messages are late, with one command for all."""
         heads = {
-            self._subscriptions[image.subscription].trackers[image.index].partition_id: image.committed + 1
+            self._subscriptions[image.subscription].partitions[image.index].partition_id: image.committed + 1
             for image in images
         }
         named = [*list(heads)[:_NAMED], *([f"{len(heads) - _NAMED} more"] if len(heads) > _NAMED else [])]

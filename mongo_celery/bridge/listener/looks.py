@@ -86,7 +86,7 @@ class Looks:
             return self._partitions.of(generations, self._session)
         if now - self._looked_at < self._pause(subscriptions, now):
             return None
-        seen = {each.partition_id: each.seen for led in subscriptions.values() for each in led.outstanding}
+        seen = {each.partition_id: each.seen for led in subscriptions.values() for each in led.in_flight}
         if self._may_be_unflushed(seen.values(), now):
             with contextlib.suppress(PyMongoError):  # if something is wrong, the look says what
                 self._partitions.flush()
@@ -115,7 +115,7 @@ class Looks:
 
     def _pause(self, subscriptions: Mapping[str, Subscription], now: float) -> float:
         """Short after something moved, longer while handlers take their time; infinite with nothing out."""
-        out = {name: count for name, led in subscriptions.items() if (count := len(led.outstanding))}
+        out = {name: count for name, led in subscriptions.items() if (count := len(led.in_flight))}
         if not out:
             return math.inf
         least = _SHORTEST_LOOK

@@ -178,8 +178,8 @@ class LostMessageDetector:
         unclaimed = [
             (subscription, index)
             for subscription in subscriptions
-            for index, tracker in subscription.trackers.items()
-            if tracker.is_unclaimed
+            for index, partition in subscription.partitions.items()
+            if partition.is_unclaimed
         ]
         overdue = [each for each in unclaimed if now >= self._overdue_at(*each)]
         queues = {subscription.queue_of(index) for subscription, index in overdue}
@@ -188,7 +188,7 @@ class LostMessageDetector:
         if has_returned:
             self._returned_at = self._watch.returned_at
             for subscription, index in unclaimed:
-                subscription.trackers[index].reset_grace(now)
+                subscription.partitions[index].reset_grace(now)
         self._judge(subscriptions, overdue, read_at, now)
         return has_returned
 
@@ -203,22 +203,22 @@ class LostMessageDetector:
         if answer is None or not overdue:
             return
         for subscription in subscriptions:
-            for index, tracker in subscription.trackers.items():
+            for index, partition in subscription.partitions.items():
                 queue = subscription.queue_of(index)
-                passed[queue] = max(passed.get(queue, -math.inf), tracker.taken_sent_at)
+                passed[queue] = max(passed.get(queue, -math.inf), partition.taken_sent_at)
         for subscription, index in overdue:
-            queue, tracker = subscription.queue_of(index), subscription.trackers[index]
-            occupancy, run = answer.queues.get(queue), tracker.outstanding
+            queue, partition = subscription.queue_of(index), subscription.partitions[index]
+            occupancy, run = answer.queues.get(queue), partition.in_flight
             if occupancy is None or run is None or answer.asked_at < self._overdue_at(subscription, index):
                 continue
             if occupancy.waiting and passed[queue] <= run.sent_at and now - run.sent_at < _LONGEST_WAIT:
-                tracker.reset_grace(answer.answered_at)
+                partition.reset_grace(answer.answered_at)
             elif answer.answered_at <= read_at and occupancy.lacks(subscription.plan.handler.task_name):
                 subscription.repeat(index, now)
 
     def _overdue_at(self, subscription: Subscription, index: int) -> float:
         """Return the monotonic time at which a run should have been claimed."""
-        tracker = subscription.trackers[index]
-        assert tracker.outstanding is not None, "an unclaimed run was sent"
-        patience: float = self._overdue_after * 2 ** min(tracker.repeats, _DOUBLINGS)
-        return tracker.outstanding.sent_at + min(patience, self._options.grace)
+        partition = subscription.partitions[index]
+        assert partition.in_flight is not None, "an unclaimed run was sent"
+        patience: float = self._overdue_after * 2 ** min(partition.repeats, _DOUBLINGS)
+        return partition.in_flight.sent_at + min(patience, self._options.grace)

@@ -21,7 +21,7 @@ from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
-from mongo_celery.bridge.listener.tracker import Rejection, Tracker
+from mongo_celery.bridge.listener.partition import Partition, Rejection
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import brief
@@ -63,19 +63,19 @@ class Publishing:
         """Whether the broker takes nothing."""
         return self._failures > 0
 
-    def publish(self, due: Sequence[tuple[Tracker, Dispatch]]) -> bool:
+    def publish(self, due: Sequence[tuple[Partition, Dispatch]]) -> bool:
         """Publish the next runs of some partitions; whether any of them is out now."""
         due = list(self._checked_in(due))
         if not due:  # the broker is not even asked: what is known of it stays
             return False
-        alone = [dispatch for tracker, dispatch in due if tracker.rejection is not None][:_ALONE_A_TURN]
-        trackers = {dispatch.run.partition_id: tracker for tracker, dispatch in due}
-        done = self._dispatcher.publish([dispatch for tracker, dispatch in due if tracker.rejection is None], alone)
+        alone = [dispatch for partition, dispatch in due if partition.rejection is not None][:_ALONE_A_TURN]
+        partitions = {dispatch.run.partition_id: partition for partition, dispatch in due}
+        done = self._dispatcher.publish([dispatch for partition, dispatch in due if partition.rejection is None], alone)
         now = time.monotonic()
         for dispatch in done.sent:
-            self._sent(trackers[dispatch.run.partition_id], dispatch, now)
+            self._sent(partitions[dispatch.run.partition_id], dispatch, now)
         for dispatch, error in done.rejected:
-            self._rejected(trackers[dispatch.run.partition_id], dispatch, error, now)
+            self._rejected(partitions[dispatch.run.partition_id], dispatch, error, now)
         if done.failure is None:
             self._failures = 0
         else:
@@ -86,25 +86,25 @@ class Publishing:
         """Drop the connection."""
         self._dispatcher.close()
 
-    def _checked_in(self, due: Sequence[tuple[Tracker, Dispatch]]) -> Iterator[tuple[Tracker, Dispatch]]:
+    def _checked_in(self, due: Sequence[tuple[Partition, Dispatch]]) -> Iterator[tuple[Partition, Dispatch]]:
         """What can be sent in this turn: of what is too large for a message not more than some is stored at a time."""
         room = _STORED_A_TURN
-        for tracker, dispatch in due:
+        for partition, dispatch in due:
             if not self._claim_check.needs(dispatch):
-                yield tracker, dispatch
+                yield partition, dispatch
                 continue
             if room <= 0:
                 continue
             room -= dispatch.size
             try:
-                yield tracker, self._claim_check.check_in(dispatch)
+                yield partition, self._claim_check.check_in(dispatch)
             except (PyMongoError, BSONError) as error:
-                self._not_stored(tracker, dispatch, error)
+                self._not_stored(partition, dispatch, error)
                 room = 0  # it may be away: nobody else has to wait for it more than once in a turn
 
-    def _not_stored(self, tracker: Tracker, dispatch: Dispatch, error: Exception) -> None:
-        rejection = _rejection(tracker, dispatch, error, time.monotonic(), is_stored=False)
-        tracker.rejected(rejection)
+    def _not_stored(self, partition: Partition, dispatch: Dispatch, error: Exception) -> None:
+        rejection = _rejection(partition, dispatch, error, time.monotonic(), is_stored=False)
+        partition.rejected(rejection)
         if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
                 "%s in partition %s is too large for a message (%d bytes of changes), and MongoDB does not store it: "
@@ -112,28 +112,28 @@ class Publishing:
                 "write to the collection `spill` of the state database and make room for it; or raise "
                 "max_message_bytes, if the broker takes such messages",
                 dispatch.label,
-                tracker.partition_id,
+                partition.partition_id,
                 dispatch.size,
                 rejection.error,
                 LONGEST_REJECTION_PAUSE,
-                extra={"event": "change_not_stored", "partition": tracker.partition_id, "bytes": dispatch.size},
+                extra={"event": "change_not_stored", "partition": partition.partition_id, "bytes": dispatch.size},
             )
 
-    def _sent(self, tracker: Tracker, dispatch: Dispatch, now: float) -> None:
-        if tracker.rejection is not None:
+    def _sent(self, partition: Partition, dispatch: Dispatch, now: float) -> None:
+        if partition.rejection is not None:
             logger.info(
                 "the message of %s in partition %s is out, which could not be sent before",
                 dispatch.label,
-                tracker.partition_id,
+                partition.partition_id,
                 extra={"event": "message_taken"},
             )
         if self._activity is not None:
-            self._activity.of(dispatch.run.subscription).sent(dispatch, now, again=tracker.is_repeated)
-        tracker.sent(now)
+            self._activity.of(dispatch.run.subscription).sent(dispatch, now, again=partition.is_repeated)
+        partition.sent(now)
 
-    def _rejected(self, tracker: Tracker, dispatch: Dispatch, error: Exception, now: float) -> None:
-        rejection = _rejection(tracker, dispatch, error, now, is_stored=True)
-        tracker.rejected(rejection)
+    def _rejected(self, partition: Partition, dispatch: Dispatch, error: Exception, now: float) -> None:
+        rejection = _rejection(partition, dispatch, error, now, is_stored=True)
+        partition.rejected(rejection)
         if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
                 "the broker rejects the message of %s in partition %s (%d bytes of changes): %s. The partition waits "
@@ -141,11 +141,11 @@ class Publishing:
                 "proto-max-bulk-len, maxmemory; RabbitMQ: max_message_size), or lower max_message_bytes: a run with "
                 "more travels by reference",
                 dispatch.label,
-                tracker.partition_id,
+                partition.partition_id,
                 dispatch.size,
                 rejection.error,
                 LONGEST_REJECTION_PAUSE,
-                extra={"event": "message_rejected", "partition": tracker.partition_id, "bytes": dispatch.size},
+                extra={"event": "message_rejected", "partition": partition.partition_id, "bytes": dispatch.size},
             )
 
     def _failed(self, error: Exception) -> None:
@@ -160,9 +160,11 @@ class Publishing:
         )
 
 
-def rejections(trackers: Iterable[Tracker]) -> dict[str, Any]:
+def rejections(partitions: Iterable[Partition]) -> dict[str, Any]:
     """What the listener's report says of runs that cannot be sent: their number, and some of them, by who refuses."""
-    waiting = [(tracker.partition_id, tracker.rejection) for tracker in trackers if tracker.rejection is not None]
+    waiting = [
+        (partition.partition_id, partition.rejection) for partition in partitions if partition.rejection is not None
+    ]
     rejected = [pair for pair in waiting if pair[1].is_stored]
     not_stored = [pair for pair in waiting if not pair[1].is_stored]
     return {
@@ -183,8 +185,8 @@ def _reported(partition_id: str, rejection: Rejection) -> dict[str, Any]:
     }
 
 
-def _rejection(tracker: Tracker, dispatch: Dispatch, error: Exception, now: float, *, is_stored: bool) -> Rejection:
-    before = tracker.rejection
+def _rejection(partition: Partition, dispatch: Dispatch, error: Exception, now: float, *, is_stored: bool) -> Rejection:
+    before = partition.rejection
     if before is not None and before.is_stored is not is_stored:
         before = None
     count = before.count if before else 0

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from pymongo.client_session import ClientSession
 
+from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ class ReadBack:
         wanting = []
         for subscription in subscriptions:
             for index, spilled in subscription.spilled.items():
-                tracker = subscription.trackers[index]
-                if self._stands(tracker, now):
+                partition = subscription.partitions[index]
+                if self._stands(partition, now):
                     if spilled.ahead:
-                        spilled.forget(tracker.image.data)
+                        spilled.forget(partition.image.data)
                 elif self._is_wanting(subscription, index, now, is_full=is_full):
                     wanting.append((subscription, index))
         for subscription, index in sorted(wanting, key=lambda each: len(each[0].spilled[each[1]].ahead)):
@@ -80,25 +80,29 @@ class ReadBack:
                 return False
         return True
 
-    def _stands(self, tracker: Tracker, now: float) -> bool:
+    def _stands(self, partition: Partition, now: float) -> bool:
         """Whether its next run cannot go out soon, or is out and has been for long."""
-        if tracker.outstanding is not None:
-            return now - tracker.outstanding.sent_at >= self._options.spill_after
-        return tracker.image.state != "flowing" or tracker.ready_at > now + _SOON_SECONDS
+        if partition.in_flight is not None:
+            return now - partition.in_flight.sent_at >= self._options.spill_after
+        return partition.image.state != "flowing" or partition.ready_at > now + _SOON_SECONDS
 
     def _is_wanting(self, subscription: Subscription, index: int, now: float, *, is_full: bool) -> bool:
-        tracker, spilled = subscription.trackers[index], subscription.spilled[index]
-        if not tracker.won or tracker.image.state != "flowing" or now < self._not_before.get(tracker.partition_id, 0.0):
+        partition, spilled = subscription.partitions[index], subscription.spilled[index]
+        if (
+            not partition.won
+            or partition.image.state != "flowing"
+            or now < self._not_before.get(partition.partition_id, 0.0)
+        ):
             return False
         has_room = not is_full and spilled.size < self._share
         return spilled.wants(subscription.readable(index), 2 * subscription.run_size if has_room else 1)
 
     def _read(self, subscription: Subscription, index: int, *, is_full: bool) -> None:
-        tracker, spilled = subscription.trackers[index], subscription.spilled[index]
+        partition, spilled = subscription.partitions[index], subscription.spilled[index]
         limit = subscription.readable(index)
-        count, size = self._batch(tracker, spilled, subscription.run_size, is_full=is_full)
+        count, size = self._batch(partition, spilled, subscription.run_size, is_full=is_full)
         found = self._store.spill.read(
-            tracker.partition_id,
+            partition.partition_id,
             spilled.read_to,
             limit.place,
             limit=count,
@@ -107,43 +111,43 @@ class ReadBack:
             session=self._session,
         )
         if not found and not spilled.ahead and limit == Limit(spilled.to, inclusive=True):
-            self._find_missing(tracker, spilled)
+            self._find_missing(partition, spilled)
             return
         subscription.found(index, found, limit)
         if not found:  # the limit moves with every event that is read
-            self._not_before[tracker.partition_id] = time.monotonic() + _SOON_AGAIN_SECONDS
+            self._not_before[partition.partition_id] = time.monotonic() + _SOON_AGAIN_SECONDS
 
-    def _batch(self, tracker: Tracker, spilled: Spilled, run_size: int, *, is_full: bool) -> tuple[int, int]:
+    def _batch(self, partition: Partition, spilled: Spilled, run_size: int, *, is_full: bool) -> tuple[int, int]:
         """How many changes to read, and of how many bytes: a run that may go out now, whole, else within the share."""
         share = min(_BATCH_BYTES, self._share)
         if is_full:
             return run_size, share
-        if tracker.outstanding is None and not spilled.ahead and self._options.run_bytes > share:
+        if partition.in_flight is None and not spilled.ahead and self._options.run_bytes > share:
             return run_size, self._options.run_bytes
         return max(_BATCH, 2 * run_size), share - spilled.size
 
-    def _find_missing(self, tracker: Tracker, spilled: Spilled) -> None:
+    def _find_missing(self, partition: Partition, spilled: Spilled) -> None:
         """
         Nothing is stored although the mark promises it: say so, unless the partition has gone on meanwhile.
 
         The mark stays. Nobody of ours removes what is not committed, so a person has to look.
         """
         now = time.monotonic()
-        self._not_before[tracker.partition_id] = now + _AGAIN_SECONDS
-        (image,) = self._store.partitions.look([tracker.partition_id], self._session)
-        if image.data != tracker.image.data or image.spilled is None:
+        self._not_before[partition.partition_id] = now + _AGAIN_SECONDS
+        (image,) = self._store.partitions.look([partition.partition_id], self._session)
+        if image.data != partition.image.data or image.spilled is None:
             return
         spilled.missing = True
-        if now - self._complained_at.get(tracker.partition_id, -_COMPLAINT_SECONDS) < _COMPLAINT_SECONDS:
+        if now - self._complained_at.get(partition.partition_id, -_COMPLAINT_SECONDS) < _COMPLAINT_SECONDS:
             return
-        self._complained_at[tracker.partition_id] = now
+        self._complained_at[partition.partition_id] = now
         logger.error(
             "stored changes of partition %s are missing: it is marked up to %s and committed up to %s, and nothing "
             "lies between. It stands until they are there: restore the collection spill from a backup. Where there is "
             "none they are lost: end the listener, set `spilled` of the partition's document to null, start it again, "
             "and make up for them by hand",
-            tracker.partition_id,
+            partition.partition_id,
             spilled.to,
             image.data or "nothing",
-            extra={"event": "stored_changes_missing", "partition": tracker.partition_id},
+            extra={"event": "stored_changes_missing", "partition": partition.partition_id},
         )

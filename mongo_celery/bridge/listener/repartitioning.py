@@ -30,7 +30,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.existing import opens_stream
-from mongo_celery.bridge.listener.subscription import Subscription, make_trackers
+from mongo_celery.bridge.listener.subscription import Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
@@ -266,7 +266,7 @@ class Repartitioning:
     def _is_drained(self, subscription: Subscription) -> bool:
         """Return True if all that was read is committed, and the watermark says so."""
         window = subscription.window
-        if window.count or subscription.outstanding or subscription.spilled:
+        if window.count or subscription.in_flight or subscription.spilled:
             return False
         if self._snapshots is not None and self._snapshots.holds(subscription.name):
             return False
@@ -278,16 +278,16 @@ class Repartitioning:
 
     def _obstacle(self, subscription: Subscription) -> str:
         """Return what has to be settled before a drain; empty where nothing has."""
-        images = [tracker.image for tracker in subscription.trackers.values()]
+        images = [partition.image for partition in subscription.partitions.values()]
         marks = [spilled.to for spilled in subscription.spilled.values()]
         token = self._token(subscription)
         reached = max(subscription.window.seen, token_data(token) if token else "")
         if reached < max([*marks, *(image.data for image in images)], default=""):
             return "it reads up to what its partitions have done"
-        for index, tracker in subscription.trackers.items():
-            if not tracker.won:
+        for index, partition in subscription.partitions.items():
+            if not partition.won:
                 return f"an open transaction has locked partition {index}"
-            obstacle = self._obstacle_of(subscription.name, tracker.image)
+            obstacle = self._obstacle_of(subscription.name, partition.image)
             if obstacle:
                 return f"partition {index} {obstacle}"
         return ""
@@ -321,7 +321,9 @@ class Repartitioning:
             return None  # a command came in between: the next images show it
         if not store.subscriptions.put_in_force(name, layout, self._version):
             raise LeaseLostError
-        fence = max([given, *(tracker.image.fence for tracker in old.trackers.values())])  # no token is given twice
+        fence = max(
+            [given, *(partition.image.fence for partition in old.partitions.values())]
+        )  # no token is given twice
         store.partitions.prepare({name: token}, {name: layout}, self._version, fence=fence)
         images = store.partitions.of({name: layout.generation}, self._session)
         if len(images) != layout.partitions or any(image.epoch != self._version for image in images):
@@ -353,7 +355,7 @@ class Repartitioning:
             image.index: self._store.partitions.partition_id(old.name, layout.generation, image.index)
             for image in images
         }
-        new = Subscription(self._options, plan, make_trackers(images, ids, self._version, self._options))
+        new = Subscription(self._options, plan, make_partitions(images, ids, self._version, self._options))
         new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
         if old.left is not None:
             new.until, new.left = old.until, old.left
@@ -406,7 +408,7 @@ def _drain(subscription: Subscription, move: _Move, now: float) -> None:
 def _left(subscription: Subscription) -> str:
     """Name what a drain has left to do, and who has it in hand."""
     stored = f", stored changes of {len(subscription.spilled)} partitions" if subscription.spilled else ""
-    claims = [(each.image.index, each.image.claim) for each in subscription.outstanding if each.image.claim]
+    claims = [(each.image.index, each.image.claim) for each in subscription.in_flight if each.image.claim]
     running = "".join(f", partition {index} runs in {process_of(str(claim['owner']))}" for index, claim in claims[:1])
     return f"{subscription.window.count} changes are left to handle{stored}{running}"
 

@@ -61,7 +61,7 @@ class Replaying:
             return
         for each in subscriptions.values():
             each.replays = {}
-            each.replaying = {index for index in each.replaying if each.trackers[index].outstanding is not None}
+            each.replaying = {index for index in each.replaying if each.partitions[index].in_flight is not None}
         self._begin_index(now)
         try:
             self._read(subscriptions)
@@ -120,7 +120,7 @@ class Replaying:
         chosen: dict[int, ReplayRequest] = {}
         held: list[ReplayRequest] = []
         for replay in current:
-            if replay.letter in gone or replay.partition not in subscription.trackers:
+            if replay.letter in gone or replay.partition not in subscription.partitions:
                 continue
             if replay.partition in subscription.replaying:
                 continue  # it may be this one that is out

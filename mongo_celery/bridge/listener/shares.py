@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from mongo_celery.bridge.listener.tracker import Tracker
+from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state.partitions import state_of
 
 Key = tuple[str, int]
@@ -110,14 +110,14 @@ def victim(parts: Collection[Share], buffer_bytes: int) -> Share | None:
     return largest if largest is not None and largest.size > buffer_bytes / (2 * max(filled, 1)) else None
 
 
-def standing_of(tracker: Tracker) -> str | None:
+def standing_of(partition: Partition) -> str | None:
     """Why a partition does not go on by itself at this moment; None where it flows, or waits for a worker."""
-    state = state_of(tracker.image)
+    state = state_of(partition.image)
     if state != "flowing":
         return state
-    if tracker.rejection is not None:
+    if partition.rejection is not None:
         return "rejected"
-    return "running" if tracker.image.claim is not None else None
+    return "running" if partition.image.claim is not None else None
 
 
 @dataclass(slots=True)

@@ -296,7 +296,7 @@ class Snapshotting:
         for chunk in self._appended.values():
             subscription = chunk.subscription
             for index, data in list(chunk.ends.items()):
-                if subscription.trackers[index].image.data > chunk.place:
+                if subscription.partitions[index].image.data > chunk.place:
                     chunk.first_at.setdefault(index, now)
                 if subscription.is_secured(index, data):
                     chunk.seconds = max(chunk.seconds, now - chunk.first_at.get(index, now))
@@ -322,8 +322,8 @@ class Snapshotting:
             return False
         if subscription.is_draining:  # it leaves what is before T, and reads that again
             return False
-        trackers = subscription.trackers.values()
-        return all(each.won for each in trackers) and not mostly_stand([each.image for each in trackers])
+        partitions = subscription.partitions.values()
+        return all(each.won for each in partitions) and not mostly_stand([each.image for each in partitions])
 
     def _pace(self, snapshot_id: str) -> ChunkPace:
         return self._paces.setdefault(snapshot_id, ChunkPace(paces.FIRST_SIZE))

@@ -48,23 +48,23 @@ class SpillReport:
 
     def begun(self, subscription: Subscription, index: int, reason: str) -> None:
         """Changes of a partition were stored; said where they are the first ones."""
-        key, tracker = (subscription.name, index), subscription.trackers[index]
-        if key in self._begun or tracker.image.spilled is not None:
+        key, partition = (subscription.name, index), subscription.partitions[index]
+        if key in self._begun or partition.image.spilled is not None:
             self._begun.setdefault(key, (reason, datetime.now(UTC)))
             return
         self._begun[key] = reason, datetime.now(UTC)
         sentence = "changes of partition %s are stored in the state database from here on (%s), so that others go on"
-        extra = {"partition": tracker.partition_id, "reason": reason}
-        if tracker.image.state != "flowing":
-            logger.warning(sentence, tracker.partition_id, reason, extra={"event": "spill_begun", **extra})
+        extra = {"partition": partition.partition_id, "reason": reason}
+        if partition.image.state != "flowing":
+            logger.warning(sentence, partition.partition_id, reason, extra={"event": "spill_begun", **extra})
         else:
-            logger.info(sentence, tracker.partition_id, reason, extra={"event": "spill_begun", **extra})
+            logger.info(sentence, partition.partition_id, reason, extra={"event": "spill_begun", **extra})
 
     def ended(self, subscription: Subscription, index: int) -> None:
         """A partition runs from the stream, and has no mark; said where it ran from stored changes before."""
         if self._begun.pop((subscription.name, index), None) is None:
             return
-        partition_id = subscription.trackers[index].partition_id
+        partition_id = subscription.partitions[index].partition_id
         logger.info(
             "what was stored of partition %s is done: it runs from the stream again",
             partition_id,
@@ -89,17 +89,17 @@ class SpillReport:
 
     def no_room(self, subscription: Subscription, index: int) -> str:
         """The sentence about a change that the bound keeps from being stored; logged now and then."""
-        tracker, first = subscription.trackers[index], subscription.window.first(index)
+        partition, first = subscription.partitions[index], subscription.window.first(index)
         size = first.weight if first is not None else 0
         sentence = (
-            f"the next {size} bytes of changes of partition {tracker.partition_id} cannot be stored: "
-            f"{self._stock.objection(tracker.partition_id)}. When the buffer is full the stream waits for them: "
+            f"the next {size} bytes of changes of partition {partition.partition_id} cannot be stored: "
+            f"{self._stock.objection(partition.partition_id)}. When the buffer is full the stream waits for them: "
             f"{self._freeing}"
         )
         now = time.monotonic()
         if now - self._complained_at >= _COMPLAINT_SECONDS:
             self._complained_at = now
-            extra = {"partition": tracker.partition_id, "bytes": size}
+            extra = {"partition": partition.partition_id, "bytes": size}
             logger.error("%s", sentence, extra={"event": "spill_full", **extra})
         return sentence
 
@@ -111,9 +111,9 @@ class SpillReport:
             waits: why something is not stored that should be; empty while nothing waits.
         """
         led = {
-            tracker.partition_id: (subscription, index)
+            partition.partition_id: (subscription, index)
             for subscription in subscriptions
-            for index, tracker in subscription.trackers.items()
+            for index, partition in subscription.partitions.items()
             if index in subscription.spilled
         }
         total = self._stock.total
@@ -130,7 +130,7 @@ class SpillReport:
 
     def _mark(self, subscription: Subscription, index: int) -> dict[str, Any]:
         """Since when and why a partition has a mark, and whether what it promises is there."""
-        marked = subscription.trackers[index].image.spilled or {}
+        marked = subscription.partitions[index].image.spilled or {}
         reason, since = self._begun.get((subscription.name, index), (None, None))
         spilled = subscription.spilled.get(index)
         return {

@@ -109,7 +109,7 @@ class Spilling:
         """Take over what is stored of these subscriptions."""
         self._led = self._buffer.subscriptions = subscriptions
         self._version = version
-        partitions = sum(len(each.trackers) for each in subscriptions.values())
+        partitions = sum(len(each.partitions) for each in subscriptions.values())
         self._share = self._options.buffer_bytes // (4 * max(partitions, 1))
         self._reading = ReadBack(self._state, self._options, self.session, self._share)
         for subscription in subscriptions.values():
@@ -119,9 +119,9 @@ class Spilling:
     def follow(self, subscription: Subscription) -> None:
         """Take in what is stored of a subscription, which may have new partitions."""
         self._said.forget(subscription)
-        for tracker in subscription.trackers.values():
-            if tracker.image.spilled is not None:
-                self.has_documents(tracker.partition_id)
+        for partition in subscription.partitions.values():
+            if partition.image.spilled is not None:
+                self.has_documents(partition.partition_id)
 
     def close(self) -> None:
         """Remove nothing more, and end the session."""
@@ -194,27 +194,27 @@ class Spilling:
             LeaseLostError: the term has ended.
             PyMongoError: all is as before; to be tried again.
         """
-        tracker = subscription.trackers[index]
-        subscription.window.complete(index, tracker.image.data)
+        partition = subscription.partitions[index]
+        subscription.window.complete(index, partition.image.data)
         changes = self._bulk(subscription, index)
         if not changes:
             return True
         is_again = index in subscription.spilled and changes[-1].data <= subscription.spilled[index].to
         if not is_again:
-            fitting = _fitting(changes, self._stock.room(tracker.partition_id), _needed(changes, reason))
+            fitting = _fitting(changes, self._stock.room(partition.partition_id), _needed(changes, reason))
             if not fitting:
                 return False
             changes = fitting
         size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
         stored = [stored_change(change) for change in changes]
         try:
-            added = self._state.spill.insert(tracker.partition_id, stored, self._version, self.session)
+            added = self._state.spill.insert(partition.partition_id, stored, self._version, self.session)
         except (PyMongoError, BSONError):
-            self.has_documents(tracker.partition_id)  # some of them may be there: count anew
+            self.has_documents(partition.partition_id)  # some of them may be there: count anew
             raise
-        self.has_documents(tracker.partition_id, added)
+        self.has_documents(partition.partition_id, added)
         to = stored[-1].data
-        if not self._state.partitions.mark_spilled(tracker.partition_id, self._version, to, reason, self.session):
+        if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
             raise LeaseLostError
         # What was there before keeps its bytes: they are read back, since messages say by a digest what they refer to.
         subscription.spill(index, stored, self._share if added.count == len(stored) else 0)
@@ -317,15 +317,15 @@ class Spilling:
         first, spilled = subscription.window.first(index), subscription.spilled.get(index)
         if first is None or (spilled is not None and first.data <= spilled.to):
             return True
-        return self._stock.room(subscription.trackers[index].partition_id) >= first.weight
+        return self._stock.room(subscription.partitions[index].partition_id) >= first.weight
 
     # -- clearing and removing ---------------------------------------------------------------------
 
     def _sweep(self, now: float) -> None:
         """Once a second: take in what was removed, ask for what is to be, and clear the marks that are passed."""
-        trackers = (tracker for each in self._led.values() for tracker in each.trackers.values())
+        partitions = (partition for each in self._led.values() for partition in each.partitions.values())
         watermarks = {each.name: each.stored.data for each in self._led.values() if each.stored is not None}
-        self._inventory.sweep({tracker.partition_id: tracker.image for tracker in trackers}, watermarks)
+        self._inventory.sweep({partition.partition_id: partition.image for partition in partitions}, watermarks)
         self._clear()
         self._stock.observe(now)
         self._said.level()
@@ -334,11 +334,11 @@ class Spilling:
         """Clear the marks that are passed, and say where they are cleared."""
         passed = []
         for subscription in self._led.values():
-            for index, tracker in subscription.trackers.items():
-                if not tracker.won or index in subscription.spilled:
+            for index, partition in subscription.partitions.items():
+                if not partition.won or index in subscription.spilled:
                     continue
-                if tracker.image.spilled is not None:
-                    passed.append(tracker.partition_id)
+                if partition.image.spilled is not None:
+                    passed.append(partition.partition_id)
                 else:
                     self._said.ended(subscription, index)
         if passed:

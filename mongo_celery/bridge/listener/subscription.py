@@ -17,8 +17,8 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import Feedback
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.spilled import Limit, Spilled
-from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
@@ -59,7 +59,7 @@ class Subscription:
     Args:
         options: the bridge's options.
         plan: what this term fixes.
-        trackers: its partitions, by index.
+        partitions: its partitions, by index.
 
     Attributes:
         admission: what it owes of what was read.
@@ -78,10 +78,10 @@ class Subscription:
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
 
-    def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
+    def __init__(self, options: BridgeOptions, plan: Plan, partitions: Mapping[int, Partition]) -> None:
         self.name = plan.handler.name
         self.plan = plan
-        self.trackers = trackers
+        self.partitions = partitions
         self.window = Window(plan.watermark)
         self.until: Mark | None = None
         self.left: str | None = None
@@ -103,9 +103,9 @@ class Subscription:
         self.feedback = Feedback()
         self._replayed: set[int] = set()
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
-        for tracker in trackers.values():
-            tracker.token_seconds = plan.token_seconds * len(trackers)
-            self._follow(tracker.image)
+        for partition in partitions.values():
+            partition.token_seconds = plan.token_seconds * len(partitions)
+            self._follow(partition.image)
 
     def move(self, start: Timestamp) -> None:
         """Continue at another start: what is buffered stays and runs, and nothing between it and the start is owed."""
@@ -115,18 +115,18 @@ class Subscription:
         self._has_begun = False
 
     @property
-    def outstanding(self) -> list[Tracker]:
+    def in_flight(self) -> list[Partition]:
         """Partitions with a run under way."""
-        return [tracker for tracker in self.trackers.values() if tracker.outstanding is not None]
+        return [partition for partition in self.partitions.values() if partition.in_flight is not None]
 
     @property
-    def standing(self) -> list[Tracker]:
+    def standing(self) -> list[Partition]:
         """Partitions whose next change waits for a person, or for its retry time."""
         return [
-            tracker
-            for index, tracker in self.trackers.items()
-            if tracker.image.state == "halted"
-            or (self.has_next(index) and (tracker.image.state != "flowing" or tracker.image.parked))
+            partition
+            for index, partition in self.partitions.items()
+            if partition.image.state == "halted"
+            or (self.has_next(index) and (partition.image.state != "flowing" or partition.image.parked))
         ]
 
     def has_next(self, index: int) -> bool:
@@ -135,7 +135,7 @@ class Subscription:
 
     def is_busy(self, index: int) -> bool:
         """Whether a partition has something to do, or under way."""
-        return self.trackers[index].outstanding is not None or self.has_next(index)
+        return self.partitions[index].in_flight is not None or self.has_next(index)
 
     @property
     def is_draining(self) -> bool:
@@ -145,7 +145,7 @@ class Subscription:
     @property
     def has_ended_replay(self) -> bool:
         """Whether a dead letter that was sent is out no longer, so that another may be next."""
-        return any(self.trackers[index].outstanding is None for index in self.replaying)
+        return any(self.partitions[index].in_flight is None for index in self.replaying)
 
     @property
     def is_runnable(self) -> bool:
@@ -163,7 +163,7 @@ class Subscription:
         if self.lost or not self.window.is_new(mark.data) or self._leaves(mark):
             return None
         change = None if isinstance(item, Mark) else self._owed(item)
-        if change is None or mark.data <= self.trackers[change.index].image.data:
+        if change is None or mark.data <= self.partitions[change.index].image.data:
             self.window.pass_over(mark)
             return None
         self.window.add(change)
@@ -195,7 +195,7 @@ class Subscription:
         Returns:
             False where one of them counts as done, since its partition stands behind it: then none is appended.
         """
-        if any(each.data <= self.trackers[each.index].image.data for each in documents):
+        if any(each.data <= self.partitions[each.index].image.data for each in documents):
             return False
         for each in documents:
             self.window.add_existing(each)
@@ -214,26 +214,26 @@ class Subscription:
         """Partitions that stand still with changes that are buffered or stored, and need not be read again."""
         return [
             {"subscription": self.name, "partition": index}
-            for index, tracker in self.trackers.items()
-            if tracker.image.state != "flowing" and (self.window.depth(index) or self._may_run(index))
+            for index, partition in self.partitions.items()
+            if partition.image.state != "flowing" and (self.window.depth(index) or self._may_run(index))
         ]
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in an image of one of the partitions."""
-        tracker = self.trackers[image.index]
-        step = tracker.observe(image, now)
+        partition = self.partitions[image.index]
+        step = partition.observe(image, now)
         if step is Step.ENDED:
             self.feedback.end(image)
         if step in (Step.ENDED, Step.MOVED):
             self.window.complete(image.index, image.data)
         self._follow(image)
-        if tracker.outstanding is None and self.has_next(image.index):
+        if partition.in_flight is None and self.has_next(image.index):
             self._candidates[image.index] = None
         return step
 
     def repeat(self, index: int, now: float) -> None:
         """Have the message that is out for a partition sent again, since nobody will take it."""
-        self.trackers[index].repeat(now)
+        self.partitions[index].repeat(now)
         self._candidates[index] = None
 
     # -- stored changes ----------------------------------------------------------------------------
@@ -260,31 +260,31 @@ class Subscription:
         """
         spilled = self.spilled.get(index)
         if spilled is None:
-            data = self.trackers[index].image.data
+            data = self.partitions[index].image.data
             spilled = self.spilled[index] = Spilled(data, data)
         spilled.stored(changes, count=2 * self.run_size, max_bytes=keep_bytes)
         self.counted[0] += len(changes)
         self.window.complete(index, changes[-1].data)
         self.kept[index] = changes[-1].data
-        if self.trackers[index].outstanding is None:
+        if self.partitions[index].in_flight is None:
             self._candidates[index] = None
 
     def readable(self, index: int) -> Limit:
         """Up to where stored changes of a partition may be run."""
-        self.window.complete(index, self.trackers[index].image.data)
+        self.window.complete(index, self.partitions[index].image.data)
         unread = self.window.first(index)
         return self.spilled[index].limit(unread.data if unread is not None else None, self.window.seen)
 
     def found(self, index: int, changes: Sequence[StoredChange], limit: Limit) -> None:
         """Take in stored changes of a partition; undeliverable ones are judged again."""
         self.spilled[index].found([self.admission.judge_again(each) for each in changes], limit)
-        if self.trackers[index].outstanding is None:
+        if self.partitions[index].in_flight is None:
             self._candidates[index] = None
 
     def is_blocked(self, index: int) -> bool:
         """Whether a partition waits for buffered changes, which are at or below its mark, to be stored again."""
         spilled = self.spilled.get(index)
-        if spilled is None or spilled.ahead or self.trackers[index].outstanding is not None:
+        if spilled is None or spilled.ahead or self.partitions[index].in_flight is not None:
             return False
         limit = self.readable(index)
         return not limit.inclusive and not spilled.has_more(limit)
@@ -296,7 +296,7 @@ class Subscription:
 
     def is_secured(self, index: int, data: str) -> bool:
         """Whether all of a partition up to a token is committed, or stored and marked by this term."""
-        return data <= max(self.trackers[index].image.data, self.kept.get(index, ""))
+        return data <= max(self.partitions[index].image.data, self.kept.get(index, ""))
 
     def must_store(self, index: int) -> bool:
         """Return True if a partition has an undeliverable change that is not stored yet."""
@@ -320,41 +320,43 @@ class Subscription:
 
     # -- running -----------------------------------------------------------------------------------
 
-    def due(self, now: float) -> Iterable[tuple[Tracker, Dispatch]]:
+    def due(self, now: float) -> Iterable[tuple[Partition, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now."""
         unstored, replays = self.unstored, {} if self.is_draining else self.replays
         for index in [*self._candidates, *(replays.keys() - self._candidates.keys())]:
-            tracker = self.trackers[index]
-            if tracker.outstanding is not None:
+            partition = self.partitions[index]
+            if partition.in_flight is not None:
                 self._candidates.pop(index, None)
                 continue
-            replay = replays.get(index) if tracker.is_free(now) else None
+            replay = replays.get(index) if partition.is_free(now) else None
             if replay is None or index in self._replayed:  # a partition's changes and its dead letters take turns
                 self._replayed.discard(index)
-                changes = self._due_changes(tracker, now, unstored)
+                changes = self._due_changes(partition, now, unstored)
                 if changes:
                     del self._candidates[index]
                     self._candidates[index] = None
-                    yield tracker, self._dispatch(tracker, changes)
+                    yield partition, self._dispatch(partition, changes)
                     continue
             if replay is not None:
                 self._replayed.add(index)
                 self.replaying.add(index)
-                yield tracker, self._dispatch_replay(tracker, self.replays.pop(index))
+                yield partition, self._dispatch_replay(partition, self.replays.pop(index))
 
-    def _due_changes(self, tracker: Tracker, now: float, before: str | None) -> Sequence[PendingChange | StoredChange]:
-        index = tracker.image.index
-        if index not in self._candidates or tracker.ready_at > now:
+    def _due_changes(
+        self, partition: Partition, now: float, before: str | None
+    ) -> Sequence[PendingChange | StoredChange]:
+        index = partition.image.index
+        if index not in self._candidates or partition.ready_at > now:
             return []
-        self.window.complete(index, tracker.image.data)
-        changes = self._next(tracker)
+        self.window.complete(index, partition.image.data)
+        changes = self._next(partition)
         if not changes:
             self._candidates.pop(index)
         return changes if before is None else [each for each in changes if each.data < before]
 
-    def _next(self, tracker: Tracker) -> Sequence[PendingChange | StoredChange]:
+    def _next(self, partition: Partition) -> Sequence[PendingChange | StoredChange]:
         """The next run of a partition: while anything is stored that is not committed, from there alone."""
-        index, limit = tracker.image.index, self._limit(tracker)
+        index, limit = partition.image.index, self._limit(partition)
         spilled = self.spilled.get(index)
         if spilled is None:
             return _alike(self.window.head(index, limit, self._run_bytes))
@@ -368,23 +370,23 @@ class Subscription:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
         if self.unstored is not None:
             return math.inf
-        return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
+        return min((self.partitions[index].ready_at for index in self._candidates), default=math.inf)
 
-    def _limit(self, tracker: Tracker) -> int:
+    def _limit(self, partition: Partition) -> int:
         """After an unclean end or a rejection runs are one change each, so that only the guilty change is charged."""
-        claim = tracker.image.claim  # a lapsed one: its successor will note it in `single`
-        unclean = max(tracker.image.single, claim["last"] if claim else 0)
-        return 1 if tracker.next_sequence <= unclean or tracker.rejection is not None else self.run_size
+        claim = partition.image.claim  # a lapsed one: its successor will note it in `single`
+        unclean = max(partition.image.single, claim["last"] if claim else 0)
+        return 1 if partition.next_sequence <= unclean or partition.rejection is not None else self.run_size
 
-    def _dispatch(self, tracker: Tracker, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
-        first = tracker.next_sequence
-        self.feedback.send(tracker.image.index, changes[0])
-        is_parked = bool(tracker.image.parked_keys)
+    def _dispatch(self, partition: Partition, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
+        first = partition.next_sequence
+        self.feedback.send(partition.image.index, changes[0])
+        is_parked = bool(partition.image.parked_keys)
         run = Run(
             self._options.name,
             self.name,
             self.plan.layout.generation,
-            tracker.image.index,
+            partition.image.index,
             self.plan.version,
             first,
             first + len(changes) - 1,
@@ -397,10 +399,10 @@ class Subscription:
         buffered = [change for change in changes if isinstance(change, PendingChange)]
         handler, label, queue = self.plan.handler, _label(changes, first), self.queue_of(run.index)
         commits = not handler.commits_inline(self._options)
-        return Dispatch(run, handler.task_name, tracker.attempt, label, queue, buffered, commits)
+        return Dispatch(run, handler.task_name, partition.attempt, label, queue, buffered, commits)
 
-    def _dispatch_replay(self, tracker: Tracker, replay: ReplayRequest) -> Dispatch:
-        index, first = tracker.image.index, tracker.next_sequence
+    def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
+        index, first = partition.image.index, partition.next_sequence
         generation, version = self.plan.layout.generation, self.plan.version
         run = Run(
             self._options.name,
@@ -416,7 +418,7 @@ class Subscription:
         )
         label, queue = f"({replay.key} replayed)", self.queue_of(index)
         # It moves no position: its outcome is written by its execution alone.
-        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, queue, commits=False)
+        return Dispatch(run, self.plan.handler.task_name, partition.attempt, label, queue, commits=False)
 
 
 def _alike(changes: Sequence[PendingChange | StoredChange]) -> Sequence[PendingChange | StoredChange]:
@@ -432,13 +434,13 @@ def _label(changes: Sequence[PendingChange | StoredChange], first: int) -> str:
     return f"({describe(changes[0].raw)} seq={first}{more})"
 
 
-def make_trackers(
+def make_partitions(
     images: Iterable[Image],
     ids: Mapping[int, str],
     version: int,
     options: BridgeOptions,
-) -> dict[int, Tracker]:
-    """Return the trackers of a subscription's partitions, from the images of the take-over."""
+) -> dict[int, Partition]:
+    """Return the partitions of a subscription's partitions, from the images of the take-over."""
     graces = GracePeriods(options.grace, options.commit_grace)
     now = time.monotonic()
-    return {image.index: Tracker(ids[image.index], image, version, graces, now) for image in images}
+    return {image.index: Partition(ids[image.index], image, version, graces, now) for image in images}

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
 from mongo_celery.bridge.state.partitions import Image
@@ -135,18 +135,18 @@ class LockedPartitions:
     once the claim has lapsed, anything else by the server, after `transactionLifetimeLimitSeconds`. Until then the
     partition keeps its older epoch. Messages of that term may still
     claim and commit there, in order, as they might have before the take-over; this term dispatches nothing there,
-    and its tracker counts the partition as outstanding, so that no watermark passes it but by what is committed.
+    and counts the partition as in flight, so that no watermark passes it but by what is committed.
 
     Args:
         store: of the bridge.
         version: of this term.
-        trackers: all partitions of this term.
+        partitions: all partitions of this term.
     """
 
-    def __init__(self, store: Store, version: int, trackers: Iterable[Tracker]) -> None:
+    def __init__(self, store: Store, version: int, partitions: Iterable[Partition]) -> None:
         self._store = store
         self._version = version
-        self._locked = [tracker for tracker in trackers if not tracker.won]
+        self._locked = [partition for partition in partitions if not partition.won]
         self._tried_at = time.monotonic()
         if self._locked:
             logger.warning(
@@ -161,11 +161,11 @@ class LockedPartitions:
     @property
     def names(self) -> list[str]:
         """The `_id`s of the partitions that are not won yet."""
-        return [tracker.partition_id for tracker in self._locked]
+        return [partition.partition_id for partition in self._locked]
 
     def win(self, now: float) -> list[Image]:
         """Once a second, try again, without waiting for any of them; their images."""
-        self._locked = [tracker for tracker in self._locked if not tracker.won]
+        self._locked = [partition for partition in self._locked if not partition.won]
         if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
             return []
         try:

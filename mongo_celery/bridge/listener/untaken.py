@@ -93,15 +93,15 @@ class UntakenQueues:
         waiting: dict[str, float] = {}
         taken: dict[str, float] = {}
         for subscription in subscriptions:
-            for index, tracker in subscription.trackers.items():
+            for index, partition in subscription.partitions.items():
                 queue = subscription.queue_of(index)
-                if tracker.repeats >= _REPEATS:
+                if partition.repeats >= _REPEATS:
                     self._repeated.add(queue)
-                taken[queue] = max(tracker.taken_at, taken.get(queue, -math.inf))
-                if tracker.is_unclaimed and tracker.outstanding is not None:
-                    sent_at = min(tracker.outstanding.sent_at, self._since.get(queue, math.inf))
+                taken[queue] = max(partition.taken_at, taken.get(queue, -math.inf))
+                if partition.is_unclaimed and partition.in_flight is not None:
+                    sent_at = min(partition.in_flight.sent_at, self._since.get(queue, math.inf))
                     waiting[queue] = min(sent_at, waiting.get(queue, math.inf))
-                elif tracker.is_repeated and queue in self._since:
+                elif partition.is_repeated and queue in self._since:
                     waiting.setdefault(queue, self._since[queue])
         self._since = {queue: max(since, taken.get(queue, -math.inf)) for queue, since in waiting.items()}
 
@@ -154,4 +154,4 @@ class UntakenQueues:
 
 
 def _is_working(subscriptions: Collection[Subscription]) -> bool:
-    return any(tracker.image.live for led in subscriptions for tracker in led.trackers.values())
+    return any(partition.image.live for led in subscriptions for partition in led.partitions.values())

@@ -2,7 +2,7 @@
 What the listener knows of one partition, and what it does next.
 
 Pure: fed with images of the partition's document and the monotonic time of reading them. At most one
-run is outstanding per partition (window 1); this is where that is kept, and the only liveness rule of
+run is in flight per partition (window 1); this is where that is kept, and the only liveness rule of
 the protocol, the sweep:
 
 1. handled: commit it after `commit_grace`, whatever the claim says.
@@ -40,17 +40,17 @@ class Step(Enum):
 
     WAIT = "wait"
     ENDED = "ended"
-    """The outstanding run is over: the image says how far the partition is."""
+    """The run in flight is over: the image says how far the partition is."""
 
     MOVED = "moved"
-    """The outstanding run goes on, and has recorded how far it is: what it has done is over."""
+    """The run in flight goes on, and has recorded how far it is: what it has done is over."""
 
     COMMIT = "commit"
     SUPERSEDED = "superseded"
 
 
 @dataclass(slots=True)
-class Outstanding:
+class InFlight:
     """
     A run that was dispatched, or that was found running at take-over; without what it has recorded as done.
 
@@ -101,13 +101,13 @@ class Rejection:
     is_stored: bool = True
 
 
-class Tracker:
+class Partition:
     """
     One partition in one term.
 
     Attributes:
         image: the last one read.
-        outstanding: the run that is out, or None.
+        in_flight: the run that is in flight, or None.
         ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
             or the partition stands still.
         attempt: how often the change at the head was dispatched, for the task id.
@@ -123,7 +123,7 @@ class Tracker:
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
         self.partition_id = partition_id
         self.image = image
-        self.outstanding: Outstanding | None = None
+        self.in_flight: InFlight | None = None
         self.ready_at = _NEVER
         self.attempt = 0
         self.rejection: Rejection | None = None
@@ -147,7 +147,7 @@ class Tracker:
     @property
     def seen(self) -> Seen | None:
         """What a look may compare it with, to leave it out; None where time alone can change what is to be done."""
-        run, image = self.outstanding, self.image
+        run, image = self.in_flight, self.image
         if run is None or not self.won or image.handled is not None:
             return None
         if image.claim is None:
@@ -157,7 +157,7 @@ class Tracker:
     @property
     def is_unclaimed(self) -> bool:
         """Return True if a message is in flight that nobody is known to have taken."""
-        run, image = self.outstanding, self.image
+        run, image = self.in_flight, self.image
         if run is None or not self.won:
             return False
         return image.fence == run.fence and image.handled is None and not image.live
@@ -170,7 +170,7 @@ class Tracker:
     def is_free(self, now: float) -> bool:
         """Whether a dead letter may be sent: nothing is out, and nothing stands but what waits for its time."""
         rejected = self.rejection is not None and self.rejection.until > now
-        return self.outstanding is None and self.won and self.ready_at < _NEVER and not rejected
+        return self.in_flight is None and self.won and self.ready_at < _NEVER and not rejected
 
     def reset_grace(self, at: float) -> None:
         """Begin the grace of the run in flight anew at this time, and short."""
@@ -185,7 +185,7 @@ class Tracker:
 
     def sent(self, now: float) -> None:
         """A run that begins with `next_sequence` was published."""
-        self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
+        self.in_flight = InFlight(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
         self.rejection = None
         self.attempt += 1
@@ -210,30 +210,30 @@ class Tracker:
         before, self.image = self.image, image
         if image.epoch != self._version or not self.won:
             return self._under_another_term(image, now)
-        if self.outstanding is None:
+        if self.in_flight is None:
             return self._without_run(image, now)
-        self._note_claim(self.outstanding, now)
-        if image.committed != self.outstanding.first - 1:
-            return self._moved(self.outstanding, before, now)
+        self._note_claim(self.in_flight, now)
+        if image.committed != self.in_flight.first - 1:
+            return self._moved(self.in_flight, before, now)
         if image.handled is not None:
-            return self._handled(self.outstanding, now)
+            return self._handled(self.in_flight, now)
         if image.live:
-            self.outstanding.lapsed_at = None
+            self.in_flight.lapsed_at = None
             return Step.WAIT
-        return self._unclaimed(self.outstanding, image, now)
+        return self._unclaimed(self.in_flight, image, now)
 
-    def _moved(self, run: Outstanding, before: Image, now: float) -> Step:
+    def _moved(self, run: InFlight, before: Image, now: float) -> Step:
         """The position is another one: the run is over, unless it moved under a claim of the run that stands."""
         image = self.image
         of_it = image.fence == run.fence + 1 or (before.live and image.fence == before.fence)
         if of_it and image.live and image.handled is None and image.committed >= run.first:
             run.first = image.committed + 1
             return Step.MOVED
-        self.outstanding = None
+        self.in_flight = None
         self._without_run(image, now)
         return Step.ENDED
 
-    def _note_claim(self, run: Outstanding, now: float) -> None:
+    def _note_claim(self, run: InFlight, now: float) -> None:
         """Note when a run was first seen to be claimed, and when to have left its worker."""
         image = self.image
         if run.taken_at is None and (image.fence > run.fence or image.committed >= run.first):
@@ -250,19 +250,19 @@ class Tracker:
         """
         if self.won or image.epoch > self._version:
             return Step.SUPERSEDED
-        run, self.outstanding, self.ready_at = self.outstanding, None, _NEVER
+        run, self.in_flight, self.ready_at = self.in_flight, None, _NEVER
         self.won = image.epoch == self._version
         if self.won:
             self._without_run(image, now)
             return Step.ENDED
-        self.outstanding = Outstanding(image.committed + 1, image.fence, now)
+        self.in_flight = InFlight(image.committed + 1, image.fence, now)
         return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
 
     def _without_run(self, image: Image, now: float) -> Step:
         """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
         if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
             # One less than its fence: the message of a claim that exists is used up.
-            self.outstanding = Outstanding(image.committed + 1, image.fence - 1, now)
+            self.in_flight = InFlight(image.committed + 1, image.fence - 1, now)
             self.ready_at = _NEVER
         else:
             due = max(now + max(image.due_in, 0.0), self.rejection.until if self.rejection else 0.0)
@@ -273,11 +273,11 @@ class Tracker:
         """A lapsed claim whose grace has passed is waited for only once, also if the broker is down meanwhile."""
         return not image.live and image.fence == self._given_up
 
-    def _handled(self, run: Outstanding, now: float) -> Step:
+    def _handled(self, run: InFlight, now: float) -> Step:
         run.handled_at = run.handled_at or now
         return Step.COMMIT if now - run.handled_at >= self._graces.commit_grace else Step.WAIT
 
-    def _unclaimed(self, run: Outstanding, image: Image, now: float) -> Step:
+    def _unclaimed(self, run: InFlight, image: Image, now: float) -> Step:
         if image.state != "flowing":
             self._give_up()
             self.ready_at = _NEVER
@@ -298,5 +298,5 @@ class Tracker:
         return Step.WAIT
 
     def _give_up(self) -> None:
-        self.outstanding = None
+        self.in_flight = None
         self._given_up = self.image.fence

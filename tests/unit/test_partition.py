@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.listener.tracker import (
+from mongo_celery.bridge.listener.partition import (
     LONGEST_GRACE,
     GracePeriods,
+    Partition,
     Rejection,
     Step,
-    Tracker,
 )
 from mongo_celery.bridge.state.partitions import Image, Seen
 from tests.fixtures.samples import image
@@ -35,18 +35,18 @@ DONE = image(claim=CLAIM, handled=HANDLED, fence=11, live=True)
 COMMITTED = image(committed=1, data="8201", token={"_data": "8201"}, fence=11)
 
 
-def tracker(seen: Image = FLOWING, now: float = START) -> Tracker:
-    return Tracker("shop/summarise/0/0", seen, VERSION, GracePeriods(GRACE, COMMIT_GRACE), now)
+def make_partition(seen: Image = FLOWING, now: float = START) -> Partition:
+    return Partition("shop/summarise/0/0", seen, VERSION, GracePeriods(GRACE, COMMIT_GRACE), now)
 
 
-def dispatched(seen: Image = FLOWING, now: float = START) -> Tracker:
-    made = tracker(seen, now)
+def dispatched(seen: Image = FLOWING, now: float = START) -> Partition:
+    made = make_partition(seen, now)
     made.sent(now)
     return made
 
 
-def is_ready(partition: Tracker, now: float) -> bool:
-    return partition.outstanding is None and partition.ready_at <= now
+def is_ready(partition: Partition, now: float) -> bool:
+    return partition.in_flight is None and partition.ready_at <= now
 
 
 # What a look may leave out
@@ -61,7 +61,7 @@ def test_a_look_leaves_out_what_nobody_has_claimed_and_what_runs_under_a_claim_t
     partition.observe(COMMITTED, START + 2)
     partition.sent(START + 3)
     assert partition.seen == Seen(COMMITTED.fence, claimed=False)
-    assert tracker(CLAIMED).seen == Seen(CLAIMED.fence, claimed=True), "also what an older term has sent"
+    assert make_partition(CLAIMED).seen == Seen(CLAIMED.fence, claimed=True), "also what an older term has sent"
 
 
 @pytest.mark.parametrize("seen", [LAPSED, DONE], ids=["lapsed", "handled"])
@@ -69,13 +69,13 @@ def test_a_look_reads_all_that_waits_for_a_time(seen: Image) -> None:
     """No write need come before the listener acts there."""
     partition = dispatched()
     partition.observe(seen, START + 1)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     assert partition.seen is None
 
 
 def test_a_look_reads_what_is_locked() -> None:
     """An older term may act there, whose messages this one has not sent."""
-    assert tracker(replace(CLAIMED, epoch=0)).seen is None
+    assert make_partition(replace(CLAIMED, epoch=0)).seen is None
 
 
 # Without a run
@@ -83,19 +83,19 @@ def test_a_look_reads_what_is_locked() -> None:
 
 def test_a_partition_with_nothing_under_way_is_ready_at_once() -> None:
     """P7: no message of this term exists yet, so nothing has to be waited for."""
-    assert is_ready(tracker(), START)
-    assert tracker(image(committed=7)).next_sequence == 8
+    assert is_ready(make_partition(), START)
+    assert make_partition(image(committed=7)).next_sequence == 8
 
 
 def test_a_parked_change_is_ready_when_it_is_due() -> None:
     """The server says how long that is; a due time that has passed means now."""
-    assert tracker(image(due_in=12.5)).ready_at == START + 12.5
-    assert tracker(image(due_in=-99.0)).ready_at == START
+    assert make_partition(image(due_in=12.5)).ready_at == START + 12.5
+    assert make_partition(image(due_in=-99.0)).ready_at == START
 
 
 def test_a_parked_change_that_an_operator_retries_is_ready_sooner() -> None:
     """The newest image counts, not the first one."""
-    partition = tracker(image(due_in=3600.0))
+    partition = make_partition(image(due_in=3600.0))
     assert partition.observe(image(due_in=0.0), START + 1) is Step.WAIT
     assert is_ready(partition, START + 1)
 
@@ -103,7 +103,7 @@ def test_a_parked_change_that_an_operator_retries_is_ready_sooner() -> None:
 @pytest.mark.parametrize("state", ["halted", "paused"])
 def test_a_partition_that_stands_still_is_never_ready(state: str) -> None:
     """P9: a halt lasts until a person decides; then the partition goes on at once."""
-    partition = tracker(image(state=state))
+    partition = make_partition(image(state=state))
     assert partition.ready_at == math.inf
     partition.observe(FLOWING, START + 1000)
     assert is_ready(partition, START + 1000)
@@ -112,14 +112,14 @@ def test_a_partition_that_stands_still_is_never_ready(state: str) -> None:
 def test_a_sent_run_is_the_only_one() -> None:
     """P2: window 1. Nothing more is ready until its outcome is known."""
     partition = dispatched(image(committed=4))
-    assert partition.outstanding is not None
-    assert partition.outstanding.first == 5
+    assert partition.in_flight is not None
+    assert partition.in_flight.first == 5
     assert partition.ready_at == math.inf
 
 
 def test_repeated_dispatches_of_one_head_are_counted_for_the_task_id() -> None:
     """A revoke of one dispatch must not hit the next; the count begins anew with the next change."""
-    partition = tracker()
+    partition = make_partition()
     for attempt in range(3):
         assert partition.attempt == attempt
         partition.sent(START)
@@ -153,7 +153,7 @@ def test_what_is_handled_is_committed_whatever_the_claim_says(seen: Image) -> No
     partition = dispatched()
     partition.observe(seen, START)
     assert partition.observe(seen, START + 10 * LONGEST_GRACE) is Step.COMMIT
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
 
 
 def test_a_commit_that_was_not_seen_to_work_is_asked_for_again() -> None:
@@ -200,8 +200,8 @@ def test_a_commit_whose_successor_is_claimed_already_is_adopted() -> None:
     """P6: a message of ours for the next change cannot exist, but an operator's retry may."""
     partition = dispatched()
     assert partition.observe(replace(COMMITTED, claim=CLAIM, live=True, fence=12), START + 1) is Step.ENDED
-    assert partition.outstanding is not None
-    assert partition.outstanding.first == 2
+    assert partition.in_flight is not None
+    assert partition.in_flight.first == 2
 
 
 # Rule 2: a live claim
@@ -212,7 +212,7 @@ def test_a_live_claim_is_waited_for_however_long_it_runs() -> None:
     partition = dispatched()
     for minutes in range(600):
         assert partition.observe(CLAIMED, START + 60.0 * minutes) is Step.WAIT
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
 
 
 def test_a_claim_that_came_alive_again_begins_the_count_anew() -> None:
@@ -222,7 +222,7 @@ def test_a_claim_that_came_alive_again_begins_the_count_anew() -> None:
     partition.observe(CLAIMED, START + 7)
     partition.observe(LAPSED, START + 8)
     partition.observe(LAPSED, START + 8 + GRACE - 0.01)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     partition.observe(LAPSED, START + 8 + GRACE)
     assert is_ready(partition, START + 8 + GRACE)
 
@@ -233,7 +233,7 @@ def test_a_position_that_moves_under_a_live_claim_is_taken_in_and_nothing_is_sen
     partition.observe(CLAIMED, START + 1)
     further = replace(CLAIMED, committed=1, data="8201", token={"_data": "8201"})
     assert partition.observe(further, START + 2) is Step.MOVED
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     assert not is_ready(partition, START + 3)
     assert partition.observe(replace(further, claim=None, live=False), START + 4) is Step.WAIT
     assert is_ready(partition, START + 4)
@@ -246,7 +246,7 @@ def test_a_run_that_records_how_far_it_is_was_taken_once() -> None:
     for done in (1, 2):
         further = replace(CLAIMED, committed=done, data=f"820{done}", token={"_data": f"820{done}"})
         assert partition.observe(further, START + 1 + done) is Step.MOVED
-    run = partition.outstanding
+    run = partition.in_flight
     assert run is not None
     assert (run.sent_at, run.taken_at, run.left_at) == (START, START + 1, None)
     over = replace(further, committed=3, data="8203", token={"_data": "8203"}, claim=None, live=False)
@@ -262,7 +262,7 @@ def test_a_message_that_nobody_took_is_dispatched_again_after_the_grace() -> Non
     """Sweep 3, P8: the broker may have lost it."""
     partition = dispatched()
     assert partition.observe(FLOWING, START + GRACE - 0.01) is Step.WAIT
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     assert partition.observe(FLOWING, START + GRACE) is Step.WAIT
     assert is_ready(partition, START + GRACE)
 
@@ -273,7 +273,7 @@ def test_a_lapsed_claim_is_dispatched_again_after_the_grace() -> None:
     partition.observe(CLAIMED, START + 1)
     partition.observe(LAPSED, START + 60)
     partition.observe(LAPSED, START + 60 + GRACE - 0.01)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     partition.observe(LAPSED, START + 60 + GRACE)
     assert is_ready(partition, START + 60 + GRACE)
 
@@ -284,7 +284,7 @@ def test_any_change_of_the_document_prolongs_the_grace() -> None:
     partition.observe(LAPSED, START + 1)
     partition.observe(replace(LAPSED, fence=12, crashes=1), START + 7)
     partition.observe(replace(LAPSED, fence=12, crashes=1), START + 1 + GRACE)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     partition.observe(replace(LAPSED, fence=12, crashes=1), START + 7 + GRACE)
     assert is_ready(partition, START + 7 + GRACE)
 
@@ -301,18 +301,18 @@ def test_a_change_is_not_dispatched_again_before_it_is_due() -> None:
     """P8: the claim would refuse it."""
     partition = dispatched()
     partition.observe(image(due_in=100.0), START + GRACE)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     partition.observe(image(due_in=0.0), START + GRACE + 100)
     assert is_ready(partition, START + GRACE + 100)
 
 
-def waits(partition: Tracker, count: int) -> list[float]:
+def waits(partition: Partition, count: int) -> list[float]:
     """How long each of so many dispatches stays out, when nobody ever takes a message."""
     now, found = START, []
     for _ in range(count):
         partition.sent(now)
         before = now
-        while partition.outstanding is not None:
+        while partition.in_flight is not None:
             now += 0.5
             partition.observe(FLOWING, now)
         found.append(now - before)
@@ -321,12 +321,12 @@ def waits(partition: Tracker, count: int) -> list[float]:
 
 def test_the_grace_doubles_up_to_five_minutes() -> None:
     """Sweep 3: the message may just be waiting behind slow ones; broker and workers are not flooded."""
-    assert waits(tracker(), 9) == [8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0, 300.0]
+    assert waits(make_partition(), 9) == [8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0, 300.0]
 
 
 def test_a_change_that_nobody_takes_for_a_year_is_still_dispatched() -> None:
     """P8: without workers the doubling goes on for thousands of rounds, and must not outgrow a float."""
-    partition = tracker()
+    partition = make_partition()
     now = START
     for _ in range(2000):
         partition.sent(now)
@@ -337,7 +337,7 @@ def test_a_change_that_nobody_takes_for_a_year_is_still_dispatched() -> None:
 
 def test_the_next_change_has_the_first_grace_again() -> None:
     """Sweep 3: patience is for one head."""
-    partition = tracker()
+    partition = make_partition()
     waits(partition, 4)
     partition.sent(START)
     partition.observe(COMMITTED, START)
@@ -351,7 +351,7 @@ def test_a_partition_that_was_stopped_meanwhile_is_given_up(state: str) -> None:
     """P9: its message will be refused; when the partition flows again the change is dispatched at once."""
     partition = dispatched()
     assert partition.observe(image(state=state, fence=12), START + 1) is Step.WAIT
-    assert partition.outstanding is None
+    assert partition.in_flight is None
     assert partition.ready_at == math.inf
     partition.observe(image(fence=12), START + 2)
     assert is_ready(partition, START + 2)
@@ -361,7 +361,7 @@ def test_a_handler_that_runs_while_its_partition_is_paused_may_finish() -> None:
     """Pausing leaves a running execution alone."""
     partition = dispatched()
     partition.observe(replace(CLAIMED, state="paused"), START + 1)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
 
 
 # Rule 4: a claim that has ended without an outcome
@@ -372,7 +372,7 @@ def test_a_retry_is_dispatched_when_it_is_due() -> None:
     partition = dispatched()
     partition.observe(CLAIMED, START + 1)
     assert partition.observe(image(fence=11, retries=1, due_in=30.0), START + 2) is Step.WAIT
-    assert partition.outstanding is None
+    assert partition.in_flight is None
     assert partition.ready_at == START + 2 + 30
 
 
@@ -385,7 +385,7 @@ def test_a_retry_that_was_never_seen_claimed_is_recognised_by_its_fence() -> Non
 
 def test_a_retry_begins_with_the_first_grace_again() -> None:
     """Sweep 4: the message was taken, so workers are there."""
-    partition = tracker()
+    partition = make_partition()
     waits(partition, 5)
     partition.sent(START)
     partition.observe(image(fence=11, retries=1), START + 1)
@@ -399,8 +399,8 @@ def test_a_retry_begins_with_the_first_grace_again() -> None:
 
 def test_a_live_claim_of_an_earlier_term_is_adopted() -> None:
     """P6, P7: the listener counts the partition as outstanding, and its handler finishes undisturbed."""
-    partition = tracker(CLAIMED)
-    assert partition.outstanding is not None
+    partition = make_partition(CLAIMED)
+    assert partition.in_flight is not None
     assert partition.ready_at == math.inf
     assert partition.observe(CLAIMED, START + 200) is Step.WAIT
     assert partition.observe(COMMITTED, START + 3601) is Step.ENDED
@@ -409,35 +409,35 @@ def test_a_live_claim_of_an_earlier_term_is_adopted() -> None:
 
 def test_an_adopted_execution_that_is_retried_is_dispatched_when_due() -> None:
     """Sweep 4: its message is of an older term and used up; no grace is owed."""
-    partition = tracker(CLAIMED)
+    partition = make_partition(CLAIMED)
     partition.observe(image(fence=11, retries=1, due_in=5.0), START + 1)
-    assert partition.outstanding is None
+    assert partition.in_flight is None
     assert partition.ready_at == START + 6
 
 
 def test_an_adopted_claim_that_lapses_is_dispatched_after_the_grace() -> None:
     """Sweep 3, P7: the worker that ran it has died."""
-    partition = tracker(LAPSED)
+    partition = make_partition(LAPSED)
     partition.observe(LAPSED, START + 1)
     partition.observe(LAPSED, START + 1 + GRACE - 0.01)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     partition.observe(LAPSED, START + 1 + GRACE)
     assert is_ready(partition, START + 1 + GRACE)
 
 
 def test_an_outcome_that_is_found_is_adopted_and_committed() -> None:
     """Sweep 1: a mark that was set between take-over and the first look."""
-    partition = tracker(DONE)
-    assert partition.outstanding is not None
+    partition = make_partition(DONE)
+    assert partition.in_flight is not None
     partition.observe(DONE, START)
     assert partition.observe(DONE, START + COMMIT_GRACE) is Step.COMMIT
 
 
 def test_a_claim_that_appears_without_a_dispatch_is_adopted() -> None:
     """P2: whatever brought it about, nothing is sent beside it."""
-    partition = tracker()
+    partition = make_partition()
     partition.observe(CLAIMED, START + 1)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     assert partition.ready_at == math.inf
 
 
@@ -451,7 +451,7 @@ def test_a_claim_that_appears_without_a_dispatch_is_adopted() -> None:
 def test_another_epoch_means_that_this_term_is_over(seen: Image, epoch: int) -> None:
     """P3: whatever else the image says, with and without a run of one's own; P9: what was won may be gone."""
     other = replace(seen, epoch=epoch)
-    assert tracker().observe(other, START) is Step.SUPERSEDED
+    assert make_partition().observe(other, START) is Step.SUPERSEDED
     assert dispatched().observe(other, START) is Step.SUPERSEDED
 
 
@@ -470,11 +470,11 @@ images = st.builds(
 @given(st.lists(st.tuples(images, st.floats(0, 1000), st.booleans()), max_size=12))
 def test_a_run_is_never_out_and_ready_at_once(history: list[tuple[Image, float, bool]]) -> None:
     """P2: whatever is observed in whatever order, and nothing that stands still is ever ready."""
-    partition, now = tracker(), START
+    partition, now = make_partition(), START
     for seen, passed, sends in history:
         now += passed
         partition.observe(seen, now)
-        assert (partition.outstanding is None) or partition.ready_at == math.inf
+        assert (partition.in_flight is None) or partition.ready_at == math.inf
         if partition.ready_at < math.inf:
             assert seen.state == "flowing"
             if sends and partition.ready_at <= now:
@@ -487,44 +487,44 @@ def test_a_lapsed_claim_is_given_up_once_also_while_nothing_can_be_dispatched() 
 
     While the broker is down the head stays ready; it must not wait again, and longer, with every look.
     """
-    one = tracker(LAPSED, START)
+    one = make_partition(LAPSED, START)
     one.observe(LAPSED, START)
     one.observe(LAPSED, START + 10)
     assert one.ready_at == START + 10
 
     for seconds in range(11, 60):
         one.observe(LAPSED, START + seconds)
-        assert one.outstanding is None
+        assert one.in_flight is None
         assert one.ready_at <= START + seconds
 
 
 def test_a_lapsed_claim_whose_heartbeat_comes_after_all_is_adopted_again() -> None:
     """P6: the execution lives; its change is not given to another one."""
-    one = tracker(LAPSED, START)
+    one = make_partition(LAPSED, START)
     one.observe(LAPSED, START)
     one.observe(LAPSED, START + 10)
 
     one.observe(CLAIMED, START + 11)
 
-    assert one.outstanding is not None
+    assert one.in_flight is not None
     assert one.ready_at == math.inf
 
 
 # Lost messages
 
 
-def is_unclaimed(partition: Tracker) -> bool:
+def is_unclaimed(partition: Partition) -> bool:
     return partition.is_unclaimed
 
 
 def test_the_return_of_the_broker_begins_the_grace_anew_and_makes_it_short() -> None:
     """I14: five minutes of silence must not be answered by five minutes more."""
-    partition = tracker()
+    partition = make_partition()
     waits(partition, 7)
     partition.sent(START)
     partition.reset_grace(START + 200)
     partition.observe(FLOWING, START + 200 + GRACE - 0.01)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     partition.observe(FLOWING, START + 200 + GRACE)
     assert is_ready(partition, START + 200 + GRACE)
 
@@ -537,7 +537,7 @@ def test_a_message_that_may_wait_for_a_token_has_as_long_as_all_partitions_need(
     partition = dispatched()
     partition.token_seconds = token_seconds
     partition.observe(FLOWING, START + expected - 0.01)
-    assert partition.outstanding is not None
+    assert partition.in_flight is not None
     partition.observe(FLOWING, START + expected)
     assert is_ready(partition, START + expected)
 
@@ -555,7 +555,7 @@ def test_a_message_that_is_lost_is_sent_again_without_grace() -> None:
 def test_a_message_is_unclaimed_until_its_run_is_claimed() -> None:
     """The broker answers about messages, not about executions."""
     partition = dispatched()
-    run = partition.outstanding
+    run = partition.in_flight
     assert is_unclaimed(partition)
     partition.observe(CLAIMED, START + 2)
     assert not is_unclaimed(partition)
@@ -572,7 +572,7 @@ def test_a_message_is_unclaimed_until_its_run_is_claimed() -> None:
 def test_a_run_that_was_never_seen_claimed_was_taken_all_the_same(after: Image) -> None:
     """Claim and commit may both fall between two reads; how long it has run is not known then, and it was quick."""
     partition = dispatched()
-    run = partition.outstanding
+    run = partition.in_flight
     partition.observe(after, START + 1)
     assert run is not None
     assert partition.taken_at == run.taken_at == run.left_at == START + 1
@@ -587,21 +587,21 @@ def rejection(until: float) -> Rejection:
 
 def test_a_rejected_run_waits_for_its_own_next_attempt_whatever_is_read_meanwhile() -> None:
     """P12: nothing of it is out, and a sweep that sees the partition unchanged makes it no earlier."""
-    partition = tracker()
+    partition = make_partition()
     partition.rejected(rejection(START + 15))
     partition.observe(FLOWING, START + 1)
-    assert partition.outstanding is None
+    assert partition.in_flight is None
     assert not is_ready(partition, START + 14)
     assert is_ready(partition, START + 15)
 
 
 def test_a_rejection_ends_when_the_run_is_sent_or_its_change_is_passed() -> None:
     """P16: what is reported is what is so."""
-    partition = tracker()
+    partition = make_partition()
     partition.rejected(rejection(START + 15))
     partition.sent(START + 15)
     assert partition.rejection is None
-    partition = tracker()
+    partition = make_partition()
     partition.rejected(rejection(START + 15))
     partition.observe(COMMITTED, START + 1)
     assert partition.rejection is None
