@@ -32,7 +32,7 @@ _SPECIAL = (("$changeStream", "changeStream or find"), ("$merge", "find, insert 
 
 def refused_right(error: BaseException) -> str | None:
     """
-    The right that the server has missed, such as `remove on shop_state.spill`; None where it does not say.
+    The right that the server has missed, such as `remove on shop_state.backlog`; None where it does not say.
 
     Where a command asks for several rights on one collection, the server does not say which it missed: all are named.
     """

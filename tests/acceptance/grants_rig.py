@@ -126,7 +126,7 @@ class Setting:
     def halt(self, subscription: str) -> None:
         """Let a partition, of which changes are stored, have halted at the first of them. Nobody may lead."""
         mine = {"_id": {"$regex": f"^{NAME}/{subscription}/"}}
-        change = self.state["spill"].find_one(mine, sort=[("_id", 1)])
+        change = self.state["backlog"].find_one(mine, sort=[("_id", 1)])
         assert change, f"nothing of {subscription} is stored"
         partition, _, data = change["_id"].rpartition("/")
         head = {"resumeToken": {"_data": data}, "key": "a change"}

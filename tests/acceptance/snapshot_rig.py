@@ -310,10 +310,10 @@ class CopiesRig:
         behind = {"clusterTime": {"$not": {"$gte": last}}}
 
         def left() -> list[str]:
-            return [found["_id"] for found in self.state["subscriptions"].find(behind, {"_id": 1})]
+            return [found["_id"] for found in self.state["handlers"].find(behind, {"_id": 1})]
 
         wait_for(lambda: not left(), message=lambda: f"behind: {left()}")
-        stored, marked = self.state["spill"], {"spilled": {"$ne": None}}  # which the watermark has passed
+        stored, marked = self.state["backlog"], {"spilled": {"$ne": None}}  # which the watermark has passed
         wait_for(
             lambda: not stored.count_documents({}) and not self.state["partitions"].count_documents(marked),
             message=lambda: f"{stored.count_documents({})} stored",

@@ -163,7 +163,7 @@ class Shop:
             "documentKey": {"_id": "bad"},
             "fullDocument": {"_id": "bad", "bad": True},
         }
-        spill = Spill(self.state["spill"], "shop", ttl=60.0)
+        spill = Spill(self.state["backlog"], "shop", ttl=60.0)
         change = StoredChange(partition["head"]["resumeToken"]["_data"], bson.encode(event))
         spill.insert(partition["_id"], [change], partition["epoch"])
 

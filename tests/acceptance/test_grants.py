@@ -89,7 +89,7 @@ def listen(setting: Setting, said: Said) -> str:
         assert commands.pause(orders)
         for number in range(_SPILLED):
             setting.write("orders", n=number)
-        if not listener.wait(lambda: setting.state["spill"].count_documents({}) >= _SPILLED):
+        if not listener.wait(lambda: setting.state["backlog"].count_documents({}) >= _SPILLED):
             return said() + listener.text
     setting.halt("record")
     assert _skip(orders, "record").result == "done"
@@ -226,13 +226,13 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
         setting.write("orders", n=1)
         setting.write("letters", n=1)
         both = {"record", "letters"}  # a document that a snapshot finds, too, is there twice
-        assert listener.wait(lambda: {each["_id"].split("/")[1] for each in setting.state["spill"].find()} == both)
+        assert listener.wait(lambda: {each["_id"].split("/")[1] for each in setting.state["backlog"].find()} == both)
     for subscription in ("record", "letters"):
         setting.halt(subscription)
-    document = setting.state["subscriptions"].find_one({"_id": f"{NAME}/record"}) or {}
+    document = setting.state["handlers"].find_one({"_id": f"{NAME}/record"}) or {}
     place = max(document["startAtOperationTime"], document["clusterTime"] or document["startAtOperationTime"])
     lost = {"since": None, "at": place, "oldest": None, "error": "it is gone"}
-    setting.state["subscriptions"].update_one({"_id": f"{NAME}/record"}, {"$set": {"lost": lost}})
+    setting.state["handlers"].update_one({"_id": f"{NAME}/record"}, {"$set": {"lost": lost}})
     for name in ("gone", "former"):
         _hold(setting, name)
     return setting
@@ -241,10 +241,10 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
 def _hold(setting: Setting, name: str) -> None:
     """Something of everything, of a handler that is not in the app."""
     prefix = f"{NAME}/{name}"
-    model = setting.state["subscriptions"].find_one({"_id": f"{NAME}/letters"}) or {}
-    setting.state["spill"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
+    model = setting.state["handlers"].find_one({"_id": f"{NAME}/letters"}) or {}
+    setting.state["backlog"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
     layout = {"generation": _GENERATION, "partitions": 1, "key": model["layout"]["key"]}
-    setting.state["subscriptions"].insert_one({**model, "_id": prefix, "layout": layout})
+    setting.state["handlers"].insert_one({**model, "_id": prefix, "layout": layout})
     partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
     setting.state["partitions"].insert_one({**partition, "_id": f"{prefix}/{_GENERATION}/0", "claim": None})
     for collection in ("dead_letters", "snapshots"):
@@ -351,7 +351,7 @@ def test_a_worker_cannot_exchange_a_key_or_take_the_lease(standing: Setting) -> 
     bridge = standing.bridge_of("worker")  # its client lives as long as it does
     state = bridge.wiring.client[STATE]
     assert state["bridge_keys"].find_one()
-    for collection in ("bridge_keys", "leases", "subscriptions"):
+    for collection in ("bridge_keys", "leases", "handlers"):
         with pytest.raises(OperationFailure, match="not authorized"):
             state[collection].update_one({}, {"$set": {"x": 1}})
         with pytest.raises(OperationFailure, match="not authorized"):

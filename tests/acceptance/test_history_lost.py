@@ -83,7 +83,7 @@ class Rolled:
         """Let a handler stand at this moment, as if only the others had stood still."""
         now = self.watched.admin.command("ping")["operationTime"]
         place = {"startAtOperationTime": now, "clusterTime": now, "resumeToken": None, "fingerprint": None}
-        self.state["subscriptions"].update_one({"_id": f"project/{handler}"}, {"$set": place})
+        self.state["handlers"].update_one({"_id": f"project/{handler}"}, {"$set": place})
 
     @property
     def lease(self) -> Document:
@@ -92,7 +92,7 @@ class Rolled:
 
     def position(self) -> Timestamp | None:
         """Return the smallest place that all handlers have stored; None while one has none."""
-        times = [each["clusterTime"] for each in self.state["subscriptions"].find()]
+        times = [each["clusterTime"] for each in self.state["handlers"].find()]
         return None if None in times else min(times, default=None)
 
     def _roll(self) -> None:
@@ -186,4 +186,4 @@ def test_a_handler_whose_history_can_be_read_loses_nothing_of_it(roll: Callable[
         rolled.wait_for("after", handler)
     rolled.wait_for("readable", "audit")  # of another partition: it may come behind "after"
     assert rolled.handled_by("record") == {"before", "after"}
-    assert [gap["subscriptions"] for gap in rolled.lease["gaps"]] == [["record"]]
+    assert [gap["handlers"] for gap in rolled.lease["gaps"]] == [["record"]]

@@ -288,7 +288,7 @@ def _apart(scene: Scene, partitions: int, *kinds: str) -> list[str]:
 
 
 def _in_force(scene: Scene, name: str) -> str:
-    found = scene.state["subscriptions"].find_one({"_id": f"project/{name}"}) or {}
+    found = scene.state["handlers"].find_one({"_id": f"project/{name}"}) or {}
     return f"project/{name}/{found['layout']['generation']}/"
 
 
@@ -298,7 +298,7 @@ def _blocked(scene: Scene, query: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _generations(scene: Scene) -> int:
-    ids = [each["_id"] for name in ("partitions", "spill") for each in scene.state[name].find({}, {"_id": 1})]
+    ids = [each["_id"] for name in ("partitions", "backlog") for each in scene.state[name].find({}, {"_id": 1})]
     return len({tuple(each.split("/")[1:3]) for each in ids})
 
 

@@ -56,7 +56,7 @@ def test_neither_password_nor_contents_appear_in_logs_keys_or_state(
             with chain.broker as broker:
                 keys: Any = broker.keys()
                 assert not [key for key in keys if CONTENTS.encode() in key]
-            for collection in ("leases", "subscriptions", "partitions"):
+            for collection in ("leases", "handlers", "partitions"):
                 for document in chain.state[collection].find():
                     assert CONTENTS not in repr(document)
                     assert PASSWORD not in repr(document)

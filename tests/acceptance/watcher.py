@@ -75,7 +75,7 @@ def facts_of(event: Mapping[str, Any]) -> Iterator[Fact]:
             yield Effect(**{name: effect[name] for name in names}, at=at)
     elif part == "state":
         yield from _of_state(name, event["documentKey"]["_id"], changed, at)
-        if name == "spill" and event["operationType"] == "insert":
+        if name == "backlog" and event["operationType"] == "insert":
             _, handler, _, _, place, *_ = event["documentKey"]["_id"].split("/")
             yield Kept(handler, place)
 
@@ -88,7 +88,7 @@ def _of_state(collection: str, document_id: str, changed: Mapping[str, Any], at:
     if not place and not numbers:
         return
     passed = None
-    if collection == "subscriptions" and place and "startAtOperationTime" not in changed:
+    if collection == "handlers" and place and "startAtOperationTime" not in changed:
         passed = document_id.partition("/")[2]
     yield Stored(f"{collection}/{document_id}", place, numbers, passed, at)
 

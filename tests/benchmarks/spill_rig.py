@@ -137,7 +137,7 @@ class SpillRig:
     @property
     def stored(self) -> int:
         """How many documents are stored now."""
-        return self.scene.state["spill"].estimated_document_count()
+        return self.scene.state["backlog"].estimated_document_count()
 
     @property
     def inserted(self) -> int:
@@ -149,7 +149,7 @@ class SpillRig:
     @property
     def watermark(self) -> Timestamp:
         """Time of the stored watermark."""
-        found = self.scene.state["subscriptions"].find_one() or {}
+        found = self.scene.state["handlers"].find_one() or {}
         return found.get("clusterTime") or Timestamp(0, 0)
 
     @property

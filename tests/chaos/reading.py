@@ -99,7 +99,7 @@ class Reading:
             after = updated(before, event["updateDescription"])
         else:
             after = event["fullDocument"]
-        if event["ns"]["db"] in {STATE, DATA} and event["ns"]["coll"] not in {"spill", "dead_letters"}:
+        if event["ns"]["db"] in {STATE, DATA} and event["ns"]["coll"] not in {"backlog", "dead_letters"}:
             self._documents[where] = after
         return before, after
 
@@ -121,7 +121,7 @@ class Reading:
         where = str(event["documentKey"]["_id"])
         if collection == "partitions" and after:
             yield from self._partition(where, before, after, at)
-        elif collection == "subscriptions" and _place(before) != _place(after):
+        elif collection == "handlers" and _place(before) != _place(after):
             yield Stored(where, _place(after), {"epoch": after["epoch"]}, where.partition("/")[2], at)
         elif collection == "leases" and where == BRIDGE and after:
             yield from _lease(before, after, at)
@@ -129,7 +129,7 @@ class Reading:
             yield from self._let(where)
         elif collection == "dead_letters" and "fullDocument" in event:
             yield from self._aside(after["subscription"], after["resumeToken"]["_data"], parks="parked" in after)
-        elif collection == "spill":
+        elif collection == "backlog":
             partition, place = _stored_change(where)
             if event["operationType"] == "delete":
                 yield Removed(partition, place, at)

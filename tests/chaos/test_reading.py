@@ -154,9 +154,9 @@ def test_the_lease_and_watermarks() -> None:
     assert events.update((STATE, "leases"), "chaos", {"expiresAt": _START + timedelta(seconds=8)}) == []
     taken = {"listenerId": "b", "version": 3, "expiresAt": _START + timedelta(seconds=20)}
     assert events.update((STATE, "leases"), "chaos", taken) == [Acquired("b", 3, at(4), at(8)), Led("b", 3, at(4))]
-    events.put((STATE, "subscriptions"), "chaos/quick", {"epoch": 3, "resumeToken": None})
+    events.put((STATE, "handlers"), "chaos/quick", {"epoch": 3, "resumeToken": None})
     moved = {"resumeToken": {"_data": "8203"}}
-    assert events.update((STATE, "subscriptions"), "chaos/quick", moved) == [
+    assert events.update((STATE, "handlers"), "chaos/quick", moved) == [
         Stored("chaos/quick", "8203", {"epoch": 3}, "quick", at(6))
     ]
 
@@ -164,9 +164,9 @@ def test_the_lease_and_watermarks() -> None:
 def test_stored_changes() -> None:
     """An insert and a removal; a term that is raised is neither."""
     events, where = Events(), "chaos/quick/4/3/8201"
-    assert events.put((STATE, "spill"), where, {"term": 1}) == [Kept(("quick", 3), "8201", at(1))]
-    assert events.update((STATE, "spill"), where, {"term": 2}) == []
-    assert events.put((STATE, "spill"), where, None) == [Removed(("quick", 3), "8201", at(3))]
+    assert events.put((STATE, "backlog"), where, {"term": 1}) == [Kept(("quick", 3), "8201", at(1))]
+    assert events.update((STATE, "backlog"), where, {"term": 2}) == []
+    assert events.put((STATE, "backlog"), where, None) == [Removed(("quick", 3), "8201", at(3))]
 
 
 def test_an_update_leaves_the_document_before_it_alone() -> None:

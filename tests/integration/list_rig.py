@@ -149,7 +149,7 @@ def lists_on(
     rig = rig_of(client, database)
     layout = {"generation": 0, "partitions": 1, "key": "blake2b-64:_id"}
     client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "version": VERSION})
-    client[database]["subscriptions"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "layout": layout})
+    client[database]["handlers"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "layout": layout})
     app = Celery("lists", broker="memory://", set_as_current=False)
     bridge = Bridge(
         app,

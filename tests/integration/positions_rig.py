@@ -105,7 +105,7 @@ class Stage:
 
     @property
     def subscription(self) -> Document:
-        return self.state["subscriptions"].find_one({"_id": f"{NAME}/{self.handler}"}) or {}
+        return self.state["handlers"].find_one({"_id": f"{NAME}/{self.handler}"}) or {}
 
     def of(self, index: int) -> list[Document]:
         """The changes of a partition."""

@@ -219,7 +219,7 @@ class Shop:
         """The generations of which anything is there: partitions, or stored changes."""
         ids = [
             str(each["_id"])
-            for collection in ("partitions", "spill")
+            for collection in ("partitions", "backlog")
             for each in self.client[self.database][collection].find({}, {"_id": 1})
         ]
         return {int(each.split("/")[2]) for each in ids if each.split("/")[1] == name}

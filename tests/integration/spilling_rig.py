@@ -135,7 +135,7 @@ class Term:
     def flush(self) -> str | None:
         """Store the watermark; how far it is."""
         self.watermarks.store([self.led], time.monotonic())
-        document = self.rig.database["subscriptions"].find_one({"_id": "shop/record"}) or {}
+        document = self.rig.database["handlers"].find_one({"_id": "shop/record"}) or {}
         token = document["resumeToken"]
         return token["_data"] if token else None
 
@@ -195,7 +195,7 @@ class Term:
     @property
     def documents(self) -> Collection[Document]:
         """The stored changes, as they are stored."""
-        return self.rig.database["spill"]
+        return self.rig.database["backlog"]
 
     def partition_id(self, index: int = 0) -> str:
         return self.led.partitions[index].partition_id

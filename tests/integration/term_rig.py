@@ -108,7 +108,7 @@ class TermRig:
 
     def generation(self, name: str) -> int:
         """That of a subscription's layout in force."""
-        found = self.database["subscriptions"].find_one({"_id": f"{BRIDGE}/{name}"})
+        found = self.database["handlers"].find_one({"_id": f"{BRIDGE}/{name}"})
         assert found is not None, "it was taken over"
         return int(found["layout"]["generation"])
 

@@ -73,7 +73,7 @@ def lost(stage: Stage) -> None:
 
 
 def found(stage: Stage) -> None:
-    stage.state["subscriptions"].update_one({}, {"$set": {"lost": None}})
+    stage.state["handlers"].update_one({}, {"$set": {"lost": None}})
     stage.release()
 
 

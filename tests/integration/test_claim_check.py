@@ -53,7 +53,7 @@ class Bench:
     @property
     def documents(self) -> Collection[Document]:
         """The stored changes as they are stored."""
-        return self.rig.documents.database["spill"]
+        return self.rig.documents.database["backlog"]
 
     def later_term(self) -> ClaimCheck:
         """The claim check of a listener that knows nothing of the first."""

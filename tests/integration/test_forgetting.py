@@ -50,7 +50,7 @@ def ids(stage: Stage, name: str) -> dict[str, set[str]]:
     """What lies under a name, without it."""
     prefix = f"{NAME}/{name}"
     found: dict[str, set[str]] = {}
-    for collection in ("subscriptions", "partitions", "spill", "dead_letters", "snapshots"):
+    for collection in ("handlers", "partitions", "backlog", "dead_letters", "snapshots"):
         for each in stage.state[collection].find({"_id": {"$regex": f"^{prefix}(/|$)"}}):
             found.setdefault(collection, set()).add(each["_id"].removeprefix(prefix))
     return found
@@ -98,7 +98,7 @@ def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, m
         plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
         with pytest.raises(KeyboardInterrupt):
             forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
-    assert ids(stage, HANDLER).keys() == {"spill", "dead_letters"}
+    assert ids(stage, HANDLER).keys() == {"backlog", "dead_letters"}
     forgetting.forget(
         emptied.wiring, forgetting.plan_forget(emptied.wiring, HANDLER, letters=True), letters=True, reason=None
     )
@@ -117,7 +117,7 @@ def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bri
 def test_a_bridge_whose_last_position_is_forgotten_starts_for_the_first_time(stage: Stage, emptied: Bridge) -> None:
     """P1: a handler that comes later begins as `start_from` says then, and not at a start of long ago."""
     stage.state["leases"].update_one({}, {"$set": {"startAtOperationTime": stage.events[0]["clusterTime"]}})
-    stage.state["subscriptions"].insert_one({**stage.subscription, "_id": f"{NAME}/former"})
+    stage.state["handlers"].insert_one({**stage.subscription, "_id": f"{NAME}/former"})
     for name, begun in (("former", True), (HANDLER, False)):
         plan = forgetting.plan_forget(emptied.wiring, name, letters=True)
         forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
@@ -142,8 +142,8 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
     forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
     found = ids(stage, HANDLER)
-    assert found["subscriptions"] == {""}
-    assert found["spill"] == {f"/{stage.generation}/0/82FE"}
+    assert found["handlers"] == {""}
+    assert found["backlog"] == {f"/{stage.generation}/0/82FE"}
     assert len(found["partitions"]) == 2
     assert (found["dead_letters"], found["snapshots"]) == ({"/82FE"}, {"/82FE"})
 

@@ -117,7 +117,7 @@ def test_a_token_of_another_cluster_pins_nothing(mongo_client: MongoClient[Docum
     rig = begin_term(mongo_client, state_database, 2, ("a", "b"), starts={"a": "now", "b": ahead.token})
     with pytest.raises(ConfigurationError, match=r"lies ahead of the cluster's time.*another cluster"):
         found(rig)
-    assert rig.database["subscriptions"].count_documents({"startAtOperationTime": {"$ne": None}}) == 0
+    assert rig.database["handlers"].count_documents({"startAtOperationTime": {"$ne": None}}) == 0
 
 
 def test_a_position_without_a_handler_beside_a_new_handler_is_logged(

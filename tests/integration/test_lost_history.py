@@ -85,7 +85,7 @@ class Bridge:
         return start
 
     def document(self, name: str) -> Document:
-        found = self.rig.database["subscriptions"].find_one({"_id": f"shop/{name}"})
+        found = self.rig.database["handlers"].find_one({"_id": f"shop/{name}"})
         assert found is not None, "it was taken over"
         return found
 
@@ -156,11 +156,11 @@ def test_the_oldest_entry_does_not_lower_a_start_that_was_pinned_behind_it(make:
     """P1, P4: what lies before a handler's own start was never asked for."""
     bridge = make(record=ROLLED, audit=ROLLED)
     later = {"$set": {"startAtOperationTime": FUTURE}}
-    bridge.rig.database["subscriptions"].update_one({"_id": "shop/record"}, later)
+    bridge.rig.database["handlers"].update_one({"_id": "shop/record"}, later)
     assert bridge.go_on("oldest") == Position(None, bridge.oldest)
     assert bridge.document("record")["startAtOperationTime"] == FUTURE
     assert bridge.document("audit")["startAtOperationTime"] == bridge.oldest
-    assert bridge.lease["gaps"][0]["subscriptions"] == ["audit"]
+    assert bridge.lease["gaps"][0]["handlers"] == ["audit"]
 
 
 def test_a_place_before_the_new_start_is_not_stored_over_it(make: Make, tip: Mark) -> None:
@@ -231,7 +231,7 @@ def test_what_an_error_interrupts_is_taken_up_where_it_was(
         go_on()
     assert go_on() == Position(ROLLED_LATER.token, ROLLED_LATER.cluster_time)
     assert [bridge.document(name)["resumeToken"] for name in bridge.led] == [None, ROLLED_LATER.token, tip.token]
-    assert [each["subscriptions"] for each in bridge.lease["gaps"]] == [["record"]]
+    assert [each["handlers"] for each in bridge.lease["gaps"]] == [["record"]]
     assert [name for name, each in bridge.led.items() if each.has_gap] == ["record"]
     assert bridge.led["record"].plan.watermark is None
 
@@ -269,7 +269,7 @@ def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_once(make: 
     lost = bridge.history("halt")
     assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
     rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
-    bridge.rig.database["subscriptions"].update_one({}, {"$set": rolled})
+    bridge.rig.database["handlers"].update_one({}, {"$set": rolled})
     assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) is None
     assert bridge.led["record"].lost
 
@@ -379,7 +379,7 @@ def test_a_decision_moves_one_subscription_while_the_listener_runs(make: Make, t
     assert (moved["lost"], bridge.led["record"].lost) == (None, False)
     (gap,) = moved["gaps"]
     assert (gap["from"], gap["until"], gap["policy"]) == (ROLLED.cluster_time, start, policy)
-    assert [each["subscriptions"] for each in bridge.lease["gaps"]] == [["record"]]
+    assert [each["handlers"] for each in bridge.lease["gaps"]] == [["record"]]
     assert bridge.document("audit") == before
 
 

@@ -650,7 +650,7 @@ def test_a_check_finds_what_is_said_to_be_stored_and_is_not(storing: Storing) ->
     assert "spill_missing" not in found
     assert found["spill"].level == "ok"
     database = storing.led.bridge.client[storing.led.bridge.options.database]
-    database["spill"].delete_many({})
+    database["backlog"].delete_many({})
     missing = by_name(check(storing.wiring))["spill_missing"]
     assert (missing.level, "Partition 0 of summarise" in missing.message) == ("error", True)
 

@@ -436,7 +436,7 @@ def test_strings_of_users_survive_in_a_subscription(rig: Rig, text: str) -> None
 def test_bridges_do_not_see_each_other(rig: Rig) -> None:
     """`shop` and `shop-2` and `shop0` share a database."""
     for name in (f"{BRIDGE}-2", f"{BRIDGE}0", BRIDGE[:-1]):
-        rig.documents.database["subscriptions"].insert_one({"_id": f"{name}/record"})
+        rig.documents.database["handlers"].insert_one({"_id": f"{name}/record"})
     rig.store.subscriptions.take_over(layouts("record"), VERSION)
     assert [document["_id"] for document in rig.store.subscriptions.read_all()] == [f"{BRIDGE}/record"]
 

@@ -331,7 +331,7 @@ def test_a_handler_whose_stored_place_lies_before_its_start_is_switched(shop: Sh
     first = shop.begin(OLD, NAME, "added", partition_by=rule)
     place = {"resumeToken": {"_data": token_data(5)}, "clusterTime": mark(5).cluster_time}
     start = {"startAtOperationTime": mark(30).cluster_time}
-    first.rig.database["subscriptions"].update_one({"_id": f"{BRIDGE}/added"}, {"$set": place | start})
+    first.rig.database["handlers"].update_one({"_id": f"{BRIDGE}/added"}, {"$set": place | start})
     for partitions in (NEW, OLD):  # the second time, the old ones stand at that place
         term = shop.begin(partitions, "added")
         term.repartitioning.turn(term.now)
@@ -443,7 +443,7 @@ def test_what_is_stored_of_former_partitions_is_removed_but_not_that_of_a_later_
     """P1, P12: a listener that wakes late may store there; what a person has put beside it stays."""
     term = shop.begin(NEW)
     term.finish()
-    spill = term.rig.database["spill"]
+    spill = term.rig.database["backlog"]
     foreign = [f"{BRIDGE}/0", f"{BRIDGE}/{NAME}"]
     spill.insert_many([{"_id": name} for name in foreign])
     for generation, version in ((1, term.rig.version), (2, term.rig.version + 1)):

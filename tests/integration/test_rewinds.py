@@ -177,7 +177,7 @@ def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: Stage
     stage.rewind("oldest")
     assert stage.partition(0)["spilled"] is None
     assert stage.partition(1)["spilled"]["to"] == ahead
-    assert stage.state["spill"].count_documents({}) == 2, "what is stored stays"
+    assert stage.state["backlog"].count_documents({}) == 2, "what is stored stays"
 
 
 def test_a_key_takes_its_partition_along_and_no_other(stage: Stage) -> None:

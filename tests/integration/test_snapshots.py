@@ -99,7 +99,7 @@ def test_what_a_killed_term_has_asked_for_is_asked_for_once_though_the_start_wen
     term = world.term().begin()
     term.until(lambda: world.records)
     term.close()
-    subscriptions = world.client[world.state]["subscriptions"]
+    subscriptions = world.client[world.state]["handlers"]
     start = (subscriptions.find_one() or {})["startAtOperationTime"]
     back = {"startAtOperationTime": Timestamp(start.time, start.inc - 1), "snapshot": OWED}
     subscriptions.update_one({}, {"$set": back})

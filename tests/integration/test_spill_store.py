@@ -67,7 +67,7 @@ def spill(store: Store) -> Spill:
 @pytest.fixture
 def documents(mongo_client: MongoClient[Document], state_database: str) -> Collection[Document]:
     """Give the documents as they are stored."""
-    return mongo_client[state_database]["spill"]
+    return mongo_client[state_database]["backlog"]
 
 
 def change(number: int, key: Any = None, padding: bytes = b"", **fields: Any) -> StoredChange:
@@ -606,7 +606,7 @@ def test_what_an_election_takes_back_was_not_acknowledged(
     with ThreadPoolExecutor(1) as pool:
         with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
             if way != "insert":
-                hasty = direct[state].get_collection("spill", write_concern=WriteConcern(1))
+                hasty = direct[state].get_collection("backlog", write_concern=WriteConcern(1))
                 assert Spill(hasty, BRIDGE, PATIENT_TTL).insert(target, changes, VERSION).count == 2
             seen = Counter[int]()
             calling = pool.submit(ours.insert, target, changes, VERSION)
@@ -624,7 +624,7 @@ def test_what_an_election_takes_back_was_not_acknowledged(
 
 def _is_held(client: MongoClient[Document], seen: Counter[int]) -> bool:
     """Whether one insert of stored changes was under way at every look of many."""
-    running = {"active": True, "command.insert": "spill"}
+    running = {"active": True, "command.insert": "backlog"}
     seen.update(each["opid"] for each in client.admin.aggregate([{"$currentOp": {}}, {"$match": running}]))
     return any(count >= _LOOKS for count in seen.values())
 

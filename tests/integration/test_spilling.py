@@ -295,7 +295,7 @@ def test_a_rewind_stores_again_what_was_removed(begin: Begin) -> None:
     old.turn_until(lambda: old.stored() == [5, 6, 7])
     back = {"_data": token_data(1)}
     old.rig.partitions.update_one({"_id": old.partition_id()}, {"$set": {"resumeToken": back}})
-    old.rig.database["subscriptions"].update_one({"_id": "shop/record"}, {"$set": {"resumeToken": back}})
+    old.rig.database["handlers"].update_one({"_id": "shop/record"}, {"$set": {"resumeToken": back}})
     new = begin()
     new.read(*range(2, 9))
     assert new.work(until=8) == [2, 3, 4, 5, 6, 7, 8]
@@ -465,7 +465,7 @@ def test_nothing_that_was_read_after_an_undeliverable_change_runs_before_that_is
     assert {number_of(each.changes[0]): each.refusal is not None for each in runs.values()} == {2: True, 3: False}
     term.led.window.complete(1, token_data(3))
     assert term.flush() == token_data(3), "what is stored holds no watermark"
-    assert set(term.rig.database["subscriptions"].find_one({}) or ()) & {"refused", "undeliverable"} == set()
+    assert set(term.rig.database["handlers"].find_one({}) or ()) & {"refused", "undeliverable"} == set()
 
 
 @pytest.mark.parametrize("is_read_again", [True, False], ids=["read again", "behind the watermark"])

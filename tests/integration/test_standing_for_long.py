@@ -66,7 +66,7 @@ class Hour:
     def grown(self) -> dict[str, int]:
         """Return what it has: objects in memory, their bytes, what is reported, and the document of its watermark."""
         objects, size = _reachable(self.term.led, self.term.spilling)
-        document = self.term.rig.database["subscriptions"].find_one({}) or {}
+        document = self.term.rig.database["handlers"].find_one({}) or {}
         return {
             "objects": objects,
             "bytes": size,

@@ -111,7 +111,7 @@ def calls_of(make_client: MakeClient, state_database: str) -> Callable[[int, str
                 subscription.window.pass_over(_PLACE)
             with counted("watermarks"):
                 Watermarks(second.store, second.renewal, "f", dict).store(led, 0.0)
-            stored = second.database["subscriptions"].count_documents({"resumeToken": _PLACE.token})
+            stored = second.database["handlers"].count_documents({"resumeToken": _PLACE.token})
             assert stored == handlers
             third = begin_term(client, database, 8, names[: handlers // 2])
             with counted("take-over before a new layout"):

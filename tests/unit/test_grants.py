@@ -156,7 +156,7 @@ def test_what_a_user_lacks_is_named_by_role() -> None:
     assert roles_of(wiring, Allowed([readwrite])) == [], "a listener that lacks something is no worker"
     commanding = [{**readwrite, "actions": ["find", "update"]}, _OPLOG]
     assert roles_of(wiring, Allowed(commanding)) == ["viewer"], "an operator replays and discards dead letters, too"
-    moved = ("dead_letters", "audit_records", "partitions", "snapshots", "spill", "subscriptions")
+    moved = ("dead_letters", "audit_records", "partitions", "snapshots", "backlog", "handlers")
     moving = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in moved]
     assert roles_of(wiring, Allowed([*commanding, *moving])) == ["worker", "operator", "viewer"], (
         "who moves positions may claim"

@@ -303,7 +303,7 @@ class LostHistory:
             f": {said}" if said else "",
             extra={"event": "history_lost", "subscriptions": names},
         )
-        noted = {"until": start, "policy": policy, "subscriptions": names, "error": str(error)}
+        noted = {"until": start, "policy": policy, "handlers": names, "error": str(error)}
         if not self._store.leases.record_gap(self._renewal.term, noted):
             raise LeaseLostError
 

@@ -109,7 +109,7 @@ class Publishing:
             logger.error(
                 "%s in partition %s is too large for a message (%d bytes of changes), and MongoDB does not store it: "
                 "%s. The partition waits and others go on; it is tried again at least every %.0f s. Grant the right to "
-                "write to the collection `spill` of the state database and make room for it; or raise "
+                "write to the collection `backlog` of the state database and make room for it; or raise "
                 "max_message_bytes, if the broker takes such messages",
                 dispatch.label,
                 partition.partition_id,

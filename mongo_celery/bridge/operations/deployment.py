@@ -42,10 +42,10 @@ OPLOG_HOURS_MIN = 24
 _STANDING = ("halted", "paused", "waiting", "parked")
 _STATE_COLLECTIONS = (
     "leases",
-    "subscriptions",
+    "handlers",
     "partitions",
     "dead_letters",
-    "spill",
+    "backlog",
     "bridge_keys",
     "drops",
 )

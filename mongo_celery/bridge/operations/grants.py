@@ -113,9 +113,9 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, "leases", _UPSERT, "the lease"),
         Right(state, KEYS, _UPSERT, "the keys by which messages are signed"),
         Right(state, DROPS, _FIND, "what workers have dropped"),
-        Right(state, "subscriptions", _UPSERT, "positions and partitionings of the handlers"),
+        Right(state, "handlers", _UPSERT, "positions and partitionings of the handlers"),
         Right(state, "partitions", _ALL, "what is done, partition by partition; repartitioning replaces them"),
-        Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
+        Right(state, "backlog", _ALL, "changes that stand, or are too large for a message"),
         Right(
             state,
             "dead_letters",
@@ -161,7 +161,7 @@ def _of_worker(state: str) -> list[Right]:
         Right(state, KEYS, _FIND, "the keys by which messages are verified"),
         Right(state, DROPS, ("insert", "update"), "counting dropped messages", "forged messages are dropped uncounted"),
         Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
-        Right(state, "spill", _UPSERT, "changes that travel by reference; the one at which a partition halts"),
+        Right(state, "backlog", _UPSERT, "changes that travel by reference; the one at which a partition halts"),
         Right(state, "dead_letters", _ALL, "changes that are set aside; those that are replayed go"),
         Right(
             state,
@@ -187,11 +187,9 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "leases", _UPDATE, "status; whatever moves positions writes it"),
         Right(state, KEYS, _UPDATE, "`rotate-key`"),
         Right(state, DROPS, _FIND, "status: what workers have dropped"),
-        Right(
-            state, "subscriptions", _FIND_UPDATE_REMOVE, "status; `go-on` and `rewind` write it, `forget` removes one"
-        ),
+        Right(state, "handlers", _FIND_UPDATE_REMOVE, "status; `go-on` and `rewind` write it, `forget` removes one"),
         Right(state, "partitions", _FIND_UPDATE_REMOVE, "status; commands write it, `forget` removes some"),
-        Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `forget` removes it"),
+        Right(state, "backlog", _ALL, "`head` shows what stands, `set-aside` keeps it; `forget` removes it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `forget` removes some"),
         Right(state, AUDIT, ("find", *_RECORD), "`history`; whatever changes the state leaves an audit record"),
@@ -214,9 +212,9 @@ def _of_viewer(state: str) -> list[Right]:
     return [
         Right(state, "leases", _FIND, "the listener and its report"),
         Right(state, DROPS, _FIND, "what workers have dropped"),
-        Right(state, "subscriptions", _FIND, "handlers and their positions"),
+        Right(state, "handlers", _FIND, "handlers and their positions"),
         Right(state, "partitions", _FIND, "what stands, and why"),
-        Right(state, "spill", _FIND, "how much is stored; `head` shows documents of it"),
+        Right(state, "backlog", _FIND, "how much is stored; `head` shows documents of it"),
         Right(state, "dead_letters", _FIND, "dead letters, with their documents"),
         Right(state, "snapshots", _FIND, "how far snapshots are"),
         Right(state, AUDIT, _FIND, "`history`"),

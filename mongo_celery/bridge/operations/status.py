@@ -568,7 +568,7 @@ def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
         "from": iso(gap.get("from")),
         "until": iso(gap.get("until")),
         "policy": gap.get("policy"),
-        "subscriptions": list(gap.get("subscriptions", ())),
+        "subscriptions": list(gap.get("handlers", ())),
         "error": gap.get("error"),
     }
 

@@ -75,7 +75,7 @@ class Names:
         with pymongo.timeout(_SECONDS):
             counts = [
                 self._database[each].count_documents({"_id": self._ids(name)})
-                for each in ("partitions", "spill", "dead_letters", "snapshots")
+                for each in ("partitions", "backlog", "dead_letters", "snapshots")
             ]
             replays = self._database["dead_letters"].count_documents({**ASKED, "_id": self._ids(name)})
         partitions, stored, letters, snapshots = counts
@@ -100,7 +100,7 @@ class Names:
                 session.abort_transaction()
                 return None
             mine = {"_id": f"{self._bridge}/{name}"}
-            subscriptions = self._database["subscriptions"]
+            subscriptions = self._database["handlers"]
             subscriptions.delete_one(mine, session=session)
             for each in _SMALL:
                 self._database[each].delete_many({"_id": self._ids(name)}, session=session)
@@ -123,7 +123,7 @@ class Names:
                 somebody has begun anew with the name.
             letters: whether the dead letters go, too.
         """
-        yield from self._remove("spill", name, version)
+        yield from self._remove("backlog", name, version)
         if letters:
             layout = {"$ifNull": ["$generation", 0]}
             yield from self._remove("dead_letters", name, where={"$expr": {"$lte": [layout, Int64(version)]}})

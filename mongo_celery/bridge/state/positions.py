@@ -125,7 +125,7 @@ class Positions:
             version = self.take_version(session, seen=to.version)
             guard = {"_id": subscription, "layout.generation": to.generation}
             stages = _subscription_moved(to, Int64(version or 0))
-            if version is None or not self._update("subscriptions", guard, stages, session):
+            if version is None or not self._update("handlers", guard, stages, session):
                 session.abort_transaction()
                 return None
             moved = self._move_partitions(f"{subscription}/{to.generation}", to, version, session)
@@ -156,7 +156,7 @@ class Positions:
 
         def write(session: ClientSession) -> bool:
             guard = {"_id": subscription_id, "lost": dict(lost)}
-            found = self._database["subscriptions"].find_one_and_update(
+            found = self._database["handlers"].find_one_and_update(
                 guard, start_moved(start, policy), {"layout": 1}, session=session
             )
             if found is None:
@@ -164,7 +164,7 @@ class Positions:
                 return False
             prefix = f"{subscription_id}/{int(found['layout']['generation'])}"
             self._database["partitions"].update_many(*attempts_forgotten(prefix), session=session)
-            gap = {"until": start, "policy": policy, "subscriptions": [subscription], "error": lost.get("error")}
+            gap = {"until": start, "policy": policy, "handlers": [subscription], "error": lost.get("error")}
             kept = {"$push": {"gaps": {"$each": [gap], "$slice": -_GAPS_KEPT}}}
             self._database["leases"].update_one({"_id": self._bridge}, kept, session=session)
             self._audit.add(record, session)
@@ -233,7 +233,7 @@ class Positions:
 
     def _largest_epoch(self, session: ClientSession) -> int:
         epochs = [0]
-        for name in ("partitions", "subscriptions", "snapshots"):
+        for name in ("partitions", "handlers", "snapshots"):
             found = self._database[name].find_one(
                 {"_id": ids_under(self._bridge)}, {"epoch": 1}, sort=[("epoch", -1)], session=session
             )

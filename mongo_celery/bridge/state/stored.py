@@ -221,7 +221,7 @@ def _bytes_of(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tu
 def _damaged(partition_id: str, data: str, damage: str) -> str:
     return (
         f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
-        f"{damage}. Restore them in the collection `spill` of the state database and retry, or skip the change."
+        f"{damage}. Restore them in the collection `backlog` of the state database and retry, or skip the change."
     )
 
 

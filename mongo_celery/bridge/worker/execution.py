@@ -85,7 +85,7 @@ _PROGRESS_SECONDS = 0.2
 
 _MISSING = (
     "%s: nothing is charged, and they are stored again before the change is sent again. Stop whatever else removes "
-    "documents of the collection `spill`"
+    "documents of the collection `backlog`"
 )
 _LOST_CLAIM_ANSWERS = 5  # a claim whose answer was lost may still arrive: the server reads what is in its sockets
 

@@ -63,7 +63,7 @@ class Rolling(Chain):
 
     def subscription(self, name: str) -> Document:
         """The stored document of a subscription."""
-        return self.state["subscriptions"].find_one({"_id": f"chain/{name}"}) or {}
+        return self.state["handlers"].find_one({"_id": f"chain/{name}"}) or {}
 
     def watermark(self, name: str) -> Timestamp:
         """Time of the stored watermark of a subscription; the beginning of time before the first."""

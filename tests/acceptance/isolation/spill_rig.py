@@ -96,12 +96,12 @@ class SpillRig(Rolling):
         """Wait until the stored watermark has passed a change that stands, and all that is written behind it."""
         written = operation_time(self.client)
         passed = {"_id": f"chain/{item.handler}", "clusterTime": {"$gte": written}}
-        wait_for(lambda: self.state["subscriptions"].count_documents(passed), message="the watermark passes it")
+        wait_for(lambda: self.state["handlers"].count_documents(passed), message="the watermark passes it")
 
     def wait_removed(self) -> None:
         """Wait until nothing is stored any more, and no partition is marked."""
         marked = {"spilled": {"$ne": None}}
-        partitions, stored = self.state["partitions"], self.state["spill"]
+        partitions, stored = self.state["partitions"], self.state["backlog"]
         wait_for(
             lambda: not stored.count_documents({}) and not partitions.count_documents(marked),
             message=lambda: f"{stored.count_documents({})} stored, marked: {list(partitions.find(marked))}",
@@ -148,11 +148,11 @@ class _Reading:
             yield from _effects(fields)
         elif not of_state and "n" in fields:
             yield Wrote(where, fields["n"], event["_id"]["_data"], handler=collection)
-        elif collection == "subscriptions":
+        elif collection == "handlers":
             place = _value(fields, "resumeToken", "_data")
             if place:
                 yield Stored(where, place, {}, where.partition("/")[2])
-        elif collection == "spill" and event["operationType"] == "insert":
+        elif collection == "backlog" and event["operationType"] == "insert":
             partition, _, place = where.rpartition("/")
             self._stored.setdefault(partition, set()).add(place)
             yield from self._kept(partition)

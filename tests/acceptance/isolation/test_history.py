@@ -78,7 +78,7 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     assert done.returncode == 0, done.text
     chain.wait_started(unread)
     assert chain.of(bad)["state"] == "halted", "its partitions stay as they are"
-    assert [(gap["policy"], gap["subscriptions"]) for gap in chain.lease["gaps"]] == [("oldest", ["halting"])]
+    assert [(gap["policy"], gap["handlers"]) for gap in chain.lease["gaps"]] == [("oldest", ["halting"])]
     where = ("halting", "--partition", str(chain.partition_of("halting", bad.key)))
     begun = len(chain.starts(chain.allow(bad)))
     back = chain.command("retry", *where)

@@ -73,7 +73,7 @@ def test_stored_bytes_that_somebody_removes_are_stored_again(
         key, other = next(chain.keys("plain", 0)), next(chain.keys("plain", 1))
         chain.write("plain", key, 1, blob=os.urandom(_MEGABYTE).hex())
         wait_for(lambda: is_out(chain), message="the large change is sent")
-        assert chain.state["spill"].delete_many({}).deleted_count == 1
+        assert chain.state["backlog"].delete_many({}).deleted_count == 1
         chain.write("plain", key, 2)
         chain.write("plain", other, 1)
 

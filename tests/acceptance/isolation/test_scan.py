@@ -75,13 +75,13 @@ class ScanRig:
         """Wait until the watermarks of so many subscriptions have passed a time."""
 
         def passed() -> bool:
-            return self.state["subscriptions"].count_documents({"clusterTime": {"$gte": time}}) >= count
+            return self.state["handlers"].count_documents({"clusterTime": {"$gte": time}}) >= count
 
         wait_for(passed, message=lambda: f"{count} watermarks pass {time}; the lowest is at {self.lowest()}")
 
     def lowest(self) -> Timestamp | None:
         """The smallest watermark that is stored."""
-        found = self.state["subscriptions"].find_one(sort=[("clusterTime", 1)])
+        found = self.state["handlers"].find_one(sort=[("clusterTime", 1)])
         return found["clusterTime"] if found else None
 
     def end(self) -> None:
@@ -201,9 +201,9 @@ def test_a_stream_of_an_older_version_goes_on_without_a_gap_or_a_repetition(rig:
     wait_for(lambda: rig.facts["events"].count_documents({}) >= 3)
     rig.wait_passed(operation_time(rig.client), 1)
     assert first.terminate() == 0
-    stored = rig.state["subscriptions"].find_one()
+    stored = rig.state["handlers"].find_one()
     assert stored is not None
-    rig.state["subscriptions"].update_one({"_id": stored["_id"]}, {"$set": {"fingerprint": "of another stream"}})
+    rig.state["handlers"].update_one({"_id": stored["_id"]}, {"$set": {"fingerprint": "of another stream"}})
     orders.insert_many([{"_id": number} for number in range(3, 6)])
 
     second = rig.listener(start_from="now")
@@ -211,7 +211,7 @@ def test_a_stream_of_an_older_version_goes_on_without_a_gap_or_a_repetition(rig:
     wait_for(lambda: rig.facts["events"].count_documents({}) >= 6)
     assert second.terminate() == 0
     assert {each["key"]: each["times"] for each in rig.facts["events"].find()} == dict.fromkeys(range(6), 1)
-    again = rig.state["subscriptions"].find_one()
+    again = rig.state["handlers"].find_one()
     assert again is not None
     assert again["fingerprint"] == stored["fingerprint"]
 

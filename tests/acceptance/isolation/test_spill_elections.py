@@ -136,7 +136,7 @@ def test_an_election_while_what_is_stored_is_read_back(
     bad = halt(chain)
     with writing(chain, 2):
         chain.wait_stored(bad)
-        wait_for(lambda: chain.state["spill"].count_documents({}) > 20, message="more is stored")
+        wait_for(lambda: chain.state["backlog"].count_documents({}) > 20, message="more is stored")
         assert old.terminate() == 0
         assert chain.changes("retry", "halting")["retried"] == 1
         elect(chain, three_members, election, chain.pointed("listener", RUNNING))

@@ -167,7 +167,7 @@ def test_a_listener_is_killed_between_a_claim_check_and_its_message(make: Make) 
     for n in (1, 2, 3):
         chain.write("plain", "large", n, padding="x" * 20_000 * (n % 2))
     chain.wait_gone(killed)
-    assert (chain.state["spill"].count_documents({}), chain.starts()) == (1, [])
+    assert (chain.state["backlog"].count_documents({}), chain.starts()) == (1, [])
     chain.listener()
     chain.wait_effects()
     chain.wait_removed()

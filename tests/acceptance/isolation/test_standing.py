@@ -56,7 +56,7 @@ def wait_passed(chain: Rolling, handler: str) -> None:
 
 def wait_removed(chain: Rolling) -> None:
     """Wait until nothing is stored any more, and no partition is marked."""
-    partitions, stored = chain.state["partitions"], chain.state["spill"]
+    partitions, stored = chain.state["partitions"], chain.state["backlog"]
     marked = {"spilled": {"$ne": None}}
     wait_for(
         lambda: not stored.count_documents({}) and not partitions.count_documents(marked),
@@ -177,5 +177,5 @@ def test_a_backlog_of_all_alike_stays_in_memory(make: Make) -> None:
     wait_committed(chain)
     listener.wait_for_output("the buffer is full")
     assert "are stored in the state database" not in listener.text
-    assert chain.state["spill"].count_documents({}) == 0
+    assert chain.state["backlog"].count_documents({}) == 0
     chain.judge()

@@ -128,7 +128,7 @@ def test_very_many_handlers_are_taken_over_and_let_go_within_seconds(
 
     with busy(chain):  # so that all watermarks but its own have moved when the signal comes
         stored = {"resumeToken": {"$ne": None}}
-        wait_for(lambda: chain.state["subscriptions"].count_documents(stored) == _HANDLERS - 1)
+        wait_for(lambda: chain.state["handlers"].count_documents(stored) == _HANDLERS - 1)
         began = time.monotonic()
         second.send(signal.SIGTERM)
         wait_for(free)
