@@ -7,7 +7,7 @@ Two views of the same changes:
 
 - `order`, in stream order, decides the low watermark: the last token of the completed *prefix*. A
   maximum over what is done would pass a change that is not (invariant P5).
-- `buffers`, one per partition, decide what may run next. Their heads are what is outstanding.
+- a `Queue` for each partition decides what may run next. Its head is what is in flight.
 
 A change that the subscription does not match, or that its partition has already committed, is a
 completed item; neighbours fold into one, so that a quiet subscription beside a busy one moves on and
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +125,54 @@ class _Completed:
     done: bool = True
 
 
+class Queue:
+    """
+    The changes of one partition that were read and are not done, in stream order.
+
+    Attributes:
+        size: bytes that they take in memory.
+    """
+
+    __slots__ = ("_changes", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._changes: deque[PendingChange] = deque()
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    @property
+    def first(self) -> PendingChange | None:
+        """The first change; None if there is none."""
+        return self._changes[0] if self._changes else None
+
+    def add(self, change: PendingChange) -> None:
+        """Append a change."""
+        assert not self._changes or self._changes[-1].data < change.data, "changes come in stream order"
+        self._changes.append(change)
+        self.size += change.weight
+
+    def take(self, data: str) -> list[PendingChange]:
+        """Remove and return the changes up to a token."""
+        taken: list[PendingChange] = []
+        while self._changes and self._changes[0].data <= data:
+            taken.append(self._changes.popleft())
+        self.size -= sum(change.weight for change in taken)
+        return taken
+
+    def head(self, limit: int, max_bytes: int) -> list[PendingChange]:
+        """Return the next changes: at least one if there is one, within both limits."""
+        taken: list[PendingChange] = []
+        size = 0
+        for change in self._changes:
+            size += len(change.raw)
+            if len(taken) >= limit or (taken and size > max_bytes):
+                break
+            taken.append(change)
+        return taken
+
+
 @dataclass(slots=True)
 class Window:
     """
@@ -141,8 +189,6 @@ class Window:
     size: int = 0
     _seen: str = ""
     _order: deque[PendingChange | _Completed] = field(default_factory=deque)
-    _buffers: dict[int, deque[PendingChange]] = field(default_factory=dict)
-    _sizes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.watermark is not None:
@@ -163,30 +209,22 @@ class Window:
         """Whether a token lies after everything that was read; a reopened stream may repeat itself."""
         return data > self._seen
 
-    def add(self, change: PendingChange) -> None:
-        """Append a change. Its token must be new, in stream order."""
+    def add(self, change: PendingChange, queue: Queue) -> None:
+        """Append a change to the stream and to the queue of its partition. Its token must be new, in stream order."""
         assert change.mark.data > self._seen, "changes come in stream order"
         self._seen = change.mark.data
         self._order.append(change)
-        self._buffers.setdefault(change.index, deque()).append(change)
-        self._count_in(change)
+        self.add_existing(change, queue)
 
-    def add_existing(self, change: PendingChange) -> None:
+    def add_existing(self, change: PendingChange, queue: Queue) -> None:
         """
         Append an existing document: its token is none of the stream's, and lies behind all that was read.
 
         It holds no watermark, which cannot be there; whoever has appended it knows by its partition when it is done.
         """
-        buffer = self._buffers.setdefault(change.index, deque())
-        assert not buffer or buffer[-1].mark.data < change.mark.data, "what is appended comes last"
-        buffer.append(change)
-        self._count_in(change)
-
-    def _count_in(self, change: PendingChange) -> None:
-        weight = change.weight
+        queue.add(change)
         self.count += 1
-        self.size += weight
-        self._sizes[change.index] = self._sizes.get(change.index, 0) + weight
+        self.size += change.weight
 
     def pass_over(self, mark: Mark) -> None:
         """Record a place at which nothing is owed: an unmatched change or a post-batch token."""
@@ -202,67 +240,23 @@ class Window:
         else:
             self._order.append(_Completed(mark))
 
-    def complete(self, index: int, data: str) -> int:
+    def complete(self, queue: Queue, data: str) -> int:
         """
         Everything of a partition up to this token is committed, or stored and marked.
 
         Returns:
-            How many changes that took out of the buffer. The watermark has moved as far as the prefix allows.
+            How many changes that took out of its queue. The watermark has moved as far as the prefix allows.
         """
-        taken = self._take(index, data)
-        self._finish(taken)
-        return len(taken)
-
-    def _take(self, index: int, data: str) -> list[PendingChange]:
-        """The changes of a partition up to a token, out of its buffer and its sums."""
-        buffer = self._buffers.get(index)
-        taken: list[PendingChange] = []
-        weight = 0
-        while buffer and buffer[0].mark.data <= data:
-            change = buffer.popleft()
-            weight += change.weight
-            change.raw = b""
-            taken.append(change)
-        if taken:
-            self.count -= len(taken)
-            self.size -= weight
-            self._sizes[index] -= weight
-        return taken
-
-    def _finish(self, changes: Iterable[PendingChange]) -> None:
-        for change in changes:
-            change.done = True
+        before = queue.size
+        taken = queue.take(data)
+        self.count -= len(taken)
+        self.size -= before - queue.size
+        for change in taken:
+            change.done, change.raw = True, b""
         self._advance()
         if len(self._order) > _FOLD_FACTOR * self.count + _FOLD_SLACK:
             self._fold()
-
-    def head(self, index: int, limit: int, max_bytes: int) -> list[PendingChange]:
-        """The next changes of a partition: at least one where there is one, within both limits."""
-        taken: list[PendingChange] = []
-        size = 0
-        for change in self._buffers.get(index, ()):
-            size += len(change.raw)
-            if len(taken) >= limit or (taken and size > max_bytes):
-                break
-            taken.append(change)
-        return taken
-
-    def waiting(self) -> Iterator[int]:
-        """Indexes of the partitions that have changes."""
-        return (index for index, buffer in self._buffers.items() if buffer)
-
-    def depth(self, index: int) -> int:
-        """Number of changes of one partition."""
-        return len(self._buffers.get(index, ()))
-
-    def first(self, index: int) -> PendingChange | None:
-        """The first change of a partition; None where it has none."""
-        buffer = self._buffers.get(index)
-        return buffer[0] if buffer else None
-
-    def size_of(self, index: int) -> int:
-        """Bytes that the changes of one partition take in memory."""
-        return self._sizes.get(index, 0)
+        return len(taken)
 
     def _advance(self) -> None:
         while self._order and self._order[0].done:

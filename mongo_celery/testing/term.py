@@ -165,16 +165,14 @@ class SteppedTerm:
         """Whether a run is out, or waits for nothing but its turn."""
         now = time.monotonic()
         return any(
-            partition.in_flight is not None or _is_due(subscription, partition, now)
-            for subscription, partition in self._partitions()
+            partition.in_flight is not None or _is_due(partition, now) for subscription, partition in self._partitions()
         )
 
     def waits(self) -> bool:
         """Whether a change waits for its time."""
         now = time.monotonic()
         return any(
-            subscription.has_next(partition.image.index) and now < partition.ready_at < math.inf
-            for subscription, partition in self._partitions()
+            partition.has_next and now < partition.ready_at < math.inf for subscription, partition in self._partitions()
         )
 
     def end_waits(self) -> None:
@@ -204,7 +202,7 @@ class SteppedTerm:
             elif image.live and image.claim is not None:
                 self._set_past(partition, "claim.until", {"$eq": ["$claim.owner", {"$literal": image.claim["owner"]}]})
             else:
-                subscription.repeat(image.index, time.monotonic())
+                subscription.repeat(partition, time.monotonic())
 
     def standing(self) -> list[str]:
         """Of each partition that a person has to see to, its state, its change and the error."""
@@ -243,8 +241,8 @@ def _demand_servers(partition: Partition) -> None:
     )
 
 
-def _is_due(subscription: Subscription, partition: Partition, now: float) -> bool:
-    return subscription.has_next(partition.image.index) and partition.ready_at <= now
+def _is_due(partition: Partition, now: float) -> bool:
+    return partition.has_next and partition.ready_at <= now
 
 
 def await_ends(before: set[threading.Thread]) -> None:

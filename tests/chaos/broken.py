@@ -23,7 +23,7 @@ from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
-from mongo_celery.bridge.window import Window
+from mongo_celery.bridge.window import Queue, Window
 from mongo_celery.bridge.worker.execution import Execution
 from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.mongo.table import Table
@@ -74,9 +74,9 @@ def _watermark_as_maximum() -> None:
     """A watermark is the last thing that is done, whatever lies before it."""
     complete = Window.complete
 
-    def furthest(self: Window, index: int, data: str) -> int:
-        done = [change.mark for change in self._buffers.get(index, ()) if change.mark.data <= data]
-        finished = complete(self, index, data)
+    def furthest(self: Window, queue: Queue, data: str) -> int:
+        done = [change.mark for change in queue._changes if change.mark.data <= data]
+        finished = complete(self, queue, data)
         if done and (self.watermark is None or self.watermark.data < done[-1].data):
             self.watermark = done[-1]
         return finished

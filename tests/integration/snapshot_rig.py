@@ -235,7 +235,7 @@ class _Stepped(Leader):
             if not self._term.works:
                 return
             for partition, dispatch in list(subscription.due(now)):
-                partition.sent(now)
+                partition.note_sent(now)
                 self._term.run(dispatch.run)
         self._looked_at = 0.0
 

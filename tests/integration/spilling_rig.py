@@ -22,6 +22,7 @@ from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
@@ -119,16 +120,22 @@ class Term:
 
     def store(self, index: int = 0, reason: str = "halted") -> bool:
         """Store what a partition has in the buffer."""
-        while self.led.window.depth(index):
+        while self.led.partitions[index].queue:
             if not self.spilling.store(self.led, index, reason):
                 return False
         return True
+
+    def in_memory(self) -> list[StoredChange]:
+        """What was read back of the first partition."""
+        spilled = self.led.partitions[0].spilled
+        assert spilled is not None, "it runs from stored changes"
+        return list(spilled.ahead)
 
     def dispatch(self) -> list[Run]:
         """What is due now, as published."""
         found = []
         for partition, dispatch in self.led.due(time.monotonic()):
-            partition.sent(time.monotonic())
+            partition.note_sent(time.monotonic())
             found.append(dispatch.run)
         return found
 

@@ -73,7 +73,7 @@ def scene(mongo_client: MongoClient[Document], mongo_url: str, state_database: s
     """Give one whose change at half of the window is not done."""
     rig = begin_term(mongo_client, state_database, 2)
     (led,) = rig.led(rig.take_over(), {"record": mark_at(Timestamp(BEGIN + 500, 1))})
-    led.window.add(PendingChange(mark_at(Timestamp(BEGIN + 501, 1)), 1, b"change"))
+    led.window.add(PendingChange(mark_at(Timestamp(BEGIN + 501, 1)), 1, b"change"), led.partitions[1].queue)
     return Scene(led, Horizon(wiring_of(mongo_url)))
 
 
@@ -145,7 +145,7 @@ def test_what_infrastructure_holds_is_named_with_what_is_away(scene: Scene, capl
 
 def test_who_has_nothing_left_to_do_is_held_by_reading_alone(scene: Scene) -> None:
     """P16: another handler's full buffer, or a slow server: no partition of this one is to blame."""
-    scene.led.window.complete(1, scene.led.window.seen)
+    scene.led.window.complete(scene.led.partitions[1].queue, scene.led.window.seen)
     risk = risk_of(scene.led, oplog(BEGIN + 2), CommandLine("shop"))
     assert (risk.partition, risk.state) == (None, None)
     assert "changes status" in risk.remedy

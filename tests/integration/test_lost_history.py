@@ -415,12 +415,12 @@ def test_what_is_buffered_outlives_a_move_and_its_place_is_not_stored_over_the_n
     """P4, P13: the leader that has read it keeps it; the oplog no longer has it."""
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
-    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"), led.partitions[0].queue)
     assert bridge.go_on("halt") is None
     start = bridge.decide("record", "now")
     assert bridge.look() == Position(None, start)
-    assert led.window.depth(0) == 1
-    led.window.complete(0, ROLLED_LATER.data)
+    assert len(led.partitions[0].queue) == 1
+    led.window.complete(led.partitions[0].queue, ROLLED_LATER.data)
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["clusterTime"] == start
     led.take_in(FUTURE_MARK)
@@ -433,21 +433,21 @@ def test_who_was_read_further_in_this_term_is_judged_by_that(make: Make) -> None
     bridge = make(record=ROLLED, audit=ROLLED)
     now = operation_time(bridge.client)
     led = bridge.led["audit"]
-    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"), led.partitions[0].queue)
     led.window.pass_over(mark_at(now))
     assert bridge.go_on("halt") == Position(None, now)
     assert [each.lost for each in bridge.led.values()] == [True, False]
-    assert led.window.depth(0) == 1
+    assert len(led.partitions[0].queue) == 1
 
 
 def test_the_listener_ends_once_nothing_is_left_to_lead(make: Make) -> None:
     """P9, P13: with the sentence; but not while it has something that only it has."""
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
-    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"), led.partitions[0].queue)
     assert bridge.go_on("halt") is None
     assert bridge.look() is None
-    led.window.complete(0, ROLLED_LATER.data)
+    led.window.complete(led.partitions[0].queue, ROLLED_LATER.data)
     with pytest.raises(HistoryLostError, match="no longer reaches back"):
         bridge.look()
 
@@ -456,12 +456,12 @@ def test_a_decision_counts_until_the_last_moment(make: Make) -> None:
     """P9, P12: the last change ends right after somebody has decided."""
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
-    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"), led.partitions[0].queue)
     assert bridge.go_on("halt") is None
     judge, now = bridge.history("halt"), time.monotonic()
     assert judge.look(bridge.led, now) is None
     bridge.decide("record", "now")
-    led.window.complete(0, ROLLED_LATER.data)
+    led.window.complete(led.partitions[0].queue, ROLLED_LATER.data)
     position = judge.look(bridge.led, now)
     assert position == Position(None, bridge.document("record")["startAtOperationTime"])
     assert not led.lost
@@ -486,9 +486,9 @@ def test_what_is_stored_at_or_below_the_watermark_runs_and_keeps_the_listener(ma
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.spilled[0] = Spilled(ROLLED.data, mark_at(Timestamp(4, 1)).data)
+    led.partitions[0].spilled = spilled = Spilled(ROLLED.data, mark_at(Timestamp(4, 1)).data)
     assert bridge.look() is None, "stored changes are left to run"
-    led.spilled[0].complete(ROLLED.data)
+    spilled.complete(ROLLED.data)
     with pytest.raises(HistoryLostError):
         bridge.look()
 
@@ -498,15 +498,15 @@ def test_what_is_stored_behind_the_watermark_waits_for_the_decision(make: Make, 
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.spilled[0] = Spilled(tip.data, ROLLED.data)
-    assert led.readable(0) == Limit(ROLLED.data, inclusive=True)
+    led.partitions[0].spilled = Spilled(tip.data, ROLLED.data)
+    assert led.readable(led.partitions[0]) == Limit(ROLLED.data, inclusive=True)
     with pytest.raises(HistoryLostError):
         bridge.look()
     bridge.decide("record", "now")
     assert bridge.look() is not None
-    assert led.readable(0).place == ROLLED.data, "nothing was read yet"
+    assert led.readable(led.partitions[0]).place == ROLLED.data, "nothing was read yet"
     led.take_in(FUTURE_MARK)
-    assert led.readable(0) == Limit(tip.data, inclusive=True)
+    assert led.readable(led.partitions[0]) == Limit(tip.data, inclusive=True)
 
 
 def test_a_decision_does_not_forget_the_attempts_of_a_change_that_is_stored(make: Make) -> None:

@@ -69,8 +69,8 @@ def test_stored_changes_are_handled_before_the_switch(shop: Shop) -> None:
     """P1, P2, P13: from the collection alone, where the oplog has rolled over them."""
     term = shop.begin(OLD)
     term.turn()
-    for index in list(term.led[NAME].window.waiting()):
-        while term.led[NAME].window.depth(index):
+    for index, partition in term.led[NAME].partitions.items():
+        while partition.queue:
             assert term.spilling.store(term.led[NAME], index, "halted")
     term.watermarks.store(list(term.led.values()), 0.0)
     written, shop.events = shop.events, []
@@ -115,7 +115,7 @@ def _halt(term: Term) -> Callable[[], object]:
     run, partitions = next(iter(term.runs().values())), term.rig.store.partitions
     claim = term.claim(run)
     assert claim is not None
-    token = {"_data": token_data(0)} | dict(term.led[NAME].window.head(run.index, 1, 1)[0].mark.token)
+    token = {"_data": token_data(0)} | dict(term.led[NAME].partitions[run.index].queue.head(1, 1)[0].mark.token)
     assert term.rig.store.claims.halt(claim, token, "a key", "ValueError: no")
     return lambda: partitions.retry(_image(term, run.index), term.rig.generation(NAME))
 

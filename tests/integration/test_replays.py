@@ -367,7 +367,8 @@ class Asked:
         """The letters that are next, by partition."""
         self._now += 10.0
         self.replaying.turn(self.led, self._now)
-        return {index: each.letter for index, each in self.subscription.replays.items()}
+        replays = {index: each.replay for index, each in self.subscription.partitions.items()}
+        return {index: each.letter for index, each in replays.items() if each is not None}
 
     def change(self, letter: str, **changes: Any) -> None:
         """Change a request as an execution would."""
@@ -445,7 +446,7 @@ def test_a_partition_in_which_something_is_out_has_to_wait(term: TermRig) -> Non
     asked.next()
     ((partition, dispatch),) = asked.subscription.due(1e9)
     assert (dispatch.run.letter, dispatch.run.starts, dispatch.run.changes) == (first, 0, ())
-    partition.sent(1e9)
+    partition.note_sent(1e9)
     assert list(asked.subscription.due(1e9)) == []
     assert asked.next() == {}, "it may be this one that is out"
     assert not asked.subscription.has_ended_replay

@@ -189,7 +189,7 @@ def test_a_partition_that_a_transaction_has_locked_holds_up_no_other(
         partitions = mongo_client[term.rig.database.name]["partitions"]
         partitions.update_one({"_id": term.partition_id(0)}, {"$set": {"was": "x"}}, session=session)
         term.turn_until(lambda: term.marked(1) == token_data(5), later=_BEGUN)
-        assert (term.marked(0), term.led.window.depth(0), term.led.window.depth(1)) == (None, 3, 0)
+        assert (term.marked(0), len(term.led.partitions[0].queue), len(term.led.partitions[1].queue)) == (None, 3, 0)
         assert "spill_failed" in events(caplog)
         session.commit_transaction()  # it was not ended by its age
     term.turn_until(term.marked, later=_BEGUN)
@@ -367,7 +367,7 @@ def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     assert [each["missing"] for each in new.spilling.report()["spilled"]] == [True]
     new.documents.insert_many(saved)
     assert new.work(until=2) == [1, 2]
-    assert new.marked() is None or new.led.spilled == {}
+    assert new.marked() is None or not new.led.spilled
 
 
 def test_a_watermark_far_back_in_the_oplog_is_freed(begin: Begin) -> None:
@@ -463,7 +463,7 @@ def test_nothing_that_was_read_after_an_undeliverable_change_runs_before_that_is
 
     term.turn_until(found)
     assert {number_of(each.changes[0]): each.refusal is not None for each in runs.values()} == {2: True, 3: False}
-    term.led.window.complete(1, token_data(3))
+    term.led.window.complete(term.led.partitions[1].queue, token_data(3))
     assert term.flush() == token_data(3), "what is stored holds no watermark"
     assert set(term.rig.database["handlers"].find_one({}) or ()) & {"refused", "undeliverable"} == set()
 
@@ -581,7 +581,7 @@ def test_a_large_head_that_stands_again_costs_no_memory(begin: Begin, how: str) 
     elif claim is None:
         partition = term.led.partitions[0]
         partition.in_flight = None
-        partition.rejected(Rejection("a", 1, "too large", datetime.now(UTC), 9, time.monotonic() + 3600.0))
+        partition.note_rejected(Rejection("a", 1, "too large", datetime.now(UTC), 9, time.monotonic() + 3600.0))
     term.turn(_BEGUN)
     assert not term.spilling.is_full
     if how == "halted":
@@ -615,9 +615,9 @@ def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
     old.flush()
     new = begin()
     new.spilling.turn(time.monotonic(), at_end=False)
-    assert not new.led.spilled[0].ahead
+    assert not new.in_memory()
     new.turn()
-    assert len(new.led.spilled[0].ahead) == 2
+    assert len(new.in_memory()) == 2
 
 
 def test_at_the_bound_the_listener_is_not_kept_busy(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

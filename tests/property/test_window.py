@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from mongo_celery.bridge.window import OVERHEAD_BYTES, Mark, PendingChange, Window, _Completed
+from mongo_celery.bridge.window import OVERHEAD_BYTES, Mark, PendingChange, Queue, Window, _Completed
 from tests.fixtures import samples
 
 PARTITIONS = 3
@@ -72,6 +72,7 @@ class WindowMachine(RuleBasedStateMachine):
         super().__init__()
         self.model = Model()
         self.window = Window()
+        self.queues = [Queue() for _ in range(PARTITIONS)]
         self.number = 0
 
     def _next(self) -> int:
@@ -90,7 +91,7 @@ class WindowMachine(RuleBasedStateMachine):
     def read_a_change(self, index: int, size: int) -> None:
         number = self._next()
         assert self.window.is_new(token_data(number))
-        self.window.add(PendingChange(mark(number), index, b"x" * size))
+        self.window.add(PendingChange(mark(number), index, b"x" * size), self.queues[index])
         self.model.items.append(Item(number, index, size, done=False))
 
     @rule()
@@ -112,7 +113,7 @@ class WindowMachine(RuleBasedStateMachine):
         """By the token of its last change, or by one that lies between two changes."""
         finished = self.model.waiting(index)[:count]
         number = finished[-1].number + further if finished else 0
-        assert self.window.complete(index, token_data(number)) == len(finished)
+        assert self.window.complete(self.queues[index], token_data(number)) == len(finished)
         for item in finished:
             item.done = True
 
@@ -120,7 +121,7 @@ class WindowMachine(RuleBasedStateMachine):
     def commit_past_all_that_was_read(self, index: int) -> None:
         """The state may be further than the stream: a partition that an earlier term has worked on."""
         finished = self.model.waiting(index)
-        assert self.window.complete(index, token_data(self.number + 1)) == len(finished)
+        assert self.window.complete(self.queues[index], token_data(self.number + 1)) == len(finished)
         for item in finished:
             item.done = True
 
@@ -130,7 +131,7 @@ class WindowMachine(RuleBasedStateMachine):
         waiting = self.model.waiting(index)
         fitting = [n for n in range(1, len(waiting) + 1) if sum(item.size for item in waiting[:n]) <= max_bytes]
         expected = waiting[: min(limit, max(fitting, default=1))]
-        head = self.window.head(index, limit, max_bytes)
+        head = self.queues[index].head(limit, max_bytes)
         assert [entry.mark for entry in head] == [mark(item.number) for item in expected]
         assert [len(entry.raw) for entry in head] == [item.size for item in expected]
 
@@ -145,14 +146,9 @@ class WindowMachine(RuleBasedStateMachine):
         """The bounds of the buffers rest on these numbers."""
         assert self.window.count == len(self.model.open)
         assert self.window.size == sum(item.size + OVERHEAD_BYTES for item in self.model.open)
-        assert self.window.size == sum(map(self.window.size_of, range(PARTITIONS)))
-        assert [self.window.first(index) for index in range(PARTITIONS)] == [
-            next(iter(self.window.head(index, 1, 1)), None) for index in range(PARTITIONS)
-        ]
-        assert [self.window.depth(index) for index in range(PARTITIONS)] == [
-            len(self.model.waiting(index)) for index in range(PARTITIONS)
-        ]
-        assert set(self.window.waiting()) == {item.index for item in self.model.open}
+        assert self.window.size == sum(queue.size for queue in self.queues)
+        assert [queue.first for queue in self.queues] == [next(iter(queue.head(1, 1)), None) for queue in self.queues]
+        assert [len(queue) for queue in self.queues] == [len(self.model.waiting(index)) for index in range(PARTITIONS)]
 
     @invariant()
     def what_is_done_costs_nothing(self) -> None:
@@ -168,9 +164,9 @@ class MaximumWindow(Window):
 
     __slots__ = ()
 
-    def complete(self, index: int, data: str) -> int:
+    def complete(self, queue: Queue, data: str) -> int:
         """As the sound one, then the mistake."""
-        finished = super().complete(index, data)
+        finished = super().complete(queue, data)
         done = [item.mark for item in self._order if item.done]
         self.watermark = done[-1] if done else self.watermark
         return finished
@@ -214,19 +210,19 @@ def test_a_broken_window_is_caught(machine: type[WindowMachine]) -> None:
 
 def test_a_change_out_of_order_is_refused() -> None:
     """P2: the reader hands over in stream order; anything else is a fault of ours."""
-    window = Window()
-    window.add(PendingChange(mark(2), 0, b"x"))
+    window, queue = Window(), Queue()
+    window.add(PendingChange(mark(2), 0, b"x"), queue)
     for number in (1, 2):
         with pytest.raises(AssertionError, match="stream order"):
-            window.add(PendingChange(mark(number), 0, b"x"))
+            window.add(PendingChange(mark(number), 0, b"x"), queue)
 
 
 def test_a_quiet_subscription_beside_a_busy_one_costs_nothing() -> None:
     """A million changes of others are one item of the window while one change of its own is under way."""
-    window = Window()
-    window.add(PendingChange(mark(1), 0, b"x"))
+    window, queue = Window(), Queue()
+    window.add(PendingChange(mark(1), 0, b"x"), queue)
     for number in range(2, 1000):
         window.pass_over(mark(number))
     assert len(window._order) == 2
-    window.complete(0, token_data(1))
+    window.complete(queue, token_data(1))
     assert (window.watermark, len(window._order)) == (mark(999), 0)

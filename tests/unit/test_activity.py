@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from mongo_celery.bridge.listener import activity as module
 from mongo_celery.bridge.listener.activity import BUCKETS, Activity, HandlerActivity, Latencies
 from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from mongo_celery.bridge.worker.envelope import Run
 from tests.fixtures.samples import image
 
@@ -22,6 +22,13 @@ NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 def dispatch(first: int = 1, last: int = 1, **changes: Any) -> Dispatch:
     run = Run("shop", "summarise", 0, 0, 1, first, last, **changes)
     return Dispatch(run, "shop.summarise", 0, "(a change)", "shop.0")
+
+
+def sent(count: int) -> tuple[HandlerActivity, Partition]:
+    """A partition to which a run of so many changes was sent at 100."""
+    partition = Partition("shop/summarise/0/0", image(), 1, GracePeriods(15.0, 5.0), 99.0)
+    partition.note_sent(100.0, count)
+    return HandlerActivity(), partition
 
 
 def ran(last: int, took: int = 300, claimed: float = 0.0, committed: float = 0.5) -> dict[str, Any]:
@@ -36,10 +43,9 @@ def ran(last: int, took: int = 300, claimed: float = 0.0, committed: float = 0.5
 
 def test_a_run_is_measured_by_one_clock_at_a_time() -> None:
     """Sent at 100 and read at 101 by mine; claimed 0.6 s before it was read, by the server's."""
-    seen = HandlerActivity()
-    seen.sent(dispatch(), 100.0, again=False)
-    seen.observed(image(), image(committed=1, ran=ran(1), read_at=NOON + timedelta(seconds=0.6)), 101.0)
-    assert (seen.dispatched, seen.again, seen.committed) == (1, 0, 1)
+    seen, partition = sent(1)
+    seen.observe(partition, image(committed=1, ran=ran(1), read_at=NOON + timedelta(seconds=0.6)), 101.0)
+    assert seen.committed == 1
     assert seen.handler.sum == pytest.approx(0.3)
     assert seen.commit.sum == pytest.approx(0.2)
     assert seen.claim.sum == pytest.approx(0.4)
@@ -47,12 +53,12 @@ def test_a_run_is_measured_by_one_clock_at_a_time() -> None:
 
 def test_a_run_that_records_how_far_it_is_is_measured_where_it_ends() -> None:
     """The times of its claim are not lost with the first record."""
-    seen = HandlerActivity()
-    seen.sent(dispatch(1, 3), 100.0, again=False)
+    seen, partition = sent(3)
     further = image(committed=2, claim={"first": 3}, live=True)
-    seen.observed(image(), further, 101.0)
+    seen.observe(partition, further, 101.0)
+    partition.observe(further, 101.0)
     assert (seen.committed, seen.handler.sum, seen.claim.sum) == (2, 0, 0)
-    seen.observed(further, image(committed=3, ran=ran(3), read_at=NOON + timedelta(seconds=0.6)), 101.0)
+    seen.observe(partition, image(committed=3, ran=ran(3), read_at=NOON + timedelta(seconds=0.6)), 101.0)
     assert seen.committed == 3
     assert seen.handler.sum == pytest.approx(0.3)
     assert seen.claim.sum == pytest.approx(0.4)
@@ -72,25 +78,23 @@ def test_a_run_that_records_how_far_it_is_is_measured_where_it_ends() -> None:
 )
 def test_what_is_passed_over_or_damaged_is_counted_and_not_measured(left: Any) -> None:
     """A dead letter, a skip, a field that somebody else has written."""
-    seen = HandlerActivity()
-    seen.sent(dispatch(1, 2), 100.0, again=False)
-    seen.observed(image(), image(committed=2, ran=left, read_at=NOON), 101.0)
+    seen, partition = sent(2)
+    seen.observe(partition, image(committed=2, ran=left, read_at=NOON), 101.0)
     assert (seen.committed, sum(seen.handler.counts), sum(seen.claim.counts)) == (2, 0, 0)
 
 
 def test_a_run_of_another_listener_has_no_time_of_its_sending() -> None:
     """One that was adopted at a take-over, or that was sent for another place."""
-    for sent in (None, dispatch(7, 8)):
-        seen = HandlerActivity()
-        if sent is not None:
-            seen.sent(sent, 100.0, again=False)
-        seen.observed(image(), image(committed=1, ran=ran(1), read_at=NOON), 101.0)
+    for numbers in (range(0), range(7, 9)):
+        seen, partition = sent(0)
+        partition.sent = numbers, 100.0
+        seen.observe(partition, image(committed=1, ran=ran(1), read_at=NOON), 101.0)
         assert (sum(seen.handler.counts), sum(seen.claim.counts)) == (1, 0)
 
 
 def test_attempts_are_counted_as_they_are_seen() -> None:
     """Of the change at the head; when the position moves, those of the next one begin at 0."""
-    seen = HandlerActivity()
+    seen, partition = sent(0)
     waiting = {"count": 2, "cause": "away"}
     states = [
         image(),
@@ -102,16 +106,17 @@ def test_attempts_are_counted_as_they_are_seen() -> None:
         image(committed=1),  # a person had it run again, its attempts counted anew
         image(committed=2, retries=2),
     ]
-    for before, after in pairwise(states):
-        seen.observed(before, after, 0.0)
+    for state in states:
+        seen.observe(partition, state, 0.0)
+        partition.image = state
     assert (seen.retries, seen.crashes, seen.waits, seen.committed) == (6, 1, 2, 2)
 
 
 def test_what_is_sent_again_is_told_apart_and_a_replay_is_neither() -> None:
     seen = HandlerActivity()
-    seen.sent(dispatch(1, 3), 1.0, again=False)
-    seen.sent(dispatch(1, 3), 9.0, again=True)
-    seen.sent(dispatch(4, 4, letter="letter"), 9.0, again=False)
+    seen.note_sent(dispatch(1, 3), again=False)
+    seen.note_sent(dispatch(1, 3), again=True)
+    seen.note_sent(dispatch(4, 4, letter="letter"), again=False)
     assert (seen.dispatched, seen.again) == (6, 3)
 
 

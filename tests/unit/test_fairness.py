@@ -138,7 +138,7 @@ class Simulation:
 
     def _dispatch(self) -> None:
         for partition, run in self.fairness.due(self.subscriptions, self.now):
-            partition.sent(self.now)
+            partition.note_sent(self.now)
             self.queue.append(cast("tuple[Led, int]", run))
             self.moved_at = self.now
         self.most_out = max(self.most_out, sum(len(each.in_flight) for each in self.led))

@@ -47,7 +47,7 @@ class Scene:
         options = BridgeOptions(name="shop", partitions=PARTITIONS)
         self.detector = LostMessageDetector(options, cast("BrokerWatch", self.watch))
         for partition in self.led.partitions.values():
-            partition.sent(SENT)
+            partition.note_sent(SENT)
 
     def check(self, now: float, read_at: float | None = None, **options: Any) -> bool:
         return self.detector.check([self.led], now if read_at is None else read_at, now, **options)
@@ -163,7 +163,7 @@ def test_a_run_that_is_lost_again_waits_twice_as_long_and_at_most_the_grace() ->
         scene.check(now)
         if partition.in_flight is None:
             pauses.append(now)
-            partition.sent(now)
+            partition.note_sent(now)
     waited = [after - before for before, after in zip([SENT, *pauses], pauses, strict=False)]
     assert waited == pytest.approx([2, 4, grace, grace], abs=0.5)
     scene.watch.returned_at = now

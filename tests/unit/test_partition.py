@@ -41,7 +41,7 @@ def make_partition(seen: Image = FLOWING, now: float = START) -> Partition:
 
 def dispatched(seen: Image = FLOWING, now: float = START) -> Partition:
     made = make_partition(seen, now)
-    made.sent(now)
+    made.note_sent(now)
     return made
 
 
@@ -59,7 +59,7 @@ def test_a_look_leaves_out_what_nobody_has_claimed_and_what_runs_under_a_claim_t
     partition.observe(CLAIMED, START + 1)
     assert partition.seen == Seen(CLAIMED.fence, claimed=True)
     partition.observe(COMMITTED, START + 2)
-    partition.sent(START + 3)
+    partition.note_sent(START + 3)
     assert partition.seen == Seen(COMMITTED.fence, claimed=False)
     assert make_partition(CLAIMED).seen == Seen(CLAIMED.fence, claimed=True), "also what an older term has sent"
 
@@ -122,7 +122,7 @@ def test_repeated_dispatches_of_one_head_are_counted_for_the_task_id() -> None:
     partition = make_partition()
     for attempt in range(3):
         assert partition.attempt == attempt
-        partition.sent(START)
+        partition.note_sent(START)
     partition.observe(COMMITTED, START + 1)
     assert partition.attempt == 0
 
@@ -310,7 +310,7 @@ def waits(partition: Partition, count: int) -> list[float]:
     """How long each of so many dispatches stays out, when nobody ever takes a message."""
     now, found = START, []
     for _ in range(count):
-        partition.sent(now)
+        partition.note_sent(now)
         before = now
         while partition.in_flight is not None:
             now += 0.5
@@ -329,7 +329,7 @@ def test_a_change_that_nobody_takes_for_a_year_is_still_dispatched() -> None:
     partition = make_partition()
     now = START
     for _ in range(2000):
-        partition.sent(now)
+        partition.note_sent(now)
         now += LONGEST_GRACE
         assert partition.observe(FLOWING, now) is Step.WAIT
         assert is_ready(partition, now)
@@ -339,9 +339,9 @@ def test_the_next_change_has_the_first_grace_again() -> None:
     """Sweep 3: patience is for one head."""
     partition = make_partition()
     waits(partition, 4)
-    partition.sent(START)
+    partition.note_sent(START)
     partition.observe(COMMITTED, START)
-    partition.sent(START)
+    partition.note_sent(START)
     partition.observe(COMMITTED, START + GRACE)
     assert is_ready(partition, START + GRACE)
 
@@ -387,9 +387,9 @@ def test_a_retry_begins_with_the_first_grace_again() -> None:
     """Sweep 4: the message was taken, so workers are there."""
     partition = make_partition()
     waits(partition, 5)
-    partition.sent(START)
+    partition.note_sent(START)
     partition.observe(image(fence=11, retries=1), START + 1)
-    partition.sent(START + 1)
+    partition.note_sent(START + 1)
     partition.observe(image(fence=11, retries=1), START + 1 + GRACE)
     assert is_ready(partition, START + 1 + GRACE)
 
@@ -478,7 +478,7 @@ def test_a_run_is_never_out_and_ready_at_once(history: list[tuple[Image, float, 
         if partition.ready_at < math.inf:
             assert seen.state == "flowing"
             if sends and partition.ready_at <= now:
-                partition.sent(now)
+                partition.note_sent(now)
 
 
 def test_a_lapsed_claim_is_given_up_once_also_while_nothing_can_be_dispatched() -> None:
@@ -521,7 +521,7 @@ def test_the_return_of_the_broker_begins_the_grace_anew_and_makes_it_short() -> 
     """I14: five minutes of silence must not be answered by five minutes more."""
     partition = make_partition()
     waits(partition, 7)
-    partition.sent(START)
+    partition.note_sent(START)
     partition.reset_grace(START + 200)
     partition.observe(FLOWING, START + 200 + GRACE - 0.01)
     assert partition.in_flight is not None
@@ -548,7 +548,7 @@ def test_a_message_that_is_lost_is_sent_again_without_grace() -> None:
     partition.observe(FLOWING, START + 1)
     partition.repeat(START + 1)
     assert is_ready(partition, START + 1)
-    partition.sent(START + 1)
+    partition.note_sent(START + 1)
     assert partition.repeats == 1
 
 
@@ -564,7 +564,7 @@ def test_a_message_is_unclaimed_until_its_run_is_claimed() -> None:
     assert run is not None
     assert (partition.taken_at, run.taken_at, run.left_at) == (START + 2, START + 2, START + 3)
     partition.repeat(START + 4)
-    partition.sent(START + 4)
+    partition.note_sent(START + 4)
     assert is_unclaimed(partition), "the next one, for a claim that has lapsed"
 
 
@@ -588,7 +588,7 @@ def rejection(until: float) -> Rejection:
 def test_a_rejected_run_waits_for_its_own_next_attempt_whatever_is_read_meanwhile() -> None:
     """P12: nothing of it is out, and a sweep that sees the partition unchanged makes it no earlier."""
     partition = make_partition()
-    partition.rejected(rejection(START + 15))
+    partition.note_rejected(rejection(START + 15))
     partition.observe(FLOWING, START + 1)
     assert partition.in_flight is None
     assert not is_ready(partition, START + 14)
@@ -598,11 +598,11 @@ def test_a_rejected_run_waits_for_its_own_next_attempt_whatever_is_read_meanwhil
 def test_a_rejection_ends_when_the_run_is_sent_or_its_change_is_passed() -> None:
     """P16: what is reported is what is so."""
     partition = make_partition()
-    partition.rejected(rejection(START + 15))
-    partition.sent(START + 15)
+    partition.note_rejected(rejection(START + 15))
+    partition.note_sent(START + 15)
     assert partition.rejection is None
     partition = make_partition()
-    partition.rejected(rejection(START + 15))
+    partition.note_rejected(rejection(START + 15))
     partition.observe(COMMITTED, START + 1)
     assert partition.rejection is None
     assert is_ready(partition, START + 1)

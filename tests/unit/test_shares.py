@@ -27,7 +27,7 @@ def make_partition(rejected: bool = False, **changes: Any) -> Partition:
     """A partition that is as said."""
     found = Partition("shop/record/0/0", image(**changes), 1, GracePeriods(8.0, 3.0), 0.0)
     if rejected:
-        found.rejected(Rejection("a", 1, "too large", datetime.now(UTC), 1, 1.0))
+        found.note_rejected(Rejection("a", 1, "too large", datetime.now(UTC), 1, 1.0))
     return found
 
 

@@ -109,7 +109,7 @@ def due(one: Subscription, now: float = NOW) -> list[Dispatch]:
     found = []
     for partition, dispatch in one.due(now):
         found.append(dispatch)
-        partition.sent(now)
+        partition.note_sent(now)
     return found
 
 
@@ -248,20 +248,26 @@ def spilled(to: int, count: int = 0, number: int = 0, **changes: Any) -> Image:
     return committed(0, count, number, spilled=mark_, **changes)
 
 
+def _in_memory(one: Subscription) -> list[StoredChange]:
+    found = one.partitions[0].spilled
+    assert found is not None
+    return list(found.ahead)
+
+
 def test_stored_changes_run_only_as_far_as_the_stream_was_read() -> None:
     """P2: an earlier change may be read again, which was not stored; what was read holds what is stored behind it."""
     one = subscription(images={0: spilled(5)}, watermark=mark(1))
-    assert one.readable(0) == Limit(token_data(1), inclusive=True)
+    assert one.readable(one.partitions[0]) == Limit(token_data(1), inclusive=True)
     one.take_in(mark(2))
-    assert one.readable(0) == Limit(token_data(2), inclusive=True)
+    assert one.readable(one.partitions[0]) == Limit(token_data(2), inclusive=True)
     one.take_in(change(3))
-    assert one.readable(0) == Limit(token_data(3), inclusive=False)
-    assert not one.is_blocked(0)
-    one.found(0, [], one.readable(0))
-    assert one.is_blocked(0)
-    one.spill(0, [stored(3)], 0)
+    assert one.readable(one.partitions[0]) == Limit(token_data(3), inclusive=False)
+    assert not one.must_store_again(one.partitions[0])
+    one.found(one.partitions[0], [], one.readable(one.partitions[0]))
+    assert one.must_store_again(one.partitions[0])
+    one.spill(one.partitions[0], [stored(3)], 0)
     one.take_in(change(7))
-    assert one.readable(0) == Limit(token_data(5), inclusive=True)
+    assert one.readable(one.partitions[0]) == Limit(token_data(5), inclusive=True)
 
 
 def test_while_anything_stored_is_not_committed_the_buffer_waits() -> None:
@@ -269,7 +275,7 @@ def test_while_anything_stored_is_not_committed_the_buffer_waits() -> None:
     one = subscription(images={0: spilled(2)}, watermark=mark(2), run_size=10)
     one.take_in(change(3))
     assert due(one) == []
-    one.found(0, [stored(1), stored(2)], one.readable(0))
+    one.found(one.partitions[0], [stored(1), stored(2)], one.readable(one.partitions[0]))
     assert [numbers(run) for run in due(one)] == [[1, 2]]
     one.observe(spilled(2, 2, 2), NOW)
     (run,) = due(one)
@@ -289,7 +295,7 @@ def test_stored_changes_run_like_all_others() -> None:
         stored(8),
         stored(9),
     ]
-    one.found(0, changes, one.readable(0))
+    one.found(one.partitions[0], changes, one.readable(one.partitions[0]))
     seen = []
     for count in (5, 6, 8, 9, 12):
         (run,) = due(one)
@@ -302,7 +308,7 @@ def test_stored_changes_run_like_all_others() -> None:
         (9, [6], mark(6).token),
         (10, [7, 8, 9], None),
     ]
-    assert one.spilled == {}
+    assert one.spilled == []
 
 
 def test_the_first_two_runs_stay_in_memory_within_the_share() -> None:
@@ -311,8 +317,8 @@ def test_the_first_two_runs_stay_in_memory_within_the_share() -> None:
         one = subscription(run_size=2)
         for number in range(1, 8):
             one.take_in(change(number))
-        one.spill(0, [stored(number) for number in range(1, 8)], keep_bytes)
-        assert [each.data for each in one.spilled[0].ahead] == [token_data(number) for number in range(1, kept + 1)]
+        one.spill(one.partitions[0], [stored(number) for number in range(1, 8)], keep_bytes)
+        assert [each.data for each in _in_memory(one)] == [token_data(number) for number in range(1, kept + 1)]
         assert (one.window.count, taken(one)) == (0, token_data(7))
         assert one.size == sum(len(stored(number).raw) + 200 for number in range(1, kept + 1))
 
@@ -323,15 +329,15 @@ def test_what_is_stored_behind_a_gap_in_memory_does_not_follow_it() -> None:
     one.take_in(change(1))
     one.take_in(change(2))
     one.take_in(change(3))
-    one.spill(0, [stored(1), stored(2), stored(3)], 1 << 20)
+    one.spill(one.partitions[0], [stored(1), stored(2), stored(3)], 1 << 20)
     one.take_in(change(4))
-    one.spill(0, [stored(4)], 1 << 20)
-    assert [each.data for each in one.spilled[0].ahead] == [token_data(1), token_data(2)]
-    one.found(0, [stored(3), stored(4)], one.readable(0))
+    one.spill(one.partitions[0], [stored(4)], 1 << 20)
+    assert [each.data for each in _in_memory(one)] == [token_data(1), token_data(2)]
+    one.found(one.partitions[0], [stored(3), stored(4)], one.readable(one.partitions[0]))
     one.take_in(change(5))
     one.observe(spilled(4, 3, 3), NOW)
-    one.spill(0, [stored(5)], 1 << 20)
-    assert [each.data for each in one.spilled[0].ahead] == [token_data(4), token_data(5)]
+    one.spill(one.partitions[0], [stored(5)], 1 << 20)
+    assert [each.data for each in _in_memory(one)] == [token_data(4), token_data(5)]
 
 
 def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
@@ -345,8 +351,8 @@ def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
 
     assert due(one) == []  # nothing that was read after it runs before it is stored
     assert one.next_due() == math.inf
-    (first,) = one.window.head(index, 1, 1 << 20)
-    one.spill(index, [stored_change(first)], 1 << 20)
+    (first,) = one.partitions[index].queue.head(1, 1 << 20)
+    one.spill(one.partitions[index], [stored_change(first)], 1 << 20)
 
     refused, other = sorted(due(one), key=lambda run: numbers(run)[0])
     assert (numbers(refused), refused.run.index, refused.run.token) == ([1], index, bad.mark.token)
@@ -362,7 +368,9 @@ def test_a_refused_change_is_a_run_of_its_own() -> None:
     index = document_hash(change(1, index=9).document) % PARTITIONS
     for number in range(1, 6):
         one.take_in(change(number, index=9 if number == 3 else index))
-    one.spill(index, [stored_change(each) for each in one.window.head(index, 3, 1 << 20)], 1 << 20)
+    one.spill(
+        one.partitions[index], [stored_change(each) for each in one.partitions[index].queue.head(3, 1 << 20)], 1 << 20
+    )
     tokens = []
     for expected in ([1, 2], [3], [4, 5]):
         (run,) = due(one)
@@ -397,7 +405,7 @@ def test_a_handler_that_may_send_one_run_at_a_time_serves_all_its_partitions() -
     for turn in range(1, 9):
         partition, dispatch = next(iter(one.due(NOW + turn)))
         served.append(dispatch.run.index)
-        partition.sent(NOW + turn)
+        partition.note_sent(NOW + turn)
         count = partition.image.committed + 1
         one.observe(committed(dispatch.run.index, count, numbers(dispatch)[-1]), NOW + turn)
     assert sorted(served[:4]) == sorted(served[4:]) == list(range(PARTITIONS))
@@ -584,10 +592,10 @@ def test_a_message_that_is_sent_again_is_due_at_once() -> None:
     one = subscription()
     one.take_in(change(1))
     assert [each.run.first for each in due(one)] == [1]
-    one.partitions[0].sent(NOW)
+    one.partitions[0].note_sent(NOW)
     assert due(one) == []  # from now on nobody looks for it
 
-    one.repeat(0, NOW)
+    one.repeat(one.partitions[0], NOW)
 
     assert [each.run.first for each in due(one)] == [1]
 

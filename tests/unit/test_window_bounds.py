@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mongo_celery.bridge.window import Mark, PendingChange, Window
+from mongo_celery.bridge.window import Mark, PendingChange, Queue, Window
 
 
 def place(number: int) -> Mark:
@@ -16,18 +16,18 @@ def test_a_partition_that_stands_still_does_not_make_the_window_grow() -> None:
 
     Otherwise a halted partition beside busy ones would cost memory for every change that the others finish.
     """
-    window = Window()
-    window.add(PendingChange(place(1), 0, b"stands still"))
+    window, halted, flowing = Window(), Queue(), Queue()
+    window.add(PendingChange(place(1), 0, b"stands still"), halted)
     for number in range(2, 30_000):
-        window.add(PendingChange(place(number), 1, b"flows"))
-        window.complete(1, f"{number:09d}")
+        window.add(PendingChange(place(number), 1, b"flows"), flowing)
+        window.complete(flowing, f"{number:09d}")
 
     assert window.count == 1
     before = window.watermark
     assert before is None
     assert len(window._order) < 2_000
 
-    window.complete(0, place(1).data)
+    window.complete(halted, place(1).data)
 
     assert window.watermark == place(29_999)
     assert (window.count, window.size, len(window._order)) == (0, 0, 0)

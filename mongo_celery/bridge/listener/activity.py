@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state.partitions import Image
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -68,30 +69,29 @@ class HandlerActivity:
         self.retries = self.crashes = self.waits = 0
         self.spilled = self.refused = 0
         self.claim, self.handler, self.commit = Latencies(), Latencies(), Latencies()
-        self._sent: dict[int, tuple[range, float]] = {}
 
-    def sent(self, dispatch: Dispatch, now: float, *, again: bool) -> None:
-        """A run was published."""
+    def note_sent(self, dispatch: Dispatch, *, again: bool) -> None:
+        """Count the changes of a run that was published."""
         run = dispatch.run
         if run.letter is not None:  # a dead letter that is replayed moves no position
             return
         count = run.last - run.first + 1
         self.dispatched += count
         self.again += count * again
-        self._sent[run.index] = (range(run.first, run.last + 1), now)
 
-    def observed(self, before: Image, image: Image, seen: float) -> None:
-        """A newer image of a partition was read, and the answer was there at `seen`."""
+    def observe(self, partition: Partition, image: Image, seen: float) -> None:
+        """Compare a partition with a newer image of it, which was there at `seen`."""
+        before = partition.image
         moved = image.committed > before.committed
         self.retries += _growth(0 if moved else before.retries, image.retries)
         self.crashes += _growth(0 if moved else before.crashes, image.crashes)
         self.waits += _growth(0 if moved else _waits(before), _waits(image))
         if moved:
             self.committed += image.committed - before.committed
-            numbers, sent = self._sent.get(image.index, (range(0), 0.0))
+            numbers, sent = partition.sent
             if image.live and image.committed + 1 in numbers:  # it has recorded how far it is, and goes on
                 return
-            self._sent.pop(image.index, None)
+            partition.sent = (range(0), 0.0)
             self._measure(image, sent if before.committed + 1 in numbers else None, seen)
 
     def took(self, counted: list[int]) -> None:

@@ -50,8 +50,8 @@ class Buffer:
         return {
             (subscription.name, index)
             for subscription in self.subscriptions.values()
-            for index in subscription.partitions
-            if subscription.is_busy(index)
+            for index, partition in subscription.partitions.items()
+            if partition.is_busy
         }
 
     def idle(self) -> dict[Key, bool]:
@@ -61,7 +61,7 @@ class Buffer:
             for subscription in self.subscriptions.values()
             if not subscription.lost
             for index, partition in subscription.partitions.items()
-            if partition.image.state == "flowing" and not subscription.is_busy(index)
+            if partition.image.state == "flowing" and not partition.is_busy
         }
 
     def shares(self, now: float) -> dict[Key, Share]:
@@ -70,32 +70,32 @@ class Buffer:
             (subscription.name, index): self.share(subscription, index, now)
             for subscription in self.subscriptions.values()
             for index, partition in subscription.partitions.items()
-            if subscription.has_next(index) and partition.won
+            if partition.has_next and partition.won
         }
 
     def share(self, subscription: Subscription, index: int, now: float) -> Share:
         """What one partition has of the buffer now."""
         key, partition = (subscription.name, index), subscription.partitions[index]
-        first, oldest = subscription.window.first(index), subscription.window.oldest
+        first, oldest = partition.queue.first, subscription.window.oldest
         why = standing_of(partition)
         stands = self._stands.seconds(key, partition.image.committed, now) if why else 0.0
         if first is None:
             return Share(key, 0, 0)
         age = self._first.seconds(key, first.data, now)
         holds = oldest is not None and oldest.index == index
-        is_spilled = index in subscription.spilled
+        is_spilled = partition.spilled is not None
         has_stood = (stands if is_spilled else min(stands, age)) >= self._options.spill_after
-        size, count = subscription.window.size_of(index), subscription.window.depth(index)
+        size, count = partition.queue.size, len(partition.queue)
         return Share(
             key,
             size,
             count,
             age=age,
             is_tail=count >= TAIL_CHANGES or size >= min(TAIL_BYTES, self._options.buffer_bytes // 8),
-            holds=holds or (index in subscription.awaited and why != "running"),
+            holds=holds or (partition.is_awaited and why != "running"),
             stands=why if has_stood else None,
             spilled=is_spilled,
-            blocks=subscription.is_blocked(index),
+            blocks=subscription.must_store_again(partition),
             at_risk=holds and self.is_at_risk(subscription),
-            undeliverable=subscription.must_store(index),
+            undeliverable=partition.must_store,
         )

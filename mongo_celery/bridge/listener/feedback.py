@@ -33,7 +33,7 @@ _COUNTED_BY = 100
 
 
 @dataclass(slots=True, eq=False)
-class _Key:
+class SentKey:
     """The changes of one key: when its last run was, and how many in a row were written during the run before."""
 
     ran: tuple[int, int] | None = None
@@ -43,35 +43,31 @@ class _Key:
     sent_at: float = 0.0
     label: str = ""
 
+    def note_end(self, image: Image) -> None:
+        """Note when the run was claimed and committed, as far as that is known."""
+        ran = image.ran if image.ran is not None and image.ran.get("last") == image.committed else None
+        claimed, at = (None, None) if ran is None else (ran.get("claimed"), ran.get("at"))
+        self.ran = None
+        if isinstance(claimed, datetime) and isinstance(at, datetime):
+            self.ran = (int(DatetimeMS(claimed)), int(DatetimeMS(at)))
+
 
 class Feedback:
     """The keys of one handler that were sent last."""
 
     def __init__(self) -> None:
-        self._keys: dict[int, _Key] = {}
-        self._sent: dict[int, _Key] = {}
+        self._keys: dict[int, SentKey] = {}
 
-    def send(self, index: int, change: PendingChange | StoredChange) -> None:
-        """Note that a run is about to be sent to a partition: its first change stands for all of it."""
-        key = self._keys.pop(change.hash, None) or _Key()
+    def note_dispatch(self, change: PendingChange | StoredChange) -> SentKey:
+        """Return the key of a run that is about to be sent: its first change stands for all of it."""
+        key = self._keys.pop(change.hash, None) or SentKey()
         self._keys[change.hash] = key
         if len(self._keys) > _KEYS:
             del self._keys[next(iter(self._keys))]
         if key.ran is not None and key.data != change.data:
             self._count(key, change.raw)
         key.data, key.sent_at = change.data, time.monotonic()
-        self._sent[index] = key
-
-    def end(self, image: Image) -> None:
-        """Note when the run of a partition was claimed and committed, as far as that is known."""
-        key = self._sent.pop(image.index, None)
-        if key is not None:
-            ran = image.ran if image.ran is not None and image.ran.get("last") == image.committed else None
-            claimed, at = (None, None) if ran is None else (ran.get("claimed"), ran.get("at"))
-            if isinstance(claimed, datetime) and isinstance(at, datetime):
-                key.ran = (int(DatetimeMS(claimed)), int(DatetimeMS(at)))
-            else:
-                key.ran = None
+        return key
 
     def report(self) -> dict[str, Any] | None:
         """Return the key that feeds the handler most, rounded, so that reports do not differ all the time."""
@@ -82,7 +78,7 @@ class Feedback:
         most = max(found, key=lambda key: key.count)
         return {"key": most.label, "count": max(most.count // _COUNTED_BY * _COUNTED_BY, ROUNDS), "since": most.since}
 
-    def _count(self, key: _Key, raw: bytes) -> None:
+    def _count(self, key: SentKey, raw: bytes) -> None:
         event = RawEvent(raw)
         written, ran = event.get("wallTime"), key.ran
         if ran is None or not isinstance(written, DatetimeMS) or not ran[0] <= int(written) <= ran[1]:

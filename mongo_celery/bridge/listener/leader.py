@@ -225,7 +225,7 @@ class Leader:
     def report(self) -> dict[str, Any]:
         """What `status` shows of this term beside the stored positions."""
         subscriptions = list(self._subscriptions.values())
-        standing = sum(len(subscription.standing) for subscription in subscriptions)
+        blocked = sum(len(subscription.blocked) for subscription in subscriptions)
         lost = (subscription.lost for subscription in subscriptions)
         reading = self._reading()
         rejected = rejections(
@@ -234,13 +234,13 @@ class Leader:
         is_spilled = any(each.spilled for each in subscriptions)
         waits = rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
         stopped = {**self._stopped, **self._repartitioning.stopped}
-        stuck = stopped or self._refused or standing or waits
+        stuck = stopped or self._refused or blocked or waits
         return {
             "partitions": self._options.partitions,
             "outstanding": sum(len(subscription.in_flight) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.size for subscription in subscriptions),
-            "standing": standing,
+            "standing": blocked,
             "caughtUp": self._at_end and not (stuck or is_spilled or any(lost)),
             "brokerDown": self._publishing.is_down,
             "untaken": self._untaken.report(),
@@ -506,7 +506,7 @@ class Leader:
         partition = subscription.partitions.get(image.index)
         if partition is None:  # read before its handler was repartitioned
             return None
-        self._activity.of(image.subscription).observed(partition.image, image, now)
+        self._activity.of(image.subscription).observe(partition, image, now)
         run = partition.in_flight
         is_held = run is not None and run.left_at is None
         step = subscription.observe(image, now)

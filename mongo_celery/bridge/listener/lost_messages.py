@@ -214,7 +214,7 @@ class LostMessageDetector:
             if occupancy.waiting and passed[queue] <= run.sent_at and now - run.sent_at < _LONGEST_WAIT:
                 partition.reset_grace(answer.answered_at)
             elif answer.answered_at <= read_at and occupancy.lacks(subscription.plan.handler.task_name):
-                subscription.repeat(index, now)
+                subscription.repeat(partition, now)
 
     def _overdue_at(self, subscription: Subscription, index: int) -> float:
         """Return the monotonic time at which a run should have been claimed."""

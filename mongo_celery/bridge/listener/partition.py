@@ -20,12 +20,17 @@ the protocol, the sweep:
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, fields
 from datetime import datetime
 from enum import Enum
 from operator import attrgetter
 
+from mongo_celery.bridge.listener.feedback import SentKey
+from mongo_celery.bridge.listener.spilled import Spilled
+from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.partitions import Image, Seen
+from mongo_celery.bridge.window import Queue
 
 LONGEST_GRACE = 300.0
 _DOUBLINGS = 16
@@ -118,6 +123,16 @@ class Partition:
         rejection: why the next run cannot be sent; None while nothing is wrong.
         won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
             locked it, and an older term may still act there.
+        queue: changes that were read and are neither committed nor stored.
+        spilled: its stored changes; None if it runs from the queue.
+        stored_to: up to where this term has stored and marked what was in the queue.
+        undeliverable: places of undeliverable changes that may not be stored yet.
+        is_awaited: whether a snapshot waits for documents here: they hold it, as others the watermark.
+        replay: the next dead letter that is to be replayed.
+        is_replaying: whether a dead letter was sent since the requests were read.
+        has_replayed: whether it was a dead letter that was sent last.
+        sent: numbers of the changes that were sent last, and when; none if their commit was seen.
+        sent_key: what `feedback` knows of the key that was sent last.
     """
 
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
@@ -133,6 +148,15 @@ class Partition:
         self.repeats = 0
         self.taken_at = self.taken_sent_at = -math.inf
         self.token_seconds = 0.0
+        self.queue = Queue()
+        self.spilled: Spilled | None = None
+        self.stored_to = ""
+        self.undeliverable: deque[str] = deque()
+        self.is_awaited = False
+        self.replay: ReplayRequest | None = None
+        self.is_replaying = self.has_replayed = False
+        self.sent: tuple[range, float] = (range(0), 0.0)
+        self.sent_key: SentKey | None = None
         self._is_repeat = False
         self._given_up: int | None = None
         self._changed_at = now
@@ -143,6 +167,39 @@ class Partition:
     def next_sequence(self) -> int:
         """Number of the next change, given at dispatch."""
         return self.image.committed + 1
+
+    @property
+    def index(self) -> int:
+        """Number of the partition."""
+        return self.image.index
+
+    @property
+    def has_next(self) -> bool:
+        """Return True if it has changes that are not committed, in the queue or stored."""
+        return self.spilled is not None or bool(self.queue)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if it has something to do, or in flight."""
+        return self.in_flight is not None or self.has_next
+
+    @property
+    def is_blocked(self) -> bool:
+        """Return True if its next change waits for a person, or for its retry time."""
+        if self.image.state == "halted":
+            return True
+        return self.has_next and (self.image.state != "flowing" or self.image.parked)
+
+    def is_secured(self, data: str) -> bool:
+        """Return True if all up to a token is committed, or stored and marked by this term."""
+        return data <= max(self.image.data, self.stored_to)
+
+    @property
+    def must_store(self) -> bool:
+        """Return True if it has an undeliverable change that is not stored yet."""
+        while self.undeliverable and self.is_secured(self.undeliverable[0]):
+            self.undeliverable.popleft()
+        return bool(self.undeliverable)
 
     @property
     def seen(self) -> Seen | None:
@@ -183,8 +240,10 @@ class Partition:
         self._is_repeat = True
         self.ready_at = now + max(self.image.due_in, 0.0)
 
-    def sent(self, now: float) -> None:
-        """A run that begins with `next_sequence` was published."""
+    def note_sent(self, now: float, count: int = 1) -> None:
+        """Note that a run of so many changes that begins with `next_sequence` was published; of none, a dead letter."""
+        if count:
+            self.sent = range(self.next_sequence, self.next_sequence + count), now
         self.in_flight = InFlight(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
         self.rejection = None
@@ -192,7 +251,7 @@ class Partition:
         self.repeats += self._is_repeat
         self._is_repeat = False
 
-    def rejected(self, rejection: Rejection) -> None:
+    def note_rejected(self, rejection: Rejection) -> None:
         """The run that begins with `next_sequence` was rejected: this partition waits, and no other."""
         self.rejection = rejection
         self.ready_at = rejection.until

@@ -104,7 +104,7 @@ class Publishing:
 
     def _not_stored(self, partition: Partition, dispatch: Dispatch, error: Exception) -> None:
         rejection = _rejection(partition, dispatch, error, time.monotonic(), is_stored=False)
-        partition.rejected(rejection)
+        partition.note_rejected(rejection)
         if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
                 "%s in partition %s is too large for a message (%d bytes of changes), and MongoDB does not store it: "
@@ -128,12 +128,13 @@ class Publishing:
                 extra={"event": "message_taken"},
             )
         if self._activity is not None:
-            self._activity.of(dispatch.run.subscription).sent(dispatch, now, again=partition.is_repeated)
-        partition.sent(now)
+            self._activity.of(dispatch.run.subscription).note_sent(dispatch, again=partition.is_repeated)
+        run = dispatch.run
+        partition.note_sent(now, 0 if run.letter is not None else run.last - run.first + 1)
 
     def _rejected(self, partition: Partition, dispatch: Dispatch, error: Exception, now: float) -> None:
         rejection = _rejection(partition, dispatch, error, now, is_stored=True)
-        partition.rejected(rejection)
+        partition.note_rejected(rejection)
         if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
                 "the broker rejects the message of %s in partition %s (%d bytes of changes): %s. The partition waits "

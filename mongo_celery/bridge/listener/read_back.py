@@ -67,15 +67,14 @@ class ReadBack:
         until = time.monotonic() + _TURN_SECONDS
         wanting = []
         for subscription in subscriptions:
-            for index, spilled in subscription.spilled.items():
-                partition = subscription.partitions[index]
+            for partition, spilled in subscription.spilled:
                 if self._stands(partition, now):
                     if spilled.ahead:
                         spilled.forget(partition.image.data)
-                elif self._is_wanting(subscription, index, now, is_full=is_full):
-                    wanting.append((subscription, index))
-        for subscription, index in sorted(wanting, key=lambda each: len(each[0].spilled[each[1]].ahead)):
-            self._read(subscription, index, is_full=is_full)
+                elif self._is_wanting(subscription, partition, spilled, now, is_full=is_full):
+                    wanting.append((subscription, partition, spilled))
+        for subscription, partition, spilled in sorted(wanting, key=lambda each: len(each[2].ahead)):
+            self._read(subscription, partition, spilled, is_full=is_full)
             if time.monotonic() > until:
                 return False
         return True
@@ -86,20 +85,17 @@ class ReadBack:
             return now - partition.in_flight.sent_at >= self._options.spill_after
         return partition.image.state != "flowing" or partition.ready_at > now + _SOON_SECONDS
 
-    def _is_wanting(self, subscription: Subscription, index: int, now: float, *, is_full: bool) -> bool:
-        partition, spilled = subscription.partitions[index], subscription.spilled[index]
-        if (
-            not partition.won
-            or partition.image.state != "flowing"
-            or now < self._not_before.get(partition.partition_id, 0.0)
-        ):
+    def _is_wanting(
+        self, subscription: Subscription, partition: Partition, spilled: Spilled, now: float, *, is_full: bool
+    ) -> bool:
+        not_before = self._not_before.get(partition.partition_id, 0.0)
+        if not partition.won or partition.image.state != "flowing" or now < not_before:
             return False
         has_room = not is_full and spilled.size < self._share
-        return spilled.wants(subscription.readable(index), 2 * subscription.run_size if has_room else 1)
+        return spilled.wants(subscription.readable(partition), 2 * subscription.run_size if has_room else 1)
 
-    def _read(self, subscription: Subscription, index: int, *, is_full: bool) -> None:
-        partition, spilled = subscription.partitions[index], subscription.spilled[index]
-        limit = subscription.readable(index)
+    def _read(self, subscription: Subscription, partition: Partition, spilled: Spilled, *, is_full: bool) -> None:
+        limit = subscription.readable(partition)
         count, size = self._batch(partition, spilled, subscription.run_size, is_full=is_full)
         found = self._store.spill.read(
             partition.partition_id,
@@ -113,7 +109,7 @@ class ReadBack:
         if not found and not spilled.ahead and limit == Limit(spilled.to, inclusive=True):
             self._find_missing(partition, spilled)
             return
-        subscription.found(index, found, limit)
+        subscription.found(partition, found, limit)
         if not found:  # the limit moves with every event that is read
             self._not_before[partition.partition_id] = time.monotonic() + _SOON_AGAIN_SECONDS
 

@@ -279,7 +279,7 @@ class Repartitioning:
     def _obstacle(self, subscription: Subscription) -> str:
         """Return what has to be settled before a drain; empty where nothing has."""
         images = [partition.image for partition in subscription.partitions.values()]
-        marks = [spilled.to for spilled in subscription.spilled.values()]
+        marks = [spilled.to for _, spilled in subscription.spilled]
         token = self._token(subscription)
         reached = max(subscription.window.seen, token_data(token) if token else "")
         if reached < max([*marks, *(image.data for image in images)], default=""):

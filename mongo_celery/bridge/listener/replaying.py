@@ -60,8 +60,9 @@ class Replaying:
         if now < self._look_at and not ended:
             return
         for each in subscriptions.values():
-            each.replays = {}
-            each.replaying = {index for index in each.replaying if each.partitions[index].in_flight is not None}
+            for partition in each.partitions.values():
+                partition.replay = None
+                partition.is_replaying = partition.is_replaying and partition.in_flight is not None
         self._begin_index(now)
         try:
             self._read(subscriptions)
@@ -102,10 +103,10 @@ class Replaying:
         for replay in self._replays.read():
             waiting.setdefault(replay.subscription, []).append(replay)
         for name in waiting.keys() & subscriptions.keys():
-            subscriptions[name].replays = self._chosen(subscriptions[name], waiting[name])
+            self._choose(subscriptions[name], waiting[name])
 
-    def _chosen(self, subscription: Subscription, waiting: Sequence[ReplayRequest]) -> dict[int, ReplayRequest]:
-        """The next ones of a subscription, by partition."""
+    def _choose(self, subscription: Subscription, waiting: Sequence[ReplayRequest]) -> None:
+        """Give each partition of a subscription the next one."""
         layout = subscription.plan.layout
         current = [each for each in waiting if each.generation == layout.generation]
         older = [each for each in waiting if each.generation < layout.generation]
@@ -117,18 +118,15 @@ class Replaying:
         if failed:
             self._replays.withdraw(failed)
         gone = {each.letter for each in (*failed, *behind)}
-        chosen: dict[int, ReplayRequest] = {}
         held: list[ReplayRequest] = []
         for replay in current:
-            if replay.letter in gone or replay.partition not in subscription.partitions:
-                continue
-            if replay.partition in subscription.replaying:
-                continue  # it may be this one that is out
+            partition = subscription.partitions.get(replay.partition)
+            if replay.letter in gone or partition is None or partition.is_replaying:
+                continue  # it may be this one that is in flight
             if replay.due_in > 0:
                 held.append(replay)
-            elif replay.partition not in chosen and not any(_is_behind(replay, first) for first in held):
-                chosen[replay.partition] = replay
-        return chosen
+            elif partition.replay is None and not any(_is_behind(replay, first) for first in held):
+                partition.replay = replay
 
     def _withdraw(self, replays: Sequence[ReplayRequest], reason: str, *, is_over: bool = False) -> None:
         if replays:

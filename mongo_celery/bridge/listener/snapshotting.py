@@ -96,7 +96,7 @@ class Snapshotting:
         self._reached = ""
         self._look_at = self._ready_at = 0.0
         self._last_begun = ""
-        self._has_looked = False
+        self._has_looked = self._is_awaiting = False
 
     def begin(self, led: Mapping[str, Subscription], version: int, owed: OwedSnapshots) -> None:
         """
@@ -298,13 +298,15 @@ class Snapshotting:
             for index, data in list(chunk.ends.items()):
                 if subscription.partitions[index].image.data > chunk.place:
                     chunk.first_at.setdefault(index, now)
-                if subscription.is_secured(index, data):
+                if subscription.partitions[index].is_secured(data):
                     chunk.seconds = max(chunk.seconds, now - chunk.first_at.get(index, now))
                     del chunk.ends[index]
             awaited.setdefault(subscription.name, set()).update(chunk.ends)
-        for name, subscription in self._led.items():
-            if subscription.awaited or name in awaited:
-                subscription.awaited = awaited.get(name, ())
+        if awaited or self._is_awaiting:
+            for name, subscription in self._led.items():
+                for index, partition in subscription.partitions.items():
+                    partition.is_awaited = index in awaited.get(name, ())
+        self._is_awaiting = bool(awaited)
 
     def _due(self, now: float) -> Snapshot | None:
         """The next one that may begin a chunk: each in its turn."""

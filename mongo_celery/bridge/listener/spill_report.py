@@ -89,7 +89,8 @@ class SpillReport:
 
     def no_room(self, subscription: Subscription, index: int) -> str:
         """The sentence about a change that the bound keeps from being stored; logged now and then."""
-        partition, first = subscription.partitions[index], subscription.window.first(index)
+        partition = subscription.partitions[index]
+        first = partition.queue.first
         size = first.weight if first is not None else 0
         sentence = (
             f"the next {size} bytes of changes of partition {partition.partition_id} cannot be stored: "
@@ -114,7 +115,7 @@ class SpillReport:
             partition.partition_id: (subscription, index)
             for subscription in subscriptions
             for index, partition in subscription.partitions.items()
-            if index in subscription.spilled
+            if partition.spilled is not None
         }
         total = self._stock.total
         return {
@@ -132,7 +133,7 @@ class SpillReport:
         """Since when and why a partition has a mark, and whether what it promises is there."""
         marked = subscription.partitions[index].image.spilled or {}
         reason, since = self._begun.get((subscription.name, index), (None, None))
-        spilled = subscription.spilled.get(index)
+        spilled = subscription.partitions[index].spilled
         return {
             "since": marked.get("since", since),
             "reason": marked.get("reason", reason),

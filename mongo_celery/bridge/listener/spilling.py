@@ -45,6 +45,7 @@ from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.partition import Partition
     from mongo_celery.bridge.state.store import Store
     from mongo_celery.bridge.window import PendingChange
 
@@ -195,11 +196,11 @@ class Spilling:
             PyMongoError: all is as before; to be tried again.
         """
         partition = subscription.partitions[index]
-        subscription.window.complete(index, partition.image.data)
-        changes = self._bulk(subscription, index)
+        subscription.window.complete(partition.queue, partition.image.data)
+        changes = _next_bulk(partition)
         if not changes:
             return True
-        is_again = index in subscription.spilled and changes[-1].data <= subscription.spilled[index].to
+        is_again = partition.spilled is not None and changes[-1].data <= partition.spilled.to
         if not is_again:
             fitting = _fitting(changes, self._stock.room(partition.partition_id), _needed(changes, reason))
             if not fitting:
@@ -217,21 +218,12 @@ class Spilling:
         if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
             raise LeaseLostError
         # What was there before keeps its bytes: they are read back, since messages say by a digest what they refer to.
-        subscription.spill(index, stored, self._share if added.count == len(stored) else 0)
+        subscription.spill(partition, stored, self._share if added.count == len(stored) else 0)
         if reason == _STARVING:
             self._starvation.stored(size)
         if reason != UNDELIVERABLE:  # the change itself was logged
             self._said.begun(subscription, index, reason)
         return True
-
-    def _bulk(self, subscription: Subscription, index: int) -> list[PendingChange]:
-        """What is stored at once: what must be stored again is not mixed with what the bound may refuse."""
-        changes = subscription.window.head(index, TAIL_CHANGES, _BULK_BYTES)
-        spilled = subscription.spilled.get(index)
-        if spilled is None:
-            return changes
-        again = [change for change in changes if change.data <= spilled.to]
-        return again or changes
 
     def _store_due(self, now: float, *, at_end: bool) -> None:
         """Store what is due, one bulk after the other, within a bound of time; a failure ends the round."""
@@ -313,11 +305,11 @@ class Spilling:
 
     def _has_room(self, key: Key) -> bool:
         """Whether the bound allows the next change of a partition to be stored; it does what must be stored again."""
-        subscription, index = self._led[key[0]], key[1]
-        first, spilled = subscription.window.first(index), subscription.spilled.get(index)
+        partition = self._led[key[0]].partitions[key[1]]
+        first, spilled = partition.queue.first, partition.spilled
         if first is None or (spilled is not None and first.data <= spilled.to):
             return True
-        return self._stock.room(subscription.partitions[index].partition_id) >= first.weight
+        return self._stock.room(partition.partition_id) >= first.weight
 
     # -- clearing and removing ---------------------------------------------------------------------
 
@@ -335,7 +327,7 @@ class Spilling:
         passed = []
         for subscription in self._led.values():
             for index, partition in subscription.partitions.items():
-                if not partition.won or index in subscription.spilled:
+                if not partition.won or partition.spilled is not None:
                     continue
                 if partition.image.spilled is not None:
                     passed.append(partition.partition_id)
@@ -350,6 +342,15 @@ class Spilling:
         logger.warning("%s failed, trying again: %s", what, brief(error), extra={"event": "spill_failed"})
         if not is_of_one:
             self._ready_at = time.monotonic() + _PAUSE_SECONDS  # after the call, which may have taken longer than it
+
+
+def _next_bulk(partition: Partition) -> list[PendingChange]:
+    """Return what is stored next: what must be stored again is not mixed with what the bound may refuse."""
+    changes, spilled = partition.queue.head(TAIL_CHANGES, _BULK_BYTES), partition.spilled
+    if spilled is None:
+        return changes
+    again = [change for change in changes if change.data <= spilled.to]
+    return again or changes
 
 
 def _needed(changes: list[PendingChange], reason: str) -> int:

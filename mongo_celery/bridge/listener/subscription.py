@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,12 +67,7 @@ class Subscription:
         lost: whether its history is lost: nothing more is read for it, and its watermark stands. What is buffered
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
-        spilled: its partitions that run from stored changes, by index.
-        kept: up to where this term has stored and marked what it had in the buffer, by index of the partition.
         run_size: most changes of one run.
-        awaited: partitions with existing documents that a snapshot waits for: they hold it, as others the watermark.
-        replays: the next dead letter of each partition that is to be replayed, by index.
-        replaying: partitions to which one was sent since these were read.
         feedback: whether it seems to be given what it writes itself.
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
@@ -92,20 +86,14 @@ class Subscription:
         self.run_size = plan.handler.run_size(options, is_rate_limited=plan.token_seconds > 0)
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
-        self._candidates: dict[int, None] = {}  # those that were sent last are last
-        self.spilled: dict[int, Spilled] = {}
-        self.kept: dict[int, str] = {}
-        self.awaited: Collection[int] = ()
-        self.replays: dict[int, ReplayRequest] = {}
-        self.replaying: set[int] = set()
+        self._candidates: dict[Partition, None] = {}  # those that were sent last are last
         self.counted = [0, 0]
-        self._undeliverable: dict[int, deque[str]] = {}
         self.feedback = Feedback()
-        self._replayed: set[int] = set()
+        self._undeliverable: list[Partition] = []  # may have some that are not stored
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
         for partition in partitions.values():
             partition.token_seconds = plan.token_seconds * len(partitions)
-            self._follow(partition.image)
+            self._follow_stored(partition)
 
     def move(self, start: Timestamp) -> None:
         """Continue at another start: what is buffered stays and runs, and nothing between it and the start is owed."""
@@ -120,22 +108,14 @@ class Subscription:
         return [partition for partition in self.partitions.values() if partition.in_flight is not None]
 
     @property
-    def standing(self) -> list[Partition]:
+    def blocked(self) -> list[Partition]:
         """Partitions whose next change waits for a person, or for its retry time."""
-        return [
-            partition
-            for index, partition in self.partitions.items()
-            if partition.image.state == "halted"
-            or (self.has_next(index) and (partition.image.state != "flowing" or partition.image.parked))
-        ]
+        return [partition for partition in self.partitions.values() if partition.is_blocked]
 
-    def has_next(self, index: int) -> bool:
-        """Whether a partition has changes that are not committed, buffered or stored."""
-        return index in self.spilled or bool(self.window.depth(index))
-
-    def is_busy(self, index: int) -> bool:
-        """Whether a partition has something to do, or under way."""
-        return self.partitions[index].in_flight is not None or self.has_next(index)
+    @property
+    def spilled(self) -> list[tuple[Partition, Spilled]]:
+        """Partitions that run from stored changes, with these."""
+        return [(each, each.spilled) for each in self.partitions.values() if each.spilled is not None]
 
     @property
     def is_draining(self) -> bool:
@@ -144,18 +124,18 @@ class Subscription:
 
     @property
     def has_ended_replay(self) -> bool:
-        """Whether a dead letter that was sent is out no longer, so that another may be next."""
-        return any(self.partitions[index].in_flight is None for index in self.replaying)
+        """Return True if a dead letter that was sent is no longer in flight, so that another may be next."""
+        return any(each.is_replaying and each.in_flight is None for each in self.partitions.values())
 
     @property
     def is_runnable(self) -> bool:
-        """Whether anything that was read, or is stored, is left to run, whatever becomes of the stream."""
-        return bool(self.window.count) or any(self._may_run(index) for index in list(self.spilled))
+        """Return True if anything that was read, or is stored, is left to run, whatever happens to the stream."""
+        return bool(self.window.count) or any(self._may_run(spilled) for _, spilled in self.spilled)
 
     @property
     def size(self) -> int:
         """Bytes that its changes take in memory."""
-        return self.window.size + sum(spilled.size for spilled in list(self.spilled.values()))
+        return self.window.size + sum(spilled.size for _, spilled in self.spilled)
 
     def take_in(self, item: ChangeEvent | Mark) -> PendingChange | None:
         """Put what the reader handed over into the window; the change that it is here, where that is yet to run."""
@@ -163,19 +143,22 @@ class Subscription:
         if self.lost or not self.window.is_new(mark.data) or self._leaves(mark):
             return None
         change = None if isinstance(item, Mark) else self._owed(item)
-        if change is None or mark.data <= self.partitions[change.index].image.data:
+        partition = self.partitions[change.index] if change is not None else None
+        if change is None or partition is None or mark.data <= partition.image.data:
             self.window.pass_over(mark)
             return None
-        self.window.add(change)
-        self._added(change)
+        self.window.add(change, partition.queue)
+        self._note_added(partition, change)
         return change
 
-    def _added(self, change: PendingChange) -> None:
-        self._candidates[change.index] = None
+    def _note_added(self, partition: Partition, change: PendingChange) -> None:
+        self._candidates[partition] = None
         if change.refusal is not None:
             self.counted[1] += 1
             self.admission.report(change)
-            self._undeliverable.setdefault(change.index, deque()).append(change.data)
+            partition.undeliverable.append(change.data)
+            if partition not in self._undeliverable:
+                self._undeliverable.append(partition)
 
     def _leaves(self, mark: Mark) -> bool:
         """Return True if a place is left while partitions drain, and read again; all after it is too."""
@@ -198,8 +181,9 @@ class Subscription:
         if any(each.data <= self.partitions[each.index].image.data for each in documents):
             return False
         for each in documents:
-            self.window.add_existing(each)
-            self._added(each)
+            partition = self.partitions[each.index]
+            self.window.add_existing(each, partition.queue)
+            self._note_added(partition, each)
         return True
 
     def _owed(self, event: ChangeEvent) -> PendingChange | None:
@@ -215,97 +199,85 @@ class Subscription:
         return [
             {"subscription": self.name, "partition": index}
             for index, partition in self.partitions.items()
-            if partition.image.state != "flowing" and (self.window.depth(index) or self._may_run(index))
+            if partition.image.state != "flowing"
+            and (partition.queue or (partition.spilled is not None and self._may_run(partition.spilled)))
         ]
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in an image of one of the partitions."""
         partition = self.partitions[image.index]
         step = partition.observe(image, now)
-        if step is Step.ENDED:
-            self.feedback.end(image)
+        if step is Step.ENDED and partition.sent_key is not None:
+            partition.sent_key.note_end(image)
+            partition.sent_key = None
         if step in (Step.ENDED, Step.MOVED):
-            self.window.complete(image.index, image.data)
-        self._follow(image)
-        if partition.in_flight is None and self.has_next(image.index):
-            self._candidates[image.index] = None
+            self.window.complete(partition.queue, image.data)
+        self._follow_stored(partition)
+        if partition.in_flight is None and partition.has_next:
+            self._candidates[partition] = None
         return step
 
-    def repeat(self, index: int, now: float) -> None:
-        """Have the message that is out for a partition sent again, since nobody will take it."""
-        self.partitions[index].repeat(now)
-        self._candidates[index] = None
+    def repeat(self, partition: Partition, now: float) -> None:
+        """Have the message that is in flight for a partition sent again, since nobody will take it."""
+        partition.repeat(now)
+        self._candidates[partition] = None
 
     # -- stored changes ----------------------------------------------------------------------------
 
-    def _follow(self, image: Image) -> None:
+    def _follow_stored(self, partition: Partition) -> None:
         """Keep to the mark of a partition, and to what is committed of its stored changes."""
-        spilled = self.spilled.get(image.index)
+        spilled, image = partition.spilled, partition.image
         marked = image.spilled["to"] if image.spilled is not None else ""
         if spilled is None:
             if marked > image.data:
-                self.spilled[image.index] = Spilled(marked, image.data)
+                partition.spilled = Spilled(marked, image.data)
             return
         spilled.to = max(spilled.to, marked)
         spilled.complete(image.data)
         if image.data >= spilled.to:
-            del self.spilled[image.index]
+            partition.spilled = None
 
-    def spill(self, index: int, changes: Sequence[StoredChange], keep_bytes: int) -> None:
+    def spill(self, partition: Partition, changes: Sequence[StoredChange], keep_bytes: int) -> None:
         """
-        The first changes of a partition's buffer are stored, and the mark is behind the last of them.
+        The first changes of a partition's queue are stored, and the mark is behind the last of them.
 
         Afterwards they hold no watermark, and the partition runs from what is stored. The first two runs stay in
         memory, as far as they have no more than `keep_bytes`.
         """
-        spilled = self.spilled.get(index)
-        if spilled is None:
-            data = self.partitions[index].image.data
-            spilled = self.spilled[index] = Spilled(data, data)
+        data = partition.image.data
+        spilled = partition.spilled = partition.spilled or Spilled(data, data)
         spilled.stored(changes, count=2 * self.run_size, max_bytes=keep_bytes)
         self.counted[0] += len(changes)
-        self.window.complete(index, changes[-1].data)
-        self.kept[index] = changes[-1].data
-        if self.partitions[index].in_flight is None:
-            self._candidates[index] = None
+        self.window.complete(partition.queue, changes[-1].data)
+        partition.stored_to = changes[-1].data
+        if partition.in_flight is None:
+            self._candidates[partition] = None
 
-    def readable(self, index: int) -> Limit:
+    def readable(self, partition: Partition) -> Limit:
         """Up to where stored changes of a partition may be run."""
-        self.window.complete(index, self.partitions[index].image.data)
-        unread = self.window.first(index)
-        return self.spilled[index].limit(unread.data if unread is not None else None, self.window.seen)
+        assert partition.spilled is not None, "it runs from stored changes"
+        self.window.complete(partition.queue, partition.image.data)
+        unread = partition.queue.first
+        return partition.spilled.limit(unread.data if unread is not None else None, self.window.seen)
 
-    def found(self, index: int, changes: Sequence[StoredChange], limit: Limit) -> None:
+    def found(self, partition: Partition, changes: Sequence[StoredChange], limit: Limit) -> None:
         """Take in stored changes of a partition; undeliverable ones are judged again."""
-        self.spilled[index].found([self.admission.judge_again(each) for each in changes], limit)
-        if self.partitions[index].in_flight is None:
-            self._candidates[index] = None
+        assert partition.spilled is not None, "it runs from stored changes"
+        partition.spilled.found([self.admission.judge_again(each) for each in changes], limit)
+        if partition.in_flight is None:
+            self._candidates[partition] = None
 
-    def is_blocked(self, index: int) -> bool:
-        """Whether a partition waits for buffered changes, which are at or below its mark, to be stored again."""
-        spilled = self.spilled.get(index)
-        if spilled is None or spilled.ahead or self.partitions[index].in_flight is not None:
+    def must_store_again(self, partition: Partition) -> bool:
+        """Return True if a partition waits until queued changes, which are at or below its mark, are stored again."""
+        spilled = partition.spilled
+        if spilled is None or spilled.ahead or partition.in_flight is not None:
             return False
-        limit = self.readable(index)
+        limit = self.readable(partition)
         return not limit.inclusive and not spilled.has_more(limit)
 
-    def _may_run(self, index: int) -> bool:
-        """Whether stored changes are left that may be run, for all that is known. Callable from any thread."""
-        spilled = self.spilled.get(index)
-        return spilled is not None and (bool(spilled.ahead) or spilled.known_to < min(spilled.to, self.window.seen))
-
-    def is_secured(self, index: int, data: str) -> bool:
-        """Whether all of a partition up to a token is committed, or stored and marked by this term."""
-        return data <= max(self.partitions[index].image.data, self.kept.get(index, ""))
-
-    def must_store(self, index: int) -> bool:
-        """Return True if a partition has an undeliverable change that is not stored yet."""
-        waiting = self._undeliverable.get(index, deque())
-        while waiting and self.is_secured(index, waiting[0]):
-            waiting.popleft()
-        if not waiting:
-            self._undeliverable.pop(index, None)
-        return bool(waiting)
+    def _may_run(self, spilled: Spilled) -> bool:
+        """Return True if stored changes are left that may be run, for all that is known. Callable from any thread."""
+        return bool(spilled.ahead) or spilled.known_to < min(spilled.to, self.window.seen)
 
     @property
     def unstored(self) -> str | None:
@@ -315,52 +287,48 @@ class Subscription:
         Nothing from there on is dispatched: if the cause is fixed and the change is read again, its new partition must
         not have passed it.
         """
-        waiting = [index for index in list(self._undeliverable) if self.must_store(index)]
-        return min((self._undeliverable[index][0] for index in waiting), default=None)
+        self._undeliverable = [each for each in self._undeliverable if each.must_store]
+        return min((each.undeliverable[0] for each in self._undeliverable), default=None)
 
     # -- running -----------------------------------------------------------------------------------
 
     def due(self, now: float) -> Iterable[tuple[Partition, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now."""
-        unstored, replays = self.unstored, {} if self.is_draining else self.replays
-        for index in [*self._candidates, *(replays.keys() - self._candidates.keys())]:
-            partition = self.partitions[index]
+        unstored, is_draining = self.unstored, self.is_draining
+        replays = [] if is_draining else [each for each in self.partitions.values() if each.replay is not None]
+        for partition in [*self._candidates, *(each for each in replays if each not in self._candidates)]:
             if partition.in_flight is not None:
-                self._candidates.pop(index, None)
+                self._candidates.pop(partition, None)
                 continue
-            replay = replays.get(index) if partition.is_free(now) else None
-            if replay is None or index in self._replayed:  # a partition's changes and its dead letters take turns
-                self._replayed.discard(index)
+            replay = partition.replay if partition.is_free(now) and not is_draining else None
+            if replay is None or partition.has_replayed:  # a partition's changes and its dead letters take turns
+                partition.has_replayed = False
                 changes = self._due_changes(partition, now, unstored)
                 if changes:
-                    del self._candidates[index]
-                    self._candidates[index] = None
+                    del self._candidates[partition]
+                    self._candidates[partition] = None
                     yield partition, self._dispatch(partition, changes)
                     continue
             if replay is not None:
-                self._replayed.add(index)
-                self.replaying.add(index)
-                yield partition, self._dispatch_replay(partition, self.replays.pop(index))
+                partition.has_replayed = partition.is_replaying = True
+                partition.replay = None
+                yield partition, self._dispatch_replay(partition, replay)
 
     def _due_changes(
         self, partition: Partition, now: float, before: str | None
     ) -> Sequence[PendingChange | StoredChange]:
-        index = partition.image.index
-        if index not in self._candidates or partition.ready_at > now:
+        if partition not in self._candidates or partition.ready_at > now:
             return []
-        self.window.complete(index, partition.image.data)
+        self.window.complete(partition.queue, partition.image.data)
         changes = self._next(partition)
         if not changes:
-            self._candidates.pop(index)
+            self._candidates.pop(partition)
         return changes if before is None else [each for each in changes if each.data < before]
 
     def _next(self, partition: Partition) -> Sequence[PendingChange | StoredChange]:
         """The next run of a partition: while anything is stored that is not committed, from there alone."""
-        index, limit = partition.image.index, self._limit(partition)
-        spilled = self.spilled.get(index)
-        if spilled is None:
-            return _alike(self.window.head(index, limit, self._run_bytes))
-        return _alike(spilled.head(limit, self._run_bytes))
+        source = partition.queue if partition.spilled is None else partition.spilled
+        return _alike(source.head(self._limit(partition), self._run_bytes))
 
     def queue_of(self, index: int) -> str:
         """The queue that runs of a partition go to."""
@@ -370,7 +338,7 @@ class Subscription:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
         if self.unstored is not None:
             return math.inf
-        return min((self.partitions[index].ready_at for index in self._candidates), default=math.inf)
+        return min((each.ready_at for each in self._candidates), default=math.inf)
 
     def _limit(self, partition: Partition) -> int:
         """After an unclean end or a rejection runs are one change each, so that only the guilty change is charged."""
@@ -380,13 +348,13 @@ class Subscription:
 
     def _dispatch(self, partition: Partition, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         first = partition.next_sequence
-        self.feedback.send(partition.image.index, changes[0])
+        partition.sent_key = self.feedback.note_dispatch(changes[0])
         is_parked = bool(partition.image.parked_keys)
         run = Run(
             self._options.name,
             self.name,
             self.plan.layout.generation,
-            partition.image.index,
+            partition.index,
             self.plan.version,
             first,
             first + len(changes) - 1,
@@ -402,7 +370,7 @@ class Subscription:
         return Dispatch(run, handler.task_name, partition.attempt, label, queue, buffered, commits)
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
-        index, first = partition.image.index, partition.next_sequence
+        index, first = partition.index, partition.next_sequence
         generation, version = self.plan.layout.generation, self.plan.version
         run = Run(
             self._options.name,
