@@ -55,6 +55,7 @@ from pymongo import UpdateOne
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, WriteError
 
+from mongo_celery.mongo.expressions import literal
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 
 Document = dict[str, Any]
@@ -136,11 +137,16 @@ def apply(collection: Collection[Document], part: Part, transaction_id: Any, par
 
 
 def settle(collection: Collection[Document], parts: Sequence[Part], transaction_id: Any) -> None:
-    """Take the markers away, and renew the versions, of all participants of one collection at once."""
+    """
+    Remove the markers, and renew the versions, of all participants of one collection.
+
+    One statement does it for each participant: between two, another transaction may give it the version that it lacked.
+    """
+    others = {"$filter": {"input": f"${MARKERS}", "cond": {"$ne": ["$$this", literal(transaction_id)]}}}
+    unmarked = {"$set": {MARKERS: {"$cond": [{"$isArray": f"${MARKERS}"}, others, f"${MARKERS}"]}}}
     updates = [
-        UpdateOne(_marked(part, transaction_id, is_versioned), _pull(transaction_id, is_versioned))
+        UpdateOne({"_id": {"$eq": part.id}, MARKERS: {"$eq": transaction_id}}, [unmarked, _renewed_if_there()])
         for part in parts
-        for is_versioned in (True, False)
     ]
     try:
         collection.bulk_write(updates, ordered=False)
@@ -170,7 +176,7 @@ def undo(collection: Collection[Document], part: Part, transaction_id: Any, inca
             guard = {**_marked(part, transaction_id, is_versioned), "$and": [part.revert_require or {}]}
             if _matches(collection, guard, _merged(part.revert, _pull(transaction_id, is_versioned))):
                 return Undone.UNDONE
-        if _matches(collection, unmarked, _renewed_if_there()):
+        if _matches(collection, unmarked, [_renewed_if_there()]):
             return Undone.UNDONE
         view = _seen(collection, part, transaction_id)
         if not view.exists:
@@ -207,12 +213,12 @@ def _pull(transaction_id: Any, is_versioned: bool) -> Document:
     return {"$pull": {MARKERS: {"$in": [transaction_id]}}, **renewed}
 
 
-def _renewed_if_there() -> list[Document]:
-    """Renew a version in one update: no other look comes between the question and the renewal."""
+def _renewed_if_there() -> Document:
+    """Return the stage that renews a version: no other look comes between the question and the renewal."""
     field = f"${PARTICIPANT_VERSION}"
     renewed = {"$mergeObjects": [field, {"at": ObjectId()}]}
-    is_versioned = {"$ne": [{"$type": f"{field}.of"}, "missing"]}
-    return [{"$set": {PARTICIPANT_VERSION: {"$cond": [is_versioned, renewed, field]}}}]
+    is_versioned = {"$and": [{"$eq": [{"$type": field}, "object"]}, {"$ne": [{"$type": f"{field}.of"}, "missing"]}]}
+    return {"$set": {PARTICIPANT_VERSION: {"$cond": [is_versioned, renewed, field]}}}
 
 
 def _matches(

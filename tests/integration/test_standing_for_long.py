@@ -58,10 +58,15 @@ class Hour:
                 self.term.flush()
 
     def settle(self) -> None:
-        """Wait until all is stored, and counted."""
+        """Wait until all of the halted partition is stored, nothing of the other, and both are counted."""
         self.term.turn_until(lambda: not self.term.led.window.count, later=0.3)
-        stored = self.term.documents.count_documents({})
-        self.term.turn_until(lambda: self.term.spilling.report()["spilledCount"] == stored, later=1.0)
+        self.term.flush()  # up to there what was refused in the other partition is removed
+        self.term.turn_until(
+            lambda: (
+                self.term.spilling.report()["spilledCount"] == self.term.documents.count_documents({}) == self.second
+            ),
+            later=1.0,
+        )
 
     def grown(self) -> dict[str, int]:
         """Return what it has: objects in memory, their bytes, what is reported, and the document of its watermark."""

@@ -6,14 +6,14 @@ import threading
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
+from pymongo import MongoClient, monitoring
 from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase import coordinator as coordinators
 from mongo_celery.twophase import documents
-from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
+from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
     Gate,
@@ -234,6 +234,41 @@ def test_a_value_that_somebody_left_in_the_versions_place_is_replaced(
     assert errors == []
     assert balances(accounts) == {"A": 900, "B": 1100}
     assert all(list(each[PARTICIPANT_VERSION]) == ["of", "at"] for each in accounts["accounts"].find())
+
+
+class Statements(monitoring.CommandListener):
+    """The statements of a client's updates, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Document] = []
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        if event.command_name == "update":
+            self.sent += event.command["updates"]
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        """Nothing."""
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+
+def test_a_version_that_is_given_between_two_statements_leaves_no_marker(
+    accounts: Database[Document], mongo_url: str
+) -> None:
+    """A participant of the tutorial's own code has none, and may be given one at any moment while it is settled."""
+    part = Part(None, accounts["accounts"].full_name, "A", {}, {}, {}, {})
+    statements = Statements()
+    with MongoClient[Document](mongo_url, event_listeners=[statements]) as client:
+        documents.settle(client[accounts.name]["accounts"], [part], "ours")
+
+    for count in range(len(statements.sent) + 1):
+        accounts["accounts"].update_one({"_id": "A"}, {"$set": {MARKERS: ["ours"]}, "$unset": {PARTICIPANT_VERSION: 1}})
+        for number, each in enumerate(statements.sent):
+            if number == count:
+                documents.look(accounts["accounts"], part, "other")
+            accounts.command({"update": "accounts", "updates": [each]})
+        assert markers(accounts) == [], f"{count} of {len(statements.sent)} statements had been executed"
 
 
 def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
