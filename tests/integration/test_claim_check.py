@@ -344,7 +344,7 @@ def test_a_change_whose_bytes_are_missing_waits_uncharged_until_it_is_stored_aga
         bench.due_now()
     named = [each.getMessage() for each in caplog.records if getattr(each, "event", "") == "stored_change_missing"]
     assert len(named) == 2
-    assert all(bench.rig.where in each and token(1)["_data"] in each and "`spill`" in each for each in named)
+    assert all(bench.rig.where in each and token(1)["_data"] in each and "`backlog`" in each for each in named)
 
     bench.documents.delete_many({})  # as a person would cure what was exchanged
     assert len(bench.run(bench.check.check_in(dispatch(raw, attempt=1)).run)) == 1

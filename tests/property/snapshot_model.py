@@ -253,7 +253,7 @@ class Partition(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document of ``spill``."""
+    """A document of ``backlog``."""
 
     partition: int
     item: Item

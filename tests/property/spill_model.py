@@ -201,7 +201,7 @@ class Partition(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document of ``spill``."""
+    """A document of ``backlog``."""
 
     generation: int
     partition: int
