@@ -9,6 +9,7 @@ has proved claims, fences and outcomes; here a claim *is* its execution, which l
   image that it takes afresh shows it a larger epoch. A crash is a term that begins between any two steps.
 - *A listener acts on fresh images*. What it would do on stale ones is a late write too, or cannot claim; what it has
   read ahead from the collection is a message that is out already.
+- *A stored change travels by reference*: its message has no bytes, and its execution reads them under its claim.
 - *A bulk* whose answer is lost lands document by document, in any order.
 - *A change has a key*: its partition is ``key % partitions``, however many there are.
 - *A term without the handler* leaves no trace in its documents; it is the time between two terms, in which the oplog
@@ -40,6 +41,8 @@ class Broken(StrEnum):
     MARK_SKIPS = "a change at or below the mark is skipped when it is read"
     COLLECTION_AT_ONCE = "the collection is run at once, whatever this term has read"
     BUFFER_FIRST = "what is in the buffer runs although stored changes are left"
+    RUNS_BEFORE_STORED_AGAIN = "stored changes run although changes at or below the mark wait to be stored again"
+    BOUND_REFUSES_LARGE = "the bound also refuses a change that is too large for a message"
     DUPLICATE_DOES_NOTHING = "an insert that finds its document does nothing"
     MARK_IGNORES_GROWTH = "the mark is guarded by the epoch only"
     CLEAR_IGNORES_MARK = "clearing does not compare mark and position"
@@ -119,7 +122,7 @@ class World(NamedTuple):
         rewind: The place to which the operator may rewind, once.
         operator: Whether somebody retries or skips what is halted.
         storing: Whether a halting execution stores its change, unmarked.
-        reference: Whether runs travel by reference: stored, unmarked, before they are dispatched.
+        large: Whether changes are too large for a message: then none is dispatched before it is stored and marked.
         buffer: How many changes a listener keeps in memory; 0: any number.
         bound: How many documents may be stored; 0: any number.
         broken: The rule left out.
@@ -139,7 +142,7 @@ class World(NamedTuple):
     rewind: int | None = None
     operator: bool = False
     storing: bool = False
-    reference: bool = False
+    large: bool = False
     buffer: int = 0
     bound: int = 0
     broken: Broken = Broken.NOTHING
@@ -230,7 +233,10 @@ class Listener(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A run in the broker: it can claim while its partition stands at ``base``."""
+    """A run in the broker: it can claim while its partition stands at ``base``.
+
+    One by reference (``stored``) has no bytes: its execution reads them under its claim.
+    """
 
     generation: int
     partition: int
@@ -238,6 +244,7 @@ class Message(NamedTuple):
     base: int
     token: int
     config: int
+    stored: bool = False
 
     def __str__(self) -> str:
         """Return the message as a part of a trace."""

@@ -16,6 +16,7 @@ from tests.property.spill_model import (
     Listener,
     Message,
     Mode,
+    Partition,
     State,
     Step,
     Steps,
@@ -175,7 +176,7 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
         done = state._replace(writes=state.writes | set(writes))
     mine = listener._replace(stored=put(listener.stored, index, tokens[-1]))
     full = world.buffer > 0 and unfinished(world, state, listener) >= world.buffer
-    fair = partition.stands or partition.spilled > partition.token or full
+    fair = partition.stands or partition.spilled > partition.token or full or world.large
     yield from write(world, state, writes, with_listener(done, listener, mine), fair=fair)
 
 
@@ -187,8 +188,16 @@ def with_room(world: World, state: State, index: int, tokens: list[int]) -> list
     below = 0 if world.broken is Broken.BOUND_REFUSES_AGAIN else state.partitions[index].spilled
     room = world.bound - len(state.documents)
     new = [token for token in tokens if token not in there and token > below]
+    if world.large and world.broken is not Broken.BOUND_REFUSES_LARGE and partition_is_due(state, index):
+        new = [token for token in new if token != tokens[0]]
     refused = next(iter(new[max(room, 0) :]), len(world.keys) + 1)
     return [token for token in tokens if token < refused]
+
+
+def partition_is_due(state: State, index: int) -> bool:
+    """Tell whether a partition would run its next change from memory: it flows, and nothing of it is stored."""
+    partition = state.partitions[index]
+    return not partition.stands and partition.spilled <= partition.token
 
 
 def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
@@ -247,21 +256,30 @@ def remove(world: World, state: State, listener: Listener, index: int) -> Steps:
 def next_change(world: World, state: State, listener: Listener, index: int) -> int | None:
     """Return what a partition runs next: from the collection while the mark lies ahead, else from memory."""
     partition = state.partitions[index]
-    if partition.spilled > partition.token and world.broken is not Broken.BUFFER_FIRST:
-        limit = min(partition.spilled, reach(world, state, listener, index))
-        return next(iter(stored(state, index, partition.token, limit)), None)
-    return next(iter(read_changes(world, state, listener, index, partition.token)), None)
+    if not runs_from_store(world, partition):
+        return next(iter(read_changes(world, state, listener, index, partition.token)), None)
+    waiting = unstored(world, state, listener, index)
+    is_again = bool(waiting) and waiting[0] <= partition.spilled
+    limit = min(partition.spilled, max(reach(world, state, listener, index), listener.stored[index]))
+    if world.broken is Broken.RUNS_BEFORE_STORED_AGAIN:
+        limit = min(partition.spilled, listener.cursor)
+    elif is_again and world.broken is not Broken.COLLECTION_AT_ONCE:
+        return None
+    return next(iter(stored(state, index, partition.token, limit)), None)
+
+
+def runs_from_store(world: World, partition: Partition) -> bool:
+    """Tell whether a partition runs what is stored of it, and nothing else."""
+    return partition.spilled > partition.token and world.broken is not Broken.BUFFER_FIRST
 
 
 def dispatch(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """The first change that is not done goes out; a run by reference is stored before."""
+    """The first change that is not done goes out: by reference where it is stored."""
     partition = state.partitions[index]
     token = next_change(world, state, listener, index)
-    if token is None or partition.stands:
+    is_stored = runs_from_store(world, partition)
+    if token is None or partition.stands or (world.large and not is_stored):
         return
-    message = Message(state.generation, index, listener.term, partition.token, token, listener.config)
+    message = Message(state.generation, index, listener.term, partition.token, token, listener.config, is_stored)
     if message not in state.messages:
-        after = state._replace(messages=state.messages | {message})
-        if world.reference:
-            after = landed(world, after, Write(Late.INSERT, listener.term, state.generation, index, token))
-        yield Step("dispatch", message), after
+        yield Step("dispatch", message), state._replace(messages=state.messages | {message})

@@ -125,8 +125,8 @@ def bounded_duplicates(move: Move) -> Iterator[str]:
 
 
 def bytes_at_hand(move: Move) -> Iterator[str]:
-    """P13: who runs a change by reference finds its bytes."""
-    if move.world.reference and isinstance(move.step.who, Message) and move.step.kind == "start":
+    """P13: an execution of a change that travels by reference finds its bytes."""
+    if isinstance(move.step.who, Message) and move.step.who.stored and move.step.kind == "start":
         token = move.step.who.token
         if found(move.after, move.step.who.generation, move.step.who.partition, token) is None:
             yield f"the bytes of change {token} are gone"

@@ -15,7 +15,7 @@ TWO_TERMS = World("two changes, two terms", (0, 0), terms=2)
 HALTING = World("a halt", (0, 0), terms=1, faults=HALT, budget=1, operator=True)
 BACK = World("a rewind", (0, 0), terms=1, rewind=0)
 BACK_LATE = World("a rewind and a late removal", (0, 0), terms=1, rewind=0, late=LATE_REMOVAL, delays=1)
-BACK_REFERENCE = BACK_LATE._replace(name="runs by reference, a rewind, a late removal", reference=True)
+BACK_LARGE = BACK_LATE._replace(name="large changes, a rewind, a late removal", large=True)
 LAPSE_BACK = World("a rewind and a lapse", (0, 0), terms=1, rewind=0, faults=frozenset({Fault.LAPSE}), budget=1)
 HALT_BACK = World("a halt and a rewind", (0, 0), terms=1, rewind=0, faults=HALT, budget=1, operator=True)
 ROLLED_BACK = World("a rewind and a rolling oplog", (0, 0), terms=1, rolls=(2,), rewind=0)
@@ -30,6 +30,10 @@ ROLLED_MORE = World(
     matches=(frozenset({1, 3}), frozenset({1, 2, 3})), rolls=(2,), decision=Decision.OLDEST,
 )  # fmt: skip
 FULL_BACK = World("a full store and a rewind", (0, 0, 0), terms=1, buffer=1, bound=1, rewind=0)
+FULL_LARGE = World(
+    "a full store, a halt and large changes", (0, 1, 1), terms=1, partitions=(2,), bound=1, faults=HALT, budget=1,
+    large=True,
+)  # fmt: skip
 LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({Late.MARK}), delays=1)
 LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({Late.CLEAR}), delays=1)
 STALE_READ = World("a stale read", (0, 0), terms=1, faults=frozenset({Fault.STALE_READ}), budget=1)
@@ -88,7 +92,9 @@ SOUND = (
     ),
     Sound(ROLLBACK._replace(terms=2), 5_000),
     Sound(TWO_TERMS._replace(name="a stream that breaks", faults=frozenset({Fault.REOPEN}), budget=1), 2_000),
-    Sound(BACK_REFERENCE, 1_500),
+    Sound(BACK_LARGE, 1_000),
+    Sound(FULL_LARGE._replace(operator=True), 1_000),
+    Sound(TWO_TERMS._replace(name="large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1), 5_000),
     Sound(MERGED, 5_000),
     Sound(SPLIT, 2_500),
     Sound(MERGED_BACK, 8_000),
@@ -156,8 +162,11 @@ CAUGHT = (
     caught(Broken.COLLECTION_AT_ONCE, LAPSE_BACK, "P2", watched="P2"),
     caught(Broken.BUFFER_FIRST, TWO_TERMS, "P12"),
     caught(Broken.BUFFER_FIRST, TWO_TERMS, "P1", watched="P1"),
+    caught(Broken.RUNS_BEFORE_STORED_AGAIN, MATCHES_MORE, "P1"),
+    caught(Broken.RUNS_BEFORE_STORED_AGAIN, BACK_LATE, "P13", watched="P13"),
+    caught(Broken.BOUND_REFUSES_LARGE, FULL_LARGE, "P12"),
     caught(Broken.DUPLICATE_DOES_NOTHING, BACK_LATE, "P5"),
-    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_REFERENCE, "P13", watched="P13"),
+    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_LARGE, "P13", watched="P13"),
     caught(Broken.MARK_IGNORES_GROWTH, LATE_MARK, "P5"),
     caught(Broken.CLEAR_IGNORES_MARK, LATE_CLEAR, "P5"),
     caught(Broken.NONE_LEFT_CLEARS, STALE_READ, "P5"),
