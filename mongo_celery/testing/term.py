@@ -33,7 +33,7 @@ from mongo_celery.errors import LeaseLostError, StreamRefusedError
 from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.oplog import check_topology, operation_time
 
-_OF_A_TERM = {f"mongo_celery-{name}" for name in ("reader", "snapshot", "removal", "horizon", "lost-messages")}
+_OF_A_TERM = {f"mongo_celery-{name}" for name in ("reader", "snapshot", "removal", "housekeeping")}
 __tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _ENDING_SECONDS = 10.0
 _OUTAGES_MAX = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from mongo_celery import (
     TransactionTimeoutError,
     TwoPhaseCommit,
 )
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -306,21 +308,22 @@ def test_whoever_leads_a_bridge_asks_for_it_too(
     TwoPhaseCommit(app, database["others"], name="not-asked", recover_every=None)
     app.finalize()
     requests = PeriodicRequests(app)
-    requests._every = {("a.task.that.is.not.registered.yet",): 0.05, **requests._every}  # the thread outlives it
-    requests.start()
+    requests._every = {("a.task.that.is.not.registered.yet",): 0.05, **requests._every}  # it ends nothing
+    requests._due = dict.fromkeys(requests._every, 0.0)
+    housekeeping = Housekeeping()
+    housekeeping.add(requests.send_due)
+    housekeeping.start()
     try:
         wait_for(lambda: redis_client.llen("celery") >= 3)
     finally:
-        requests.stop()
+        housekeeping.stop()
 
     messages = b" ".join(redis_client.lrange("celery", 0, -1))  # type: ignore[arg-type]
     assert messages.count(b'"task": "' + RECOVER_TASK.encode()) >= 2
     assert messages.count(b'"task": "' + SWEEP_TASK.encode()) == 1
     assert b"not-asked" not in messages
     assert b'"expires": null' not in messages
-    idle = PeriodicRequests(Celery("idle", broker="memory://"))
-    idle.start()
-    idle.stop()
+    assert PeriodicRequests(Celery("idle", broker="memory://")).send_due() == math.inf
 
 
 def test_transactions_that_nobody_recovers_say_so_until_somebody_does(

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from celery import Celery
 
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.lost_messages import BrokerAnswer, BrokerWatch, LostMessageDetector
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.occupancy import Occupancy
@@ -31,7 +32,7 @@ class FixedWatch:
         self.returned_at = float("-inf")
         self.asked: Collection[str] = ()
 
-    def ask(self, queues: Collection[str]) -> None:
+    def watch(self, queues: Collection[str]) -> None:
         self.asked = queues
 
     def set_answer(self, at: float, occupancy: Occupancy, *queues: str) -> None:
@@ -186,9 +187,11 @@ def test_the_return_of_the_broker_or_of_a_consumer_begins_the_grace_anew() -> No
 def test_a_watch_notices_that_the_broker_or_a_consumer_returns(make_redis: Any) -> None:
     """I14, P17: a real Redis that ends and starts again; and RabbitMQ's number of consumers, which Redis has not."""
     server = make_redis()
-    watch = BrokerWatch(Celery("shop", broker=server.url, set_as_current=False))
+    housekeeping = Housekeeping()
+    watch = BrokerWatch(Celery("shop", broker=server.url, set_as_current=False), housekeeping)
+    housekeeping.start()
     try:
-        watch.ask({"shop.0"})
+        watch.watch({"shop.0"})
         wait_for(lambda: watch.answer)
         assert watch.returned_at == float("-inf")
         server.kill()
@@ -197,10 +200,8 @@ def test_a_watch_notices_that_the_broker_or_a_consumer_returns(make_redis: Any) 
         wait_for(lambda: watch.answer)
         assert watch.returned_at > float("-inf")
     finally:
-        watch.close()
-    thread = watch._thread
-    assert thread is not None
-    wait_for(lambda: not thread.is_alive())
+        housekeeping.stop()
+    wait_for(lambda: not housekeeping._thread.is_alive())
     counts = [[1, 1], [0, 1], [0, 2], [0, 2]]
     found = [watch._has_more_consumers({"a": Occupancy(0, a), "b": Occupancy(0, b)}) for a, b in counts]
     assert found == [False, False, True, False]

@@ -29,7 +29,6 @@ Not promised: a change that was handled before the cause came up, and is read ag
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.bridge.change import FLAGS, describe, event_of
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.existing import is_unread, opens_stream, place_of
+from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.refusal import Refusal
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_COMPLAINT_SECONDS = 30.0
 _MOST_KNOWN = 4096
 
 
@@ -76,8 +75,7 @@ class Admission:
         self._partitioner = partitioner
         self._layout = layout
         self._undeliverable = undeliverable
-        self._complained_at: float | None = None
-        self._untold = 0
+        self._throttle = LogThrottle()
 
     def admit(self, event: ChangeEvent) -> PendingChange | None:
         """The change that this event is for the subscription, refused or not; None when it owes none. Never raises."""
@@ -175,20 +173,18 @@ class Admission:
         assert change.refusal is not None, "only undeliverable changes are reported"
         if is_unread(change.data):
             return  # the reader has said so
-        now = time.monotonic()
-        if self._complained_at is not None and now - self._complained_at < _COMPLAINT_SECONDS:
-            self._untold += 1
+        if not self._throttle.may_log():
             return
+        left_out = self._throttle.count_left_out()
         logger.error(
             "%s is refused before handler %s, in partition %d%s: %s",
             describe(change.raw),
             self._selector.name,
             change.index,
-            f" (and {self._untold} more since the last such line)" if self._untold else "",
+            f" (and {left_out} more since the last such line)" if left_out else "",
             change.refusal.reason,
             extra={"event": "change_refused", "partition": change.index},
         )
-        self._complained_at, self._untold = now, 0
 
 
 def keyless(handler: str, error: Exception) -> Refusal:

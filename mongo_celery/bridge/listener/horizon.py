@@ -1,7 +1,7 @@
 """
 How far the oplog reaches back beside each subscription, so that nobody loses history without having been told.
 
-A thread of its own reads the oldest and the latest entry, every few seconds: a slow MongoDB delays a warning, and
+The housekeeping thread reads the oldest and the latest entry, every few seconds: a slow MongoDB delays a warning, and
 never the listener. The leading thread judges what was read last against where each subscription stands. Only an oplog
 that removes entries endangers anybody: one that is whole, or has room left, only grows.
 
@@ -12,7 +12,7 @@ which its subscription must be read again; the record names it, and the command 
 from __future__ import annotations
 
 import logging
-import threading
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -97,16 +97,6 @@ class Horizon:
         self._read: Oplog | None = None
         self._judged: Oplog | None = None
         self._named: dict[str, float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mongo_celery-horizon", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read the oplog's ends."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Read no more. Does not wait: a read that is under way has a limit."""
-        self._stopping.set()
 
     def share(self, subscription: Subscription) -> float:
         """Which share of the oplog's window lies behind a subscription, by the last reading; 0 where nothing rolls."""
@@ -144,21 +134,19 @@ class Horizon:
         else:
             logger.warning("%s", _sentence(risk), extra={"event": "history_at_risk", **extra})
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping.wait(_pause(self._look())):
-                pass
-        except DeploymentError as error:  # no right to read it, or a mongos, which has none
-            self._say_unseen(error)
-
-    def _look(self) -> Oplog | None:
+    def read_oplog(self) -> float:
+        """Read how far the oplog reaches; return the seconds until the next reading."""
+        oplog: Oplog | None = None
         try:
             with pymongo.timeout(ANSWER_SECONDS):
                 oplog = read_oplog(self._wiring.client)
                 self._read = oplog if oplog.removes(oplog_fill(self._wiring.client)) else None
         except PyMongoError:  # asked again soon; that MongoDB does not answer is said by those who need it
-            return None
-        return oplog
+            pass
+        except DeploymentError as error:  # no right to read it, or a mongos, which has none
+            self._say_unseen(error)
+            return math.inf
+        return _pause(oplog)
 
     def _say_unseen(self, error: DeploymentError) -> None:
         said = self._wiring.of_process(_Said)

@@ -27,10 +27,12 @@ from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.looks import BUSY_LOOK, Looks
 from mongo_celery.bridge.listener.lost_messages import BrokerWatch, LostMessageDetector
 from mongo_celery.bridge.listener.owed import OwedSnapshots
+from mongo_celery.bridge.listener.pacing import LogThrottle, RetryGate
 from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.renewal import Renewal
@@ -61,10 +63,8 @@ logger = logging.getLogger("mongo_celery.listener")
 _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
-_COMPLAINT_SECONDS = 30.0
 _NAMED = 10
 _SILENCE_SECONDS = 5
-_PAUSE_SECONDS = 1.0
 
 
 class Leader:
@@ -114,7 +114,7 @@ class Leader:
         self._stream_status: StreamStatus | None = None
         self._is_blind = False
         self._lost: HistoryLostError | None = None
-        self._resumes_at = 0.0
+        self._resuming = RetryGate()
         self._subscriptions: dict[str, Subscription] = {}
         self._stopped: Mapping[str, str] = {}
         self._locked: LockedPartitions | None = None
@@ -128,7 +128,9 @@ class Leader:
             fingerprint=scope.fingerprint,
             line=wiring.line,
         )
+        self.housekeeping = Housekeeping()
         self._horizon = Horizon(wiring)
+        self.housekeeping.add(self._horizon.read_oplog)
         self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share, wiring.line)
         self._looks = Looks(self._store.partitions, self._spilling.session)
         self._snapshots = Snapshotting(wiring, self.wake)
@@ -145,15 +147,15 @@ class Leader:
         self._at_end = self._is_held_up = False
         self._full, self._full_at = "", math.inf
         self._opened_at = 0.0
-        self._complained_at = -math.inf
+        self._throttle = LogThrottle()
         self._claim_check = ClaimCheck(self._store.spill, self._options.max_message_bytes)
         self._publishing = Publishing(
             Dispatcher(wiring.app, self._options, lambda: renewal.sealing, wiring.queue_names),
             self._claim_check,
             activity,
         )
-        self._lost_messages = LostMessageDetector(self._options, BrokerWatch(wiring.app))
-        self._untaken = UntakenQueues(wiring)
+        self._lost_messages = LostMessageDetector(self._options, BrokerWatch(wiring.app, self.housekeeping))
+        self._untaken = UntakenQueues(wiring, self.housekeeping)
         self._fairness = Fairness({})
 
     def lead(self) -> None:
@@ -175,19 +177,18 @@ class Leader:
     def led(self) -> Iterator[None]:
         """Take over and read, from whatever thread turns inside; step down at the end, but for renewal and release."""
         try:
+            self.housekeeping.start()
             self._begin()
-            self._horizon.start()
             try:
                 yield
             finally:
                 if self._reader is not None:
                     self._reader.stop()
-                self._horizon.stop()
                 with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
                     self._watermarks.store(self._subscriptions.values(), time.monotonic())
         finally:
             self._publishing.close()
-            self._lost_messages.close()
+            self.housekeeping.stop()
             self._snapshots.close()
             self._spilling.close()
 
@@ -465,9 +466,8 @@ class Leader:
         waits = f"; {self._spilling.waits}" if is_held else ""
         most = f"{largest.name} ({largest.window.count})"
         self._full = f"the buffer is full, most of it with changes of handler {most}{waits}"
-        if now - self._complained_at < _COMPLAINT_SECONDS:
+        if not self._throttle.may_log():
             return
-        self._complained_at = now
         logger.log(
             logging.ERROR if is_held else logging.INFO,
             "%s. The stream is not read until workers have made room",
@@ -593,14 +593,14 @@ class Leader:
 
     def _resume_behind_gap(self, error: HistoryLostError, now: float) -> None:
         """Settle a history that was lost, and read on; a server that does not answer is asked again after a pause."""
-        if now < self._resumes_at:
+        if not self._resuming.is_open(now):
             return
         try:
             position = self._history.go_on(error, self._subscriptions, self._watermarks)
         except PyMongoError as trouble:
             renew_connections(self._wiring.client, trouble)
             raise_if_final(trouble, self._wiring.state_concern)
-            self._resumes_at = time.monotonic() + _PAUSE_SECONDS
+            self._resuming.note_failure()
             logger.warning(
                 "resuming after an oplog gap failed, trying again: %s",
                 brief(trouble),

@@ -261,8 +261,6 @@ class Listener:
             extra={"event": "lease_acquired", "version": term.version},
         )
         renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl, self._report)
-        requests = PeriodicRequests(self._wiring.app)
-        requests.start()
         renewal.start()
         self.activity.begins_term(term.version)
         ended_by: Exception | None = None
@@ -288,7 +286,6 @@ class Listener:
             self._leader = None
             self.activity.ends_term()
             renewal.stop()
-            requests.stop()
             self._release(leases, renewal, ended_by)
 
     def _lead_by(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
@@ -313,6 +310,7 @@ class Listener:
             self.activity,
             refused,
         )
+        self._leader.housekeeping.add(PeriodicRequests(self._wiring.app).send_due)
         self._leader.lead()
 
     def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None) -> None:

@@ -16,7 +16,7 @@ by then. A message that is sent again without need meets a claim, and the worker
 Workers without the code of a handler drop all its messages. So a run that is lost again waits twice as long, and at
 most `dispatch_grace`.
 
-The broker is asked once a second, only while a run is overdue, and by a thread: a frozen broker never holds the leader.
+The broker is asked once a second, only while a run is overdue, by the housekeeping thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field
 from celery import Celery
 from kombu import Connection
 
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.connection import bounded_connection, demand_answer
@@ -67,46 +67,37 @@ class BrokerWatch:
         returned_at: monotonic time of the last answer that followed a failure, or that showed a consumer more.
     """
 
-    def __init__(self, app: Celery) -> None:
+    def __init__(self, app: Celery, housekeeping: Housekeeping) -> None:
         self.answer: BrokerAnswer | None = None
         self.returned_at = -math.inf
         self._app = app
         self._queues: frozenset[str] = frozenset()
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
         self._connection: Connection | None = None
         self._consumers: dict[str, int] = {}
         self._is_failing = False
+        self._asked_at = -math.inf
+        self._job = housekeeping.add(self.ask_broker, self._disconnect)
 
-    def ask(self, queues: Collection[str]) -> None:
-        """Ask about these queues from now on, or about none. Return immediately."""
-        with self._changed:
-            self._queues = frozenset(queues)
-            self._changed.notify()
-            if queues and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mongo_celery-lost-messages", daemon=True)
-                self._thread.start()
+    def watch(self, queues: Collection[str]) -> None:
+        """Have the broker asked about these queues from now on, or about none. Returns immediately."""
+        was_idle, self._queues = not self._queues, frozenset(queues)
+        if queues and was_idle:
+            self._job.wake()
 
-    def close(self) -> None:
-        """Ask no more. A question that is under way ends within its bound, and nobody waits for it."""
-        self._closed.set()
-        self.ask(())
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._queues or self._closed.is_set(), _IDLE_SECONDS)
-                queues = self._queues
-            if queues:
-                self._ask(queues)
-                self._closed.wait(_ASK_SECONDS)
-            else:
-                self._disconnect()
+    def ask_broker(self) -> float:
+        """Ask about the queues; return the seconds until the next question."""
+        if self._queues:
+            self._ask(self._queues)
+            return _ASK_SECONDS
+        if self._connection is None:
+            return math.inf
+        if time.monotonic() - self._asked_at < _IDLE_SECONDS:
+            return _IDLE_SECONDS
         self._disconnect()
+        return math.inf
 
     def _ask(self, queues: frozenset[str]) -> None:
-        asked_at = time.monotonic()
+        asked_at = self._asked_at = time.monotonic()
         try:
             if self._connection is None:
                 self._connection = bounded_connection(self._app, _ANSWER_SECONDS)
@@ -153,10 +144,6 @@ class LostMessageDetector:
         self._checked_at = -math.inf
         self._returned_at = -math.inf
 
-    def close(self) -> None:
-        """Ask the broker no more."""
-        self._watch.close()
-
     def check(
         self, subscriptions: Collection[Subscription], read_at: float, now: float, *, is_broker_down: bool = False
     ) -> bool:
@@ -183,7 +170,7 @@ class LostMessageDetector:
         ]
         overdue = [each for each in unclaimed if now >= self._overdue_at(*each)]
         queues = {subscription.queue_of(index) for subscription, index in overdue}
-        self._watch.ask(queues or ({self._options.queue_of(0)} if is_broker_down else ()))
+        self._watch.watch(queues or ({self._options.queue_of(0)} if is_broker_down else ()))
         has_returned = self._watch.returned_at > self._returned_at
         if has_returned:
             self._returned_at = self._watch.returned_at

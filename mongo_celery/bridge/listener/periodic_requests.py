@@ -9,7 +9,7 @@ indexes: each entry, and each transaction, is claimed by one of them.
 from __future__ import annotations
 
 import logging
-import threading
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 _BROKER_SECONDS = 5
-_STOP_SECONDS = 1.0
 
 
 class PeriodicRequests:
     """
-    Asks during one term, from a thread of its own: nothing waits for it, and what fails is tried again.
+    What is asked for during one term; what fails is tried again.
 
     Args:
         app: the Celery app.
@@ -37,27 +36,17 @@ class PeriodicRequests:
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._every = periods_of(app)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mongo_celery-periodic-requests", daemon=True)
+        self._due = dict.fromkeys(self._every, 0.0)
 
-    def start(self) -> None:
-        """Ask at once, and again and again; for nothing that something else sees to."""
-        if self._every:
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Ask no more, and wait for that, unless the broker takes its time."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(_STOP_SECONDS)
-
-    def _run(self) -> None:
-        due = dict.fromkeys(self._every, time.monotonic())
-        while not self._stopping.wait(max(min(due.values()) - time.monotonic(), 0.0)):
-            for call, at in due.items():
-                if at <= time.monotonic():
-                    self._ask(*call)
-                    due[call] = time.monotonic() + self._every[call]
+    def send_due(self) -> float:
+        """Send one request that is due; return the seconds until the next one, infinite if there is none."""
+        call = min(self._due, key=lambda each: self._due[each], default=None)
+        if call is None:  # something else sees to all
+            return math.inf
+        if self._due[call] <= time.monotonic():
+            self._ask(*call)
+            self._due[call] = time.monotonic() + self._every[call]
+        return max(min(self._due.values()) - time.monotonic(), 0.0)
 
     def _ask(self, name: str, *arguments: str) -> None:
         try:

@@ -30,6 +30,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.existing import opens_stream
+from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.listener.subscription import Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions
@@ -62,7 +63,6 @@ _TURN_SECONDS = 0.1
 _POLL_SECONDS = 0.25
 _PAUSE_SECONDS = 1.0
 _READ_AGAIN_PAUSE = 1.0
-_COMPLAINT_SECONDS = 30.0
 _SOON_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
 
@@ -126,7 +126,7 @@ class Repartitioning:
         self._tokens: Mapping[str, Mapping[str, Any] | None] = {}
         self._rereading: list[Subscription] = []
         self._next_at = self._read_again_at = 0.0
-        self._complained_at = -math.inf
+        self._throttle = LogThrottle()
 
     def begin(self, subscriptions: Mapping[str, Subscription], takeover: Takeover) -> list[Subscription]:
         """
@@ -196,7 +196,7 @@ class Repartitioning:
                     break
         except PyMongoError as error:
             self.note_failure(error)
-        self._complain(now)
+        self._complain()
         return moved
 
     def put_off(self, now: float) -> None:
@@ -382,10 +382,9 @@ class Repartitioning:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _complain(self, now: float) -> None:
-        if not self._moves or now - self._complained_at < _COMPLAINT_SECONDS:
+    def _complain(self) -> None:
+        if not self._moves or not self._throttle.may_log():
             return
-        self._complained_at = now
         for name, move in self._moves.items():
             logger.warning(
                 "%s waits for its %d partitions: %s. Until then the old ones serve",

@@ -3,18 +3,17 @@ Queues of which no worker takes a run: after the grace the workers are asked, an
 
 Either no worker consumes a queue, or workers take its messages and claim nothing, as without a right in MongoDB.
 
-They are asked by a thread of its own, only while something has waited for longer than `dispatch_grace`: a broker that
-is frozen never holds the leading thread.
+The housekeeping thread asks them, only while something has waited for longer than `dispatch_grace`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.broker.workers import ask_for_queues
 from mongo_celery.command_line import CommandLine
@@ -39,9 +38,10 @@ class UntakenQueues:
 
     Args:
         wiring: of the bridge.
+        housekeeping: of the term.
     """
 
-    def __init__(self, wiring: Wiring) -> None:
+    def __init__(self, wiring: Wiring, housekeeping: Housekeeping) -> None:
         self._app = wiring.app
         self._grace = wiring.options.grace
         self._since: dict[str, float] = {}
@@ -51,8 +51,9 @@ class UntakenQueues:
         self._answered: bool | None = None
         self._is_told = False
         self._looked_at = self._asked_at = -math.inf
-        self._thread: threading.Thread | None = None
+        self._is_asking = self._has_asked = False
         self._consumed: Mapping[str, set[str]] | None = None
+        self._job = housekeeping.add(self.ask_workers)
 
     def report(self) -> dict[str, Any] | None:
         """
@@ -77,13 +78,12 @@ class UntakenQueues:
             return
         self._names = [name for name in self._names if name in late]
         is_working = _is_working(subscriptions)
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread = None
+        if self._has_asked:
+            self._has_asked = False
             self._judge(late, is_working=is_working)
-        elif self._thread is None and now - self._asked_at >= _ASK_SECONDS:
-            self._asked_at = now
-            self._thread = threading.Thread(target=self._ask, name="mongo_celery-untaken", daemon=True)
-            self._thread.start()
+        elif not self._is_asking and now - self._asked_at >= _ASK_SECONDS:
+            self._asked_at, self._is_asking = now, True
+            self._job.wake()
         if self._answered and not is_working and (self._is_unclaimed or not self._names):
             self._judge_unclaimed(late)
 
@@ -105,12 +105,17 @@ class UntakenQueues:
                     waiting.setdefault(queue, self._since[queue])
         self._since = {queue: max(since, taken.get(queue, -math.inf)) for queue, since in waiting.items()}
 
-    def _ask(self) -> None:
+    def ask_workers(self) -> float:
+        """Ask the workers for their queues, once if that is wanted."""
+        if not self._is_asking:
+            return math.inf
         try:
             self._consumed = ask_for_queues(self._app, _ANSWER_SECONDS)
         except Exception as error:  # noqa: BLE001 - every transport raises its own; some have no remote control
             logger.debug("workers cannot be asked for their queues: %s", short(error))
             self._consumed = None
+        self._is_asking, self._has_asked = False, True
+        return math.inf
 
     def _judge(self, late: set[str], *, is_working: bool) -> None:
         self._answered = None if self._consumed is None else bool(self._consumed)
