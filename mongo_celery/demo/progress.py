@@ -58,7 +58,7 @@ class BridgeState:
     @property
     def version(self) -> int:
         """The lease's version; 0 before the first acquisition."""
-        return int(self.lease["version"]) if self.lease else 0
+        return int(self.lease["term"]) if self.lease else 0
 
     @property
     def holder(self) -> int | None:

@@ -246,7 +246,7 @@ class Chain:
 
     def letters(self, handler: str) -> list[Document]:
         """Dead letters of a handler, in the order of their tokens."""
-        return list(self.state["dead_letters"].find({"subscription": handler}).sort("_id"))
+        return list(self.state["dead_letters"].find({"handler": handler}).sort("_id"))
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Chain:
         last = dict.fromkeys(owed, 0)
 
         def done() -> bool:
-            for document in self.state["partitions"].find({"epoch": {"$gt": 0}}):
+            for document in self.state["partitions"].find({"term": {"$gt": 0}}):
                 _, handler, _, index = document["_id"].split("/")
                 last[f"{handler}/{index}"] = document["committed"]
             return all(last[place] >= count for place, count in owed.items())

@@ -255,7 +255,7 @@ def test_forged_messages_change_nothing(held: tuple[Chain, Due, dict[str, Any], 
     worker = next(process for process in chain._processes.started if process.name == "worker")
     wait_for(lambda: worker.text.count("[forged-") >= 2 * 2 * len(messages))
     after = chain.of(item)
-    for name in ("committed", "fence", "handled", "epoch", "resumeToken", "state"):
+    for name in ("committed", "fencingToken", "handled", "term", "resumeToken", "state"):
         assert after[name] == before[name], name
     chain.open_gate("open")
     chain.write("plain", "held", 2)

@@ -165,11 +165,11 @@ class Shop:
         }
         spill = Spill(self.state["backlog"], "shop", ttl=60.0)
         change = StoredChange(partition["head"]["resumeToken"]["_data"], bson.encode(event))
-        spill.insert(partition["_id"], [change], partition["epoch"])
+        spill.insert(partition["_id"], [change], partition["term"])
 
     def wait_for_halt(self, after: int = 0) -> Document:
         """Wait until a partition has halted under a larger fence than that, and return its document."""
-        query = {"state": "halted", "fence": {"$gt": after}}
+        query = {"state": "halted", "fencingToken": {"$gt": after}}
         return wait_for(lambda: self.state["partitions"].find_one(query), message="a partition has halted")
 
 
@@ -247,7 +247,7 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert "Nothing to do" in forgotten.stdout
     one_sentence(shop.changes("retry", "summarise", PROJECT_HANDLER="audit"), "no handler in this app")
     assert shop.json("retry")["retried"] == 1
-    second = shop.wait_for_halt(after=first["fence"])
+    second = shop.wait_for_halt(after=first["fencingToken"])
     assert second["_id"] == first["_id"]
 
     index = first["_id"].rpartition("/")[2]
@@ -264,7 +264,7 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert refused.returncode == 1
     assert "a [bad] order" in refused.stderr
     assert '"bad": true' in refused.stderr
-    assert shop.wait_for_halt()["fence"] == second["fence"]
+    assert shop.wait_for_halt()["fencingToken"] == second["fencingToken"]
     skipped = shop.changes("skip", "summarise", "--partition", index, text="y\n")
     assert (skipped.returncode, skipped.stdout) == (0, f"summarise: skipped {index}\n")
     shop.orders.insert_many([{"_id": number} for number in range(4)])

@@ -96,7 +96,7 @@ def listen(setting: Setting, said: Said) -> str:
     letter = setting.state["dead_letters"].find_one() or {}
     setting.state["dead_letters"].insert_one({**letter, "_id": f"{letter['_id']}0", "parked": letter["hash"]})
     assert _replay(orders, _letters(orders)) == ["requested", "requested"]
-    setting.state["dead_letters"].update_many({}, {"$set": {"replay.generation": Int64(1)}})
+    setting.state["dead_letters"].update_many({}, {"$set": {"replay.partitioningTerm": Int64(1)}})
     assert commands.pause(orders, "record")
     old = {each["_id"] for each in setting.state["partitions"].find()}
     assert commands.resume(orders, "letters")
@@ -151,7 +151,7 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
             step()
             if not listener.wait(done):
                 return worker.text
-        fence = _partition(setting)["fence"]
+        fence = _partition(setting)["fencingToken"]
         assert commands.retry(orders, "record")
         listener.wait(lambda: _halted(setting, fence + 1))
         return worker.text
@@ -175,7 +175,7 @@ def _replayed(setting: Setting) -> bool:
 
 def _halted(setting: Setting, fence: int) -> bool:
     found = _partition(setting)
-    return found["state"] == "halted" and found["fence"] >= fence and bool(found["retry"])
+    return found["state"] == "halted" and found["fencingToken"] >= fence and bool(found["retry"])
 
 
 def _partition(setting: Setting) -> Document:
@@ -243,12 +243,12 @@ def _hold(setting: Setting, name: str) -> None:
     prefix = f"{NAME}/{name}"
     model = setting.state["handlers"].find_one({"_id": f"{NAME}/letters"}) or {}
     setting.state["backlog"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
-    layout = {"generation": _GENERATION, "partitions": 1, "key": model["layout"]["key"]}
-    setting.state["handlers"].insert_one({**model, "_id": prefix, "layout": layout})
+    layout = {"term": _GENERATION, "partitions": 1, "key": model["partitioning"]["key"]}
+    setting.state["handlers"].insert_one({**model, "_id": prefix, "partitioning": layout})
     partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
     setting.state["partitions"].insert_one({**partition, "_id": f"{prefix}/{_GENERATION}/0", "claim": None})
     for collection in ("dead_letters", "snapshots"):
-        setting.state[collection].insert_one({"_id": f"{prefix}/82", "subscription": name})
+        setting.state[collection].insert_one({"_id": f"{prefix}/82", "handler": name})
 
 
 # -- each role is enough ---------------------------------------------------------------------------

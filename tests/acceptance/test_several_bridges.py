@@ -76,7 +76,7 @@ class Several:
         """The version of a bridge's lease."""
         lease = self.leases.find_one({"_id": bridge})
         assert lease is not None
-        return int(lease["version"])
+        return int(lease["term"])
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_a_transaction_that_was_taken_over_cannot_commit(chain: Chain) -> None:
     start = chain.wait_started(item)
     wait_for(lambda: chain.of(item)["claim"])
     chain.state["partitions"].update_one(
-        {"_id": chain.of(item)["_id"]}, {"$inc": {"fence": 1}, "$set": {"claim": None}}
+        {"_id": chain.of(item)["_id"]}, {"$inc": {"fencingToken": 1}, "$set": {"claim": None}}
     )
     chain.wait_started(item, 2)
     chain.open_gate("open")

@@ -12,7 +12,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.demo.history import Dropped, Effect, Fact, Kept, Led, Started, Stored, Wrote
 
 Document = dict[str, Any]
-NUMBERS = ("epoch", "version", "fence", "committed")
+NUMBERS = ("term", "fencingToken", "committed")
 
 
 class Watcher:
@@ -81,8 +81,8 @@ def facts_of(event: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _of_state(collection: str, document_id: str, changed: Mapping[str, Any], at: float) -> Iterator[Fact]:
-    if collection == "leases" and changed.get("listenerId") and changed.get("version"):
-        yield Led(changed["listenerId"], changed["version"], at)
+    if collection == "leases" and changed.get("listenerId") and changed.get("term"):
+        yield Led(changed["listenerId"], changed["term"], at)
     place = changed.get("resumeToken._data") or (changed.get("resumeToken") or {}).get("_data") or ""
     numbers = {name: changed[name] for name in NUMBERS if changed.get(name)}
     if not place and not numbers:

@@ -69,12 +69,12 @@ class Measuring:
 
 def listen(scene: Scene, app: str) -> ChildProcess:
     """Start a listener, and wait until it leads."""
-    before = scene.lease().get("version", 0)
+    before = scene.lease().get("term", 0)
     listener = scene.listener(app)
 
     def leads() -> bool:
         lease = scene.lease()
-        return bool(lease.get("state") == "leading" and lease["version"] > before)
+        return bool(lease.get("state") == "leading" and lease["term"] > before)
 
     scene.wait("a listener to lead", leads)
     return listener

@@ -57,13 +57,13 @@ class SpillRig:
 
     def listen(self) -> None:
         """Start a listener, and wait until it leads."""
-        before = self.scene.lease().get("version", 0)
+        before = self.scene.lease().get("term", 0)
         self.listener = self.scene.listener(SPILL_APP)
         self.scene.wait("a listener to lead", lambda: self._leads(before))
 
     def _leads(self, before: int) -> bool:
         lease = self.scene.lease()
-        return bool(lease.get("state") == "leading" and lease["version"] > before)
+        return bool(lease.get("state") == "leading" and lease["term"] > before)
 
     def stop_listening(self) -> None:
         """End the listener regularly."""

@@ -99,7 +99,7 @@ class Person:
             self._command("dead-letters", "discard", step.where, "--id", place, "--yes")
 
     def _letters(self, flow: str) -> list[str]:
-        found = self._world.client[STATE]["dead_letters"].find({"subscription": flow, "parked": {"$exists": True}})
+        found = self._world.client[STATE]["dead_letters"].find({"handler": flow, "parked": {"$exists": True}})
         return sorted(str(each["resumeToken"]["_data"]) for each in found)
 
     def _halted(self) -> Iterator[_Halted]:

@@ -122,13 +122,13 @@ class Reading:
         if collection == "partitions" and after:
             yield from self._partition(where, before, after, at)
         elif collection == "handlers" and _place(before) != _place(after):
-            yield Stored(where, _place(after), {"epoch": after["epoch"]}, where.partition("/")[2], at)
+            yield Stored(where, _place(after), {"term": after["term"]}, where.partition("/")[2], at)
         elif collection == "leases" and where == BRIDGE and after:
             yield from _lease(before, after, at)
         elif collection == "dead_letters" and event["operationType"] == "delete":
             yield from self._let(where)
         elif collection == "dead_letters" and "fullDocument" in event:
-            yield from self._aside(after["subscription"], after["resumeToken"]["_data"], parks="parked" in after)
+            yield from self._aside(after["handler"], after["resumeToken"]["_data"], parks="parked" in after)
         elif collection == "backlog":
             partition, place = _stored_change(where)
             if event["operationType"] == "delete":
@@ -152,7 +152,7 @@ class Reading:
         head = _place(before, "head")
         if head and head == _place(after) and before.get("committed", 0) < after["committed"]:
             yield from self._aside(partition[0], head)  # a person has skipped it
-        numbers = {name: after[name] for name in ("committed", "epoch", "fence")}
+        numbers = {name: after[name] for name in ("committed", "term", "fencingToken")}
         if _place(before) != _place(after) or any(before.get(name) != value for name, value in numbers.items()):
             yield Stored(where, _place(after), numbers, None, at)
         if before.get("state", "flowing") != after["state"]:
@@ -222,9 +222,9 @@ def _effect(before: Document, after: Document, at: float) -> Iterator[Fact]:
 
 
 def _lease(before: Document, after: Document, at: float) -> Iterator[Fact]:
-    if after["version"] != before.get("version") and after["listenerId"] is not None:
+    if after["term"] != before.get("term") and after["listenerId"] is not None:
         if after["listenerId"] != before.get("listenerId"):
             ends = before.get("expiresAt")
             held = before.get("listenerId") is not None and isinstance(ends, datetime)
-            yield Acquired(after["listenerId"], after["version"], at, ends.timestamp() if held and ends else 0.0)
-        yield Led(after["listenerId"], after["version"], at)
+            yield Acquired(after["listenerId"], after["term"], at, ends.timestamp() if held and ends else 0.0)
+        yield Led(after["listenerId"], after["term"], at)

@@ -47,7 +47,7 @@ def effect(n: int, at: float = 0.0, fence: int = 0, key: str = KEY) -> Effect:
 
 
 def watermark(n: int) -> Stored:
-    return Stored("chaos/quick", f"82{n:02}", {"epoch": 1}, "quick")
+    return Stored("chaos/quick", f"82{n:02}", {"term": 1}, "quick")
 
 
 def position(n: int) -> Stored:

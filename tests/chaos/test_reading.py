@@ -14,8 +14,8 @@ from tests.chaos.setting import DATA, FACTS, SINK, STATE
 _START = datetime(2025, 1, 1, tzinfo=UTC)
 _PARTITION = {
     "committed": 0,
-    "epoch": 1,
-    "fence": 1,
+    "term": 1,
+    "fencingToken": 1,
     "state": "flowing",
     "resumeToken": None,
     "retry": None,
@@ -96,7 +96,7 @@ def test_a_partition_from_event_to_event() -> None:
     events, where = Events(), "chaos/quick/0/3"
     events.put((DATA, "quick"), "k", {"n": 1})
     assert events.put((STATE, "partitions"), where, _PARTITION) == [
-        Stored(where, "", {"committed": 0, "epoch": 1, "fence": 1}, None, at(2))
+        Stored(where, "", {"committed": 0, "term": 1, "fencingToken": 1}, None, at(2))
     ]
     assert events.update((STATE, "partitions"), where, {"claim": {"owner": "o"}}) == []
     charged = {"retry": {"count": 1, "crashes": 2}}
@@ -107,7 +107,7 @@ def test_a_partition_from_event_to_event() -> None:
     skipped = {"state": "flowing", "head": None, "committed": 1, "resumeToken": {"_data": "8201"}}
     assert events.update((STATE, "partitions"), where, skipped) == [
         SetAside(Due("quick", "k", 1)),
-        Stored(where, "8201", {"committed": 1, "epoch": 1, "fence": 1}, None, at(7)),
+        Stored(where, "8201", {"committed": 1, "term": 1, "fencingToken": 1}, None, at(7)),
         Changed(("quick", 3), "flowing", "", at(7)),
     ]
     assert events.update((STATE, "partitions"), where, {"spilled": {"to": "8209"}}) == [
@@ -125,7 +125,7 @@ def test_a_dead_letter_stands_before_the_position_that_passes_it() -> None:
     events.put((DATA, "letters"), "k", {"n": 1})
     events.put((STATE, "partitions"), where, _PARTITION)
     both = {"txnNumber": 7, "lsid": {"id": b"1"}}
-    letter = {"subscription": "letters", "resumeToken": {"_data": "8201"}}
+    letter = {"handler": "letters", "resumeToken": {"_data": "8201"}}
     assert events.update((STATE, "partitions"), where, {"committed": 1, "resumeToken": {"_data": "8201"}}, **both) == []
     assert events.put((STATE, "dead_letters"), "chaos/letters/8201", letter, **both) == []
     assert events.update((STATE, "dead_letters"), "chaos/letters/8201", {"at": 1}, **both) == []
@@ -138,7 +138,7 @@ def test_the_letters_of_a_parked_key() -> None:
     """They wait, until they go."""
     events = Events()
     events.put((DATA, "parking"), "k", {"n": 1})
-    letter = {"subscription": "parking", "resumeToken": {"_data": "8201"}, "parked": 5}
+    letter = {"handler": "parking", "resumeToken": {"_data": "8201"}, "parked": 5}
     assert events.put((STATE, "dead_letters"), "chaos/parking/8201", letter) == [Parked(Due("parking", "k", 1))]
     assert events.update((STATE, "dead_letters"), "chaos/parking/8201", {"replays": 1}) == []
     assert events.put((STATE, "dead_letters"), "chaos/parking/8201", None) == [Let(Due("parking", "k", 1))]
@@ -147,17 +147,17 @@ def test_the_letters_of_a_parked_key() -> None:
 def test_the_lease_and_watermarks() -> None:
     """Who took it, and whether another one had it still."""
     events = Events()
-    free = {"listenerId": None, "version": 1, "expiresAt": None}
+    free = {"listenerId": None, "term": 1, "expiresAt": None}
     assert events.put((STATE, "leases"), "chaos", free) == []
-    taken = {"listenerId": "a", "version": 2, "expiresAt": _START + timedelta(seconds=9)}
+    taken = {"listenerId": "a", "term": 2, "expiresAt": _START + timedelta(seconds=9)}
     assert events.update((STATE, "leases"), "chaos", taken) == [Acquired("a", 2, at(2), 0.0), Led("a", 2, at(2))]
     assert events.update((STATE, "leases"), "chaos", {"expiresAt": _START + timedelta(seconds=8)}) == []
-    taken = {"listenerId": "b", "version": 3, "expiresAt": _START + timedelta(seconds=20)}
+    taken = {"listenerId": "b", "term": 3, "expiresAt": _START + timedelta(seconds=20)}
     assert events.update((STATE, "leases"), "chaos", taken) == [Acquired("b", 3, at(4), at(8)), Led("b", 3, at(4))]
-    events.put((STATE, "handlers"), "chaos/quick", {"epoch": 3, "resumeToken": None})
+    events.put((STATE, "handlers"), "chaos/quick", {"term": 3, "resumeToken": None})
     moved = {"resumeToken": {"_data": "8203"}}
     assert events.update((STATE, "handlers"), "chaos/quick", moved) == [
-        Stored("chaos/quick", "8203", {"epoch": 3}, "quick", at(6))
+        Stored("chaos/quick", "8203", {"term": 3}, "quick", at(6))
     ]
 
 

@@ -147,9 +147,9 @@ def lists_on(
 ) -> Iterator[Lists]:
     """A partition with nothing done, and a worker whose handler gets lists; with `single` one change at a time."""
     rig = rig_of(client, database)
-    layout = {"generation": 0, "partitions": 1, "key": "blake2b-64:_id"}
-    client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "version": VERSION})
-    client[database]["handlers"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "layout": layout})
+    layout = {"term": 0, "partitions": 1, "key": "blake2b-64:_id"}
+    client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "term": VERSION})
+    client[database]["handlers"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "partitioning": layout})
     app = Celery("lists", broker="memory://", set_as_current=False)
     bridge = Bridge(
         app,

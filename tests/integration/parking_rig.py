@@ -177,9 +177,9 @@ class Parking:
 def parking_on(client: MongoClient[Document], url: str, database: str, **options: Any) -> Iterator[Parking]:
     """A partition with nothing done, a lease and a subscription that commands find, and a worker."""
     rig = rig_of(client, database)
-    layout = {"generation": 0, "partitions": 1, "key": "blake2b-64:_id"}
-    client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "version": VERSION})
-    client[database]["handlers"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "layout": layout})
+    layout = {"term": 0, "partitions": 1, "key": "blake2b-64:_id"}
+    client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "term": VERSION})
+    client[database]["handlers"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "partitioning": layout})
     app = Celery("parking", broker="memory://", set_as_current=False)
     bridge = Bridge(app, url, name=BRIDGE, database=database, partitions=1, autodiscover=False)
 

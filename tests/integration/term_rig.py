@@ -110,7 +110,7 @@ class TermRig:
         """That of a subscription's layout in force."""
         found = self.database["handlers"].find_one({"_id": f"{BRIDGE}/{name}"})
         assert found is not None, "it was taken over"
-        return int(found["layout"]["generation"])
+        return int(found["partitioning"]["term"])
 
     def partition_id(self, name: str, index: int) -> str:
         """`_id` of a partition in force."""

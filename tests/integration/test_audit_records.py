@@ -64,7 +64,7 @@ def halted(stage: Stage) -> None:
 
 def with_letter(stage: Stage) -> None:
     letter = letter_of(1, 1)
-    name = {"_id": f"{NAME}/{HANDLER}/{letter['resumeToken']['_data']}", "subscription": HANDLER}
+    name = {"_id": f"{NAME}/{HANDLER}/{letter['resumeToken']['_data']}", "handler": HANDLER}
     stage.state["dead_letters"].replace_one({"_id": name["_id"]}, {**letter, **name}, upsert=True)
 
 

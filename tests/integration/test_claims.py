@@ -65,7 +65,7 @@ def test_a_claim_stores_owner_run_and_expiry(rig: Rig) -> None:
     stored = rig.document
     assert (stored["claim"]["owner"], stored["claim"]["first"], stored["claim"]["last"]) == ("me", 1, 3)
     assert stored["claim"]["ttl"] == TTL * 1000
-    assert (stored["fence"], claim.retries, claim.crashes) == (claim.fence, 0, 0)
+    assert (stored["fencingToken"], claim.retries, claim.crashes) == (claim.fence, 0, 0)
 
 
 def test_every_claim_raises_the_fence_to_at_least_the_cluster_time(
@@ -83,7 +83,7 @@ def test_every_claim_raises_the_fence_to_at_least_the_cluster_time(
 
 def test_a_fence_that_is_ahead_of_the_clock_still_grows(rig: Rig) -> None:
     """P4: the larger one of old + 1 and the clock."""
-    rig.spoil(fence=1 << 60)
+    rig.spoil(fencingToken=1 << 60)
     assert rig.claim().fence == (1 << 60) + 1
 
 
@@ -430,7 +430,9 @@ def test_an_execution_may_write_its_outcome(rig: Rig, act: Outcome) -> None:
 
 
 @outcome
-@pytest.mark.parametrize("change", [{"fence": 1 << 60}, {"claim.owner": "other"}, {"committed": 1}, {"claim": None}])
+@pytest.mark.parametrize(
+    "change", [{"fencingToken": 1 << 60}, {"claim.owner": "other"}, {"committed": 1}, {"claim": None}]
+)
 def test_an_outcome_is_refused_when_fence_owner_or_position_have_moved(
     rig: Rig, act: Outcome, change: Document
 ) -> None:
@@ -516,7 +518,7 @@ def test_a_commit_takes_its_values_from_handled(rig: Rig) -> None:
     stored = rig.document
     assert (stored["committed"], stored["resumeToken"]) == (4, token(4))
     assert stored["claim"] is stored["handled"] is stored["retry"] is None
-    assert stored["fence"] == claim.fence
+    assert stored["fencingToken"] == claim.fence
 
 
 def test_a_commit_without_handled_changes_nothing(rig: Rig) -> None:
@@ -562,7 +564,7 @@ def test_a_position_that_is_written_inline_is_what_a_commit_would_make_it(rig: R
         ran = stored.pop("ran")
         assert (ran["last"], type(ran["took"])) == (3, Int64)
         assert ran["claimed"] <= ran["at"]
-        assert stored.pop("fence") == claim.fence
+        assert stored.pop("fencingToken") == claim.fence
         found.append(stored)
     assert found[0] == found[1]
     assert (found[1]["committed"], found[1]["resumeToken"]) == (3, token(3))

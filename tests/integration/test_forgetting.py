@@ -30,10 +30,10 @@ def stage(mongo_url: str, database: Database[Document], state_database: str) -> 
         made.store.spill.insert(made.partition_id(0), [StoredChange(to, b"x" * 50)], made.version)
         assert made.store.partitions.mark_spilled(made.partition_id(0), made.version, to, "halted")
         token = data_of(made.of(1)[-1]["_id"])
-        letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{token}", "subscription": HANDLER}
-        request = {**REQUEST, "generation": made.generation}
+        letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{token}", "handler": HANDLER}
+        request = {**REQUEST, "partitioningTerm": made.generation}
         made.state["dead_letters"].insert_one({**letter, "replay": request})
-        made.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/random", "epoch": 1})
+        made.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/random", "term": 1})
         made.release()
         yield made
 
@@ -107,7 +107,7 @@ def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, m
 
 def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bridge) -> None:
     """Else a handler that comes back would be given the rest of them."""
-    stage.state["snapshots"].insert_one({"_id": f"{NAME}/former/one", "epoch": 1})
+    stage.state["snapshots"].insert_one({"_id": f"{NAME}/former/one", "term": 1})
     plan = forgetting.plan_forget(emptied.wiring, "former", letters=False)
     assert plan.holdings.snapshots == 1
     forgetting.forget(emptied.wiring, plan, letters=False, reason=None)
@@ -133,8 +133,8 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     def late(self: Names, *arguments: Any, **options: Any) -> Any:
         stage.lead()
         stage.write(1)
-        stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "generation": stage.generation})
-        stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "epoch": stage.version})
+        stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "partitioningTerm": stage.generation})
+        stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "term": stage.version})
         stage.store.spill.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
         return original(self, *arguments, **options)
 

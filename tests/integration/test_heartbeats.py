@@ -80,7 +80,9 @@ def test_the_claims_that_were_taken_over_are_found_among_hundreds(
     claims = _all_claims(store)
     documents = make_client()[state_database]["partitions"]
     gone = {claim.partition_id for claim in claims[::50]}
-    documents.update_many({"_id": {"$in": sorted(gone)}}, {"$set": {"claim.owner": "successor"}, "$inc": {"fence": 1}})
+    documents.update_many(
+        {"_id": {"$in": sorted(gone)}}, {"$set": {"claim.owner": "successor"}, "$inc": {"fencingToken": 1}}
+    )
     assert {claim.partition_id for claim in store.claims.extend(claims)} == gone
 
 

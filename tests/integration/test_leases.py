@@ -90,7 +90,7 @@ def test_a_free_lease_is_acquired_once(leases: Leases, documents: Collection[Doc
     assert leases.acquire(IDENTITY) is None
     document = stored(documents)
     assert document["listenerId"] == term.listener_id
-    assert document["version"] == term.version
+    assert document["term"] == term.version
     assert document["expiresAt"] > document["renewedAt"]
 
 
@@ -207,8 +207,8 @@ def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, docu
 
 def test_a_report_may_hold_strings_that_look_like_expressions(leases: Leases, documents: Collection[Document]) -> None:
     """The report goes through `$literal`: a value with `$` in front is stored as it is."""
-    assert leases.renew(acquired(leases), {"error": "$version", "note": "$$NOW"})
-    assert stored(documents)["report"] == {"error": "$version", "note": "$$NOW"}
+    assert leases.renew(acquired(leases), {"error": "$term", "note": "$$NOW"})
+    assert stored(documents)["report"] == {"error": "$term", "note": "$$NOW"}
 
 
 def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: Collection[Document]) -> None:

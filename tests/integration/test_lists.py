@@ -56,7 +56,11 @@ def test_a_list_is_one_call_under_one_claim_with_one_mark(begin: Begin) -> None:
     lists.run(1, *"abcde")
     assert lists.calls == [[1, 2, 3, 4, 5]]
     document = lists.rig.document
-    assert (document["committed"], document["handled"]["last"], document["fence"]) == (0, 5, next(iter(lists.tokens)))
+    assert (document["committed"], document["handled"]["last"], document["fencingToken"]) == (
+        0,
+        5,
+        next(iter(lists.tokens)),
+    )
     assert lists.rig.claims.commit(lists.rig.where, 1)
     assert lists.rig.image.committed == 5
 

@@ -371,7 +371,7 @@ def test_a_lost_history_is_passed_once_and_leaves_a_record(led: Led) -> None:
     assert (document["startAtOperationTime"], document["lost"], document["resumeToken"]) == (start, None, None)
     assert [(each["policy"], each["until"]) for each in document["gaps"]] == [("now", start)]
     lease = led.store.leases.read() or {}
-    assert (lease["version"], lease["live"]) == (before["version"], before["live"]), "the term continues"
+    assert (lease["term"], lease["live"]) == (before["term"], before["live"]), "the term continues"
     (record,) = read_history(wiring)
     assert (record["command"], record["reason"]) == ("go-on summarise --from now", "why")
 

@@ -54,7 +54,7 @@ def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
     more = f"{SUBSCRIPTION}_more"
     rig.partitions.prepare({more: None}, layouts(more, generation=1), VERSION)
     assert len(rig.partitions.take_over({SUBSCRIPTION: 1}, LATER)) == 1
-    taken = {document["_id"] for document in rig.documents.find({"epoch": LATER})}
+    taken = {document["_id"] for document in rig.documents.find({"term": LATER})}
     assert taken == {f"{BRIDGE}/{SUBSCRIPTION}/1/0"}
 
 
@@ -82,14 +82,14 @@ def test_a_take_over_leaves_a_live_claim_alone(rig: Rig) -> None:
     rig.claim(owner="second")
     before = rig.document
     image = rig.take_over(LATER)
-    assert rig.document == {**before, "epoch": LATER}
+    assert rig.document == {**before, "term": LATER}
     assert image.live
     assert image.crashes == 1
 
 
 def test_a_take_over_does_not_lower_an_epoch_that_is_ahead(rig: Rig) -> None:
     """P4: it is not won; its image says so, and nothing there was touched."""
-    rig.spoil(epoch=LATER + 10)
+    rig.spoil(term=LATER + 10)
     assert rig.claims.handle(rig.claim(version=LATER + 10), 1, token(1))
     before = rig.document
     image = rig.take_over(LATER)
@@ -194,7 +194,7 @@ def test_a_look_compares_each_partition_with_itself(rig: Rig, count: int) -> Non
     rig.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, partitions=count), VERSION)
     ids = [f"{BRIDGE}/{SUBSCRIPTION}/0/{index}" for index in range(count)]
     for index, partition_id in enumerate(ids):
-        rig.documents.update_one({"_id": partition_id}, {"$set": {"fence": 300 + index // 2}})
+        rig.documents.update_one({"_id": partition_id}, {"$set": {"fencingToken": 300 + index // 2}})
     seen: dict[str, Seen | None] = {each: Seen(300 + n // 2, claimed=False) for n, each in enumerate(ids)}
     seen |= {ids[1]: Seen(299, claimed=False), ids[-1]: None}
     rig.partitions.flush()
@@ -251,7 +251,7 @@ def test_retrying_a_halted_partition_starts_its_change_again_with_its_counts_at_
     assert rig.partitions.retry(image, 0)
     stored = rig.document
     assert (stored["state"], stored["retry"], stored["head"], stored["claim"]) == ("flowing", None, None, None)
-    assert stored["fence"] > image.fence
+    assert stored["fencingToken"] > image.fence
     assert stored["committed"] == image.committed
     claim = rig.claim()
     assert (claim.retries, claim.crashes) == (0, 0)
@@ -271,7 +271,7 @@ def test_skipping_passes_over_the_head(rig: Rig) -> None:
     stored = rig.document
     assert (stored["committed"], stored["resumeToken"], stored["state"]) == (1, token(1), "flowing")
     assert stored["head"] is stored["retry"] is stored["claim"] is None
-    assert stored["fence"] > image.fence
+    assert stored["fencingToken"] > image.fence
 
 
 Command = Callable[[Rig, Image], bool]
@@ -286,7 +286,7 @@ COMMANDS: dict[str, Command] = {
     "change",
     [
         {"committed": 1},
-        {"fence": 1 << 60},
+        {"fencingToken": 1 << 60},
         {"state": "flowing"},
         {"handled": {"owner": "me", "last": 1, "resumeToken": token(1)}},
     ],
@@ -317,13 +317,13 @@ def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(r
     """P4: the epoch grows, everything else stays."""
     subscriptions = rig.store.subscriptions
     created = subscriptions.take_over(layouts("record", "audit"), VERSION)
-    assert {name: document["epoch"] for name, document in created.items()} == {"record": VERSION, "audit": VERSION}
+    assert {name: document["term"] for name, document in created.items()} == {"record": VERSION, "audit": VERSION}
     assert subscriptions.pin("record", VERSION, Timestamp(5, 1), None)
     assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     again = subscriptions.take_over(layouts("record"), LATER)["record"]
-    assert again["epoch"] == LATER
+    assert again["term"] == LATER
     assert (again["resumeToken"], again["clusterTime"], again["fingerprint"]) == (token(3), Timestamp(6, 1), "f")
-    assert subscriptions.take_over(layouts("record"), VERSION)["record"]["epoch"] == LATER, "not won"
+    assert subscriptions.take_over(layouts("record"), VERSION)["record"]["term"] == LATER, "not won"
 
 
 def test_a_watermark_only_grows(rig: Rig) -> None:

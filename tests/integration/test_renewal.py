@@ -111,7 +111,7 @@ def test_a_leader_that_makes_no_progress_gives_the_lease_up(
     with caplog.at_level(logging.INFO), listening(bridge):
         try:
             wait_for(lambda: leases.find_one({"report.caughtUp": True}))
-            version = leases.find_one()["version"]  # type: ignore[index]
+            version = leases.find_one()["term"]  # type: ignore[index]
             if reason.startswith("a partition_by"):
                 database.orders.insert_one({})
                 assert "never_return" in wait_for(stalled)[0]
@@ -121,6 +121,6 @@ def test_a_leader_that_makes_no_progress_gives_the_lease_up(
                 with failpoint(**refused):
                     wait_for(stalled)
                     wait_for(lambda: leases.find_one({"listenerId": None}))
-                wait_for(lambda: leases.find_one()["version"] > version)  # type: ignore[index]
+                wait_for(lambda: leases.find_one()["term"] > version)  # type: ignore[index]
         finally:
             RETURNS.set()

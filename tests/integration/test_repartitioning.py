@@ -547,7 +547,7 @@ def test_a_larger_epoch_anywhere_raises_the_version(shop: Shop) -> None:
     """P4: a lease from a backup; what later partitions begin with must lie above it."""
     before = shop.begin(OLD)
     ahead = before.rig.version + (1 << 50)
-    before.rig.partitions.update_one({"_id": before.rig.partition_id(NAME, 0)}, {"$set": {"epoch": Int64(ahead)}})
+    before.rig.partitions.update_one({"_id": before.rig.partition_id(NAME, 0)}, {"$set": {"term": Int64(ahead)}})
     term = shop.begin(NEW)
     assert term.takeover.version == term.rig.version > ahead
     term.finish()

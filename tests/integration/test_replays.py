@@ -148,7 +148,7 @@ def test_a_process_that_dies_at_the_end_of_a_replay_keeps_nothing_locked(
 
 def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside) -> None:
     """P3: set aside by an execution, and by a person; whatever the cluster's clock says."""
-    rig.spoil(fence=rig.document["fence"] + (1 << 40))
+    rig.spoil(fencingToken=rig.document["fencingToken"] + (1 << 40))
     first = rig.set_aside(1)
     follower = rig.claim(2)
     assert first.place is not None
@@ -315,7 +315,7 @@ def test_requests_are_found_by_their_index_among_any_number_of_dead_letters(rig:
     assert (read["docsExamined"], read["planSummary"][:6]) == (1, "IXSCAN")
 
 
-@pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"epoch": VERSION + 1}])
+@pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"term": VERSION + 1}])
 def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig: Aside, spoiled: Document) -> None:
     """Nor one in which something runs."""
     letter = rig.set_aside(1)
@@ -571,11 +571,11 @@ def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: Term
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"subscription": "gone", "_id": f"{BRIDGE}/gone/{token(1)['_data']}"}, "has no handler in this app"),
+        ({"handler": "gone", "_id": f"{BRIDGE}/gone/{token(1)['_data']}"}, "has no handler in this app"),
         ({"kept": "name"}, "too large to be kept"),
         ({"change": 5}, "is damaged"),
         ({"resumeToken": "x"}, "is damaged"),
-        ({"fence": None}, "is damaged"),
+        ({"fencingToken": None}, "is damaged"),
         ({"replays": REPLAYS_MAX}, "can only be discarded"),
     ],
 )

@@ -53,7 +53,7 @@ def test_behind_a_token_everything_runs_again_and_nothing_before_it(stage: Stage
         new = stage.partition(index)
         assert data_of(new["resumeToken"]) == min(data_of(old["resumeToken"]), data_of(place))
         assert new["committed"] == old["committed"]
-        assert new["epoch"] > old["epoch"]
+        assert new["term"] > old["term"]
     assert [each.index for each in plan.partitions] == [
         index for index in (0, 1) if data_of(before[index]["resumeToken"]) > data_of(place)
     ]
@@ -208,7 +208,7 @@ def test_what_comes_again_knows_that_all_of_it_does(stage: Stage, key: bool) -> 
     assert [stage.partition(index).get("rewound") for index in (0, 1)] == [None, None]
     stage.release()
     stage.rewind("oldest", **({"key": str(stage.of(0)[0]["documentKey"]["_id"])} if key else {}))
-    version = int((stage.store.leases.read() or {})["version"])
+    version = int((stage.store.leases.read() or {})["term"])
     stage.lead()
     assert stage.claims_at(stage.of(0)[0]).rewound == (0 if key else version)
     assert key or stage.claims_at(stage.of(1)[0]).rewound == version
@@ -255,8 +255,8 @@ def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: St
 def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Stage) -> None:
     """A change that runs again is not replayed besides; one that is replayed at this moment is refused."""
     event = stage.of(0)[-1]
-    letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "subscription": HANDLER}
-    stage.state["dead_letters"].insert_one({**letter, "replay": {**REQUEST, "generation": stage.generation}})
+    letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "handler": HANDLER}
+    stage.state["dead_letters"].insert_one({**letter, "replay": {**REQUEST, "partitioningTerm": stage.generation}})
     assert isinstance(stage.store.replays.find(letter["_id"]), ReplayRequest)
     claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", version=stage.version)
     assert claim is not None
@@ -273,9 +273,9 @@ def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Sta
     early, late = (token_at(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
     for name, data in (("00AA", early), ("00BB", late)):
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
-        letter |= {"subscription": HANDLER, "replay": {**REQUEST, "generation": stage.generation}}
+        letter |= {"handler": HANDLER, "replay": {**REQUEST, "partitioningTerm": stage.generation}}
         stage.state["dead_letters"].insert_one(letter)
-    stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "epoch": 1})
+    stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "term": 1})
     stage.state["snapshots"].update_one({}, {"$currentDate": {"movedAt": True}})
     stage.release()
     plan = stage.rewind(data_of(stage.events[1]["_id"]), key=str(stage.of(0)[-1]["documentKey"]["_id"]))

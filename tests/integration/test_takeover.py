@@ -150,7 +150,7 @@ def test_a_locked_partition_keeps_no_other_from_being_won(begin: Callable[[], Te
         lock = {rig.partition_id(image.subscription, image.index) for image in _images(takeover, before.version)}
         assert lock == {rig.partition_id("record", 0), rig.partition_id("audit", 2)}
         assert len(_images(takeover, rig.version)) == 2 * _PARTITIONS - 2
-    assert {document["epoch"] for document in begin().documents().values()} == {before.version, rig.version}
+    assert {document["term"] for document in begin().documents().values()} == {before.version, rig.version}
 
 
 def test_many_locked_partitions_are_found_among_very_many(
@@ -227,7 +227,7 @@ def test_a_lock_is_gone_around_on_a_slow_server_too(
 
 
 def _left(rig: TermRig) -> set[str]:
-    return {name for name, document in rig.documents().items() if document["epoch"] < rig.version}
+    return {name for name, document in rig.documents().items() if document["term"] < rig.version}
 
 
 def _images(takeover: Takeover, epoch: int) -> list[Any]:

@@ -202,7 +202,7 @@ def test_a_new_layout_is_told_with_what_it_waits_for() -> None:
     waits = "partition 3 is paused. Run: celery -A shop changes resume summarise --partition 3"
     moving = {"subscription": "summarise", "partitions": 7, "since": NOON, "waits": waits}
     report = {**IDLE_REPORT, "moving": [moving]}
-    stored = subscription(layout={"generation": 5, "partitions": 2, "key": "blake2b-64:_id"})
+    stored = subscription(partitioning={"term": 5, "partitions": 2, "key": "blake2b-64:_id"})
     layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
     status = shape(facts(lease=lease(report=report), subscriptions=[stored], layouts=layouts))
     (row,) = status["subscriptions"]

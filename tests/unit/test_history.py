@@ -57,11 +57,11 @@ def effect(n: int, fence: int | None = None, key: str = "a") -> Effect:
 
 
 def watermark(n: int) -> Stored:
-    return Stored("subscriptions/project/record", place(n), {"epoch": 7}, "record")
+    return Stored("subscriptions/project/record", place(n), {"term": 7}, "record")
 
 
 def committed(n: int, fence: int = 1) -> Stored:
-    return Stored("partitions/project/record/0/1", place(n), {"committed": n, "fence": fence, "epoch": 7})
+    return Stored("partitions/project/record/0/1", place(n), {"committed": n, "fencingToken": fence, "term": 7})
 
 
 GOOD: list[Fact] = [
@@ -117,9 +117,9 @@ BAD: dict[str, tuple[Check, list[Fact]]] = {
     "a fence that goes back after a drop": (going_back, [committed(1, 5), Dropped(), committed(2, 4)]),
     "a token that goes back behind a number alone": (
         going_back,
-        [watermark(2), Stored("subscriptions/project/record", "", {"epoch": 8}), watermark(1)],
+        [watermark(2), Stored("subscriptions/project/record", "", {"term": 8}), watermark(1)],
     ),
-    "an epoch that goes back": (going_back, [replace(watermark(1), numbers={"epoch": 8}), watermark(2)]),
+    "an epoch that goes back": (going_back, [replace(watermark(1), numbers={"term": 8}), watermark(2)]),
     "a watermark before the effect": (lambda h: beyond_prefix(h, ALL), [written(1), watermark(1), effect(1)]),
     "a watermark over a gap": (
         lambda h: beyond_prefix(h, ALL),

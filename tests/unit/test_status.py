@@ -41,7 +41,7 @@ def lease(**changes: Any) -> Document:
     return {
         "_id": "shop",
         "listenerId": "5f0c",
-        "version": VERSION,
+        "term": VERSION,
         "live": True,
         "state": "leading",
         "host": "one",
@@ -51,8 +51,6 @@ def lease(**changes: Any) -> Document:
         "expiresAt": NOON + timedelta(seconds=13),
         "resumeToken": {"_data": "82AA"},
         "clusterTime": Timestamp(SECOND, 1),
-        "generation": 0,
-        "partitions": 2,
         "report": IDLE_REPORT,
         **serving("summarise"),
         **changes,
@@ -63,7 +61,7 @@ def subscription(name: str = "summarise", **changes: Any) -> Document:
     """A subscription of the term that leads, ten seconds behind `facts`' now."""
     return {
         "_id": f"shop/{name}",
-        "epoch": VERSION,
+        "term": VERSION,
         "resumeToken": {"_data": "82BB"},
         "clusterTime": Timestamp(SECOND, 1),
         "startAtOperationTime": Timestamp(SECOND - 50, 1),
@@ -112,7 +110,7 @@ def facts(**changes: Any) -> Facts:
 
 def test_a_bridge_that_nobody_has_started_says_so() -> None:
     """No document at all, and a document that only waits for its first acquisition."""
-    for nothing in (None, lease(version=Int64(0), live=False, listenerId=None, acquiredAt=None, report=None)):
+    for nothing in (None, lease(term=Int64(0), live=False, listenerId=None, acquiredAt=None, report=None)):
         status = shape(facts(lease=nothing, subscriptions=[], images=[]))
         assert status["state"] == "never_started"
         assert status["listener"] is None
@@ -285,7 +283,7 @@ def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() 
 
 def test_a_report_does_not_speak_for_a_subscription_of_an_older_epoch() -> None:
     """A handler that the leading listener was not started with has not caught up."""
-    status = shape(facts(subscriptions=[subscription(epoch=Int64(1))]))
+    status = shape(facts(subscriptions=[subscription(term=Int64(1))]))
     assert status["lag_seconds"] == 10
 
 

@@ -315,7 +315,7 @@ class Repartitioning:
         given = store.partitions.retire(name, old.plan.layout, token, self._version)
         if given is None:
             found = store.subscriptions.affirm([name], self._version)[name]
-            if found["epoch"] != self._version:
+            if found["term"] != self._version:
                 raise LeaseLostError
             move.is_retiring = False
             return None  # a command came in between: the next images show it

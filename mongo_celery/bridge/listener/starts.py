@@ -125,7 +125,7 @@ def _starts(documents: Mapping[str, Mapping[str, Any]], names: Collection[str], 
 
 def _start(document: Mapping[str, Any], version: int) -> Start:
     start, token, time_ = document["startAtOperationTime"], document["resumeToken"], document["clusterTime"]
-    if start is None or document["epoch"] != version:
+    if start is None or document["term"] != version:
         raise LeaseLostError  # somebody else has taken the epoch meanwhile
     if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
         found = Start(start, None, document["fingerprint"], is_first=token is None and time_ is None)

@@ -99,7 +99,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         store.partitions.prepare({name: documents[name]["resumeToken"] for name in wanted}, layouts, version)
         images = _won(store, layouts, version)
         largest = max(
-            [newest, store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()]
+            [newest, store.partitions.largest_epoch()] + [document["term"] for document in documents.values()]
         )
         if largest <= version:
             wanted = {name: layouts[name] if layouts[name].is_like(each) else each for name, each in wanted.items()}

@@ -164,7 +164,7 @@ def plan_rewind(
             time=to.time,
             forward=forward,
             generation=layout.generation,
-            version=int(lease.get("version", 0)),
+            version=int(lease.get("term", 0)),
             partition=chosen,
             since=around.get("passed_from"),
         )
@@ -339,7 +339,7 @@ def _around(
     letters = behind(wiring.name, subscription, data)
     existing = existing_behind(wiring.name, subscription, data)
     theirs = {"partition": {"$in": sorted(indexes)}}
-    asked = {"replay.generation": layout.generation, "replay.partition": {"$in": sorted(indexes)}}
+    asked = {"replay.partitioningTerm": layout.generation, "replay.partition": {"$in": sorted(indexes)}}
     collection = store.dead_letters.collection
     with pymongo.timeout(_READ_SECONDS):
         return {

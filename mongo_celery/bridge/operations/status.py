@@ -292,7 +292,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "difference": facts.identity and facts.identity.difference(lease.get("identity")),
         "listener": _listener(lease, facts.identity) if live else None,
         "unled_seconds": None if live else _lag(_place_of(lease.get("renewedAt")), facts.now),
-        "version": int(lease.get("version", 0)),
+        "version": int(lease.get("term", 0)),
         "lag_seconds": max((lag for lag in lags if lag is not None), default=None),
         "oplog_window_seconds": facts.oplog.window_seconds if facts.oplog is not None else None,
         "started_from": iso(lease.get("startAtOperationTime")),
@@ -341,7 +341,7 @@ def _unread(lease: Mapping[str, Any], report: Mapping[str, Any]) -> int | None:
 
 
 def _state(lease: Mapping[str, Any], *, live: bool) -> str:
-    if not lease.get("version"):
+    if not lease.get("term"):
         return "never_started"
     if live:
         return "leading"
@@ -365,7 +365,7 @@ def _listener(lease: Mapping[str, Any], mine: Identity | None) -> dict[str, Any]
 def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, Any]]:
     documents = {name_in(document): document for document in facts.subscriptions}
     idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
-    version = (facts.lease or {}).get("version")
+    version = (facts.lease or {}).get("term")
     moving = {each["subscription"]: each for each in report.get("moving", ())}
     refused = {each["subscription"]: each["error"] for each in report.get("refusedMatches", ())}
     stopped = {each["subscription"]: each["reason"] for each in report.get("stopped", ())}
@@ -378,7 +378,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         layout = facts.layouts.get(name)
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
         lost = lost_in(document)
-        is_led = name in facts.registered and document.get("epoch") == version and name not in apart
+        is_led = name in facts.registered and document.get("term") == version and name not in apart
         done = idle and is_led and not lost
         behind = 0 if done else _lag(position_in(document), facts.now)
         ages = [behind, *(_age_of_oldest(image, facts) for image in images)]

@@ -3,7 +3,7 @@ What an execution may write on its partition: the claim, and the outcomes.
 
 The partition's document is the authority on who may run what::
 
-                    claim (fence + 1)                     commit
+                    claim (fencingToken + 1)                    commit
     waiting ----------------------------> claimed --handled--> handled ------> waiting (committed + n)
        ^                                   |  |  |
        |<--- the position, inline (7) -----+  |  |
@@ -12,9 +12,9 @@ The partition's document is the authority on who may run what::
        |<--- claim lapses: crash + 1 (*) -----+--- dead letter or discard --> waiting (committed + 1)
 
 1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fence.
-   With the lease's version alone as fencing token a redelivered change runs twice under one number,
+   With the term alone as fencing token a redelivered change runs twice under one number,
    and the second writes after the successor has.
-2. A claim matches `epoch` for equality: "at least" would let a forged or foreign version poison it.
+2. A claim matches `term` for equality: "at least" would let a forged or foreign one poison it.
 3. Every later write matches fence, owner and `committed`. A refusal is final; a retry that reads the
    state again would beat the fence by waiting.
 4. A commit takes its values from `handled`, which was fenced when it was written; so whoever commits is
@@ -231,12 +231,19 @@ class Claims:
         }
         single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
         document = self._table.find_and_update_unretried(
-            {"_id": partition_id, "epoch": version, "committed": first - 1, **_claimable(token, gone)},
+            {"_id": partition_id, "term": version, "committed": first - 1, **_claimable(token, gone)},
             [
                 {"$set": {name: {"$cond": [gone, None, f"${name}"]} for name in ("claim", "retry", "single")}},
-                {"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}},
+                {
+                    "$set": {
+                        "fencingToken": next_number("fencingToken"),
+                        "claim": claim,
+                        "retry": retry,
+                        "single": single,
+                    }
+                },
             ],
-            {"fence": 1, "retry": 1, "parkedKeys": 1, "claim.at": 1, "rewound": 1},
+            {"fencingToken": 1, "retry": 1, "parkedKeys": 1, "claim.at": 1, "rewound": 1},
         )
         if document is None:
             return None
@@ -246,7 +253,7 @@ class Claims:
             owner,
             first,
             last,
-            document["fence"],
+            document["fencingToken"],
             counts["count"],
             counts["crashes"],
             waits=waiting.get("count", 0),
@@ -289,14 +296,14 @@ class Claims:
             "replay": literal(letter),
         }
         change = {
-            "fence": next_number("fence"),
+            "fencingToken": next_number("fencingToken"),
             "claim": claim,
             "retry": {"$cond": [_REPLACED, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
             "single": {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]},
         }
         guard = {
             "_id": partition_id,
-            "epoch": version,
+            "term": version,
             "handled": None,
             "state": "flowing",
             "$expr": {"$lte": ["$claim.until", "$$NOW"]},
@@ -310,7 +317,7 @@ class Claims:
             owner,
             committed + 1,
             committed,
-            document["fence"],
+            document["fencingToken"],
             0,
             0,
             parked=parked_in(document),
@@ -375,7 +382,9 @@ class Claims:
         if matched == len(claims):
             return []
         standing = self._table.find({"_id": {"$in": [claim.partition_id for claim in claims]}}, _OWN_FIELDS)
-        mine = {(found["_id"], found["fence"], (found.get("claim") or {}).get("owner")): found for found in standing}
+        mine = {
+            (found["_id"], found["fencingToken"], (found.get("claim") or {}).get("owner")): found for found in standing
+        }
         return [claim for claim in claims if not _stands(claim, mine)]
 
     def is_mine(self, claim: Claim) -> bool:
@@ -510,7 +519,7 @@ class Claims:
         """
 
         def both(session: ClientSession) -> bool:
-            kept_free = {"fence": Int64(claim.fence + REPLAYS_MAX)}
+            kept_free = {"fencingToken": Int64(claim.fence + REPLAYS_MAX)}
             guard, change = own(claim), {"$set": _passed(claim, token) | kept_free}
             if parks:
                 change["$addToSet"] = {"parkedKeys": dead_letter["parked"]}
@@ -585,7 +594,7 @@ def own(claim: Claim) -> dict[str, Any]:
     """The guard of every write of an execution."""
     return {
         "_id": claim.partition_id,
-        "fence": claim.fence,
+        "fencingToken": claim.fence,
         "claim.owner": claim.owner,
         "committed": claim.first - 1,
         "handled": None,
@@ -618,7 +627,7 @@ def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str,
     Nobody else can have moved it there under this fence: every claim, and every command that moves one, raises it.
     """
     guard = own(claim)
-    which = {"_id": guard.pop("_id"), "fence": guard.pop("fence")}
+    which = {"_id": guard.pop("_id"), "fencingToken": guard.pop("fencingToken")}
     return {**which, "$or": [guard, {"committed": last, "claim": None, "resumeToken._data": token["_data"]}]}
 
 
@@ -654,8 +663,8 @@ def _took(claim: Claim) -> Int64:
     return millis(time.monotonic() - claim.taken)
 
 
-_REPLAY_FIELDS = {"fence": 1, "committed": 1, "parkedKeys": 1, "rewound": 1}
-_OWN_FIELDS = {"fence": 1, "claim.owner": 1, "committed": 1, "handled": 1}
+_REPLAY_FIELDS = {"fencingToken": 1, "committed": 1, "parkedKeys": 1, "rewound": 1}
+_OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1}
 
 
 def _stands(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:

@@ -6,8 +6,8 @@ A dead letter is written together with the position that passes over its change 
 subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
 of an existing document has its key there in the place of its token (see `letter_name`): its place is `resumeToken`.
 
-It keeps the place of its change: layout, partition, number, and `fence`, the last one under which the change was tried.
-Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are for its replays, each of
+It keeps the place of its change: `partitioningTerm`, `partition`, `seq` (its number), and `fencingToken`, the last one
+under which it was tried. Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are for its replays, each of
 which gets the next: a target orders them behind all earlier attempts, and before every change that was handled after it
 was set aside (see `replays`).
 
@@ -75,26 +75,23 @@ _INDEXES = [
 ]
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 REPLAY_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("subscription", "key", "replays", "replay", "parked", "resumeToken"), 1),
+    **dict.fromkeys(("handler", "key", "replays", "replay", "parked", "resumeToken"), 1),
     "due": remaining("replay.notBefore"),
 }
 """Fields of a dead letter that `replay_of` reads."""
 
 _FIELDS: dict[str, Any] = {
     **REPLAY_FIELDS,
-    **dict.fromkeys(
-        (
-            "partition", "generation", "seq", "fence", "hash", "error", "traceback", "attempts", "at", "cause", "kept",
-            "passedOver",
-        ),
-        1,
-    ),
+    **dict.fromkeys((
+        "partition", "partitioningTerm", "seq", "fencingToken", "hash", "error", "traceback", "attempts", "at", "cause",
+        "kept", "passedOver",
+    ), 1),
     "bytes": {"$cond": [{"$eq": [{"$type": "$change"}, "object"]}, {"$bsonSize": "$change"}, None]},
 }  # fmt: skip
 _SAID = dict.fromkeys(("cause", "error", "traceback", "attempts"), 1)
 _REQUEST_KINDS: Mapping[str, Any] = {
     "id": ObjectId,
-    **dict.fromkeys(("generation", "partition", "hash"), int),
+    **dict.fromkeys(("partitioningTerm", "partition", "hash"), int),
     "overNewer": bool,
 }
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
@@ -298,7 +295,7 @@ class DeadLetters:
             with self._table.limit():
                 found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], skip=skip, limit=limit)
                 return [_letter(document) for document in found]
-        keys = {"subscription": 1, **dict(_STREAM_ORDER)}
+        keys = {"handler": 1, **dict(_STREAM_ORDER)}
         stages: list[dict[str, Any]] = [{"$match": query}, {"$project": keys}, {"$sort": keys}]  # nothing that is large
         stages += [{"$skip": skip}] if skip else []
         stages += [{"$limit": limit}] if limit else []
@@ -346,7 +343,7 @@ class DeadLetters:
             {"$sort": dict(_STREAM_ORDER)},
             {
                 "$group": {
-                    "_id": {"subscription": "$subscription", "parked": "$parked"},
+                    "_id": {"handler": "$handler", "parked": "$parked"},
                     "first": {"$first": "$_id"},
                     "count": {"$sum": 1},
                 }
@@ -354,7 +351,7 @@ class DeadLetters:
         ]
         found = {}
         for row in self._table.aggregate(stages):
-            key = row["_id"]["subscription"], unsigned(row["_id"]["parked"])
+            key = row["_id"]["handler"], unsigned(row["_id"]["parked"])
             found[key] = ParkedKey(*key, row["first"], row["count"])
         return {key: each for key, each in found.items() if key in keys}
 
@@ -423,7 +420,7 @@ def _letter(document: Mapping[str, Any]) -> Letter:
     return Letter(
         document_id=document_id,
         id=document_id.split("/", 2)[-1],
-        subscription=str(document.get("subscription") or document_id.split("/")[1]),
+        subscription=str(document.get("handler") or document_id.split("/")[1]),
         key=str(document.get("key", "")),
         at=at.replace(tzinfo=at.tzinfo or UTC) if isinstance(at, datetime) else None,
         cause=str(document.get("cause") or FAILED),
@@ -460,8 +457,8 @@ def replay_of(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         letter=document_id,
         asking=replay["id"],
         state=replay["state"],
-        subscription=str(document.get("subscription") or document_id.split("/")[1]),
-        generation=replay["generation"],
+        subscription=str(document.get("handler") or document_id.split("/")[1]),
+        generation=replay["partitioningTerm"],
         partition=replay["partition"],
         hash=unsigned(replay["hash"]),
         key=str(document.get("key", "")),
@@ -500,11 +497,12 @@ def _number(value: object) -> int:
 
 
 def _place(document: Mapping[str, Any]) -> Place | None:
-    names = ("generation", "partition", "seq", "fence", "hash")
-    numbers = {name: int(document[name]) for name in names if isinstance(document.get(name), int)}
-    if len(numbers) < len(names):
+    found = [document.get(name) for name in ("partitioningTerm", "partition", "seq", "fencingToken", "hash")]
+    numbers = [int(each) for each in found if isinstance(each, int)]
+    if len(numbers) < len(found):
         return None
-    return Place(**{**numbers, "hash": unsigned(numbers["hash"])})
+    term, partition, seq, fencing_token, hash_ = numbers
+    return Place(term, partition, seq, fencing_token, unsigned(hash_))
 
 
 def _event_in(change: object, document: Mapping[str, Any]) -> bytes | None:
@@ -546,11 +544,11 @@ def dead_letter(
     return {
         "_id": f"{bridge}/{subscription}/{name or place_of(token_data(token))}",
         "bridge": bridge,
-        "subscription": subscription,
+        "handler": subscription,
         "partition": place.partition,
-        "generation": Int64(place.generation),
+        "partitioningTerm": Int64(place.generation),
         "seq": Int64(place.seq),
-        "fence": Int64(place.fence),
+        "fencingToken": Int64(place.fence),
         "hash": hash_,
         "resumeToken": dict(token),
         "key": key,

@@ -3,14 +3,14 @@ The lease: a time-limited right to be the listener of a bridge.
 
 The server is the authority. Acquire, renew and release are three operations::
 
-    free --acquire(version + 1)--> held by (listenerId, version) --renew--> held
+    free --acquire(term + 1)--> held by (listenerId, term) --renew--> held
      ^                                   |                |
      +------------- release -------------+                +-- expiresAt passes: free again
 
 1. An acquisition succeeds only where the lease is free or expired by the server's clock, and always
-   raises the version. There is no "refresh if it is mine": a late renewal could take a lease back.
-2. Renew and release match `{listenerId, version}` and nothing else.
-3. Release empties `listenerId` and `expiresAt` and keeps the document, so that the version never
+   raises the term. There is no "refresh if it is mine": a late renewal could take a lease back.
+2. Renew and release match `{listenerId, term}` and nothing else.
+3. Release empties `listenerId` and `expiresAt` and keeps the document, so that the term never
    starts again at 0.
 4. The holder trusts its lease until *start of the last successful renewal* + ttl - margin by its own
    monotonic clock: a slow round trip cannot stretch it.
@@ -23,7 +23,7 @@ The server is the authority. Acquire, renew and release are three operations::
 | a primary's clock ran far ahead | held until then, unless an operator ends it: `docs/operations/restore.md` |
 
 Field names are those of the algorithm's source, a pessimistic listener lock in MongoDB by Alec
-Henninger; the version and the server's clock repair what its descendants found.
+Henninger; the term and the server's clock repair what its descendants found.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Term:
 
     Attributes:
         listener_id: made for this term, never used again.
-        version: the fencing token of the lease.
+        version: its number, stored as `term`.
         trusted_until: monotonic time at which this process stops to believe in the lease.
         document: the lease as it was when acquired.
     """
@@ -86,13 +86,13 @@ class Leases:
         """
         Create the document where it is missing. `$expr` is refused in an upsert, so this is a step of its own.
 
-        Its version begins at the operation time. Each version and fence that was given before cost a write,
+        Its term begins at the operation time. Each term and fencing token that was given before cost a write,
         and so at least one increment of that time: also within the second of a drop none is given twice.
         """
         document: dict[str, Any] = {
             "schemaVersion": SCHEMA,
             "listenerId": None,
-            "version": self._operation_number(),
+            "term": self._operation_number(),
             "expiresAt": None,
             "ttl": millis(self._ttl),
             "startAtOperationTime": None,
@@ -135,7 +135,7 @@ class Leases:
         document = self._table.find_and_update(compared, stages)
         if document is None:
             return None
-        return Term(listener_id, document["version"], started + self._ttl * _TRUST, document)
+        return Term(listener_id, document["term"], started + self._ttl * _TRUST, document)
 
     def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
         """
@@ -170,11 +170,11 @@ class Leases:
         """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""
         document = self._table.find_and_update(
             self._mine(term),
-            [{"$set": {"version": {"$max": [next_number("version"), Int64(above + 1)]}}}],
+            [{"$set": {"term": {"$max": [next_number("term"), Int64(above + 1)]}}}],
         )
         if document is None:
             return None
-        return Term(term.listener_id, document["version"], term.trusted_until, document)
+        return Term(term.listener_id, document["term"], term.trusted_until, document)
 
     def pin_start(self, term: Term, start: Timestamp, *, replace: bool = False) -> Timestamp | None:
         """
@@ -218,7 +218,7 @@ class Leases:
         return {**(self._drops.find_one({"_id": self._bridge}) or {}), **found[0]} if found else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
-        return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
+        return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.version}
 
 
 def check_schema(lease: Mapping[str, Any]) -> None:
@@ -248,7 +248,7 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
     return [
         {
             "$set": {
-                "version": next_number("version"),
+                "term": next_number("term"),
                 "listenerId": literal(listener_id),
                 "expiresAt": after(ttl),
                 "ttl": literal(millis(ttl)),

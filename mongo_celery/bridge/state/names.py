@@ -95,7 +95,7 @@ class Names:
             is_not_served = {"$eq": [{"$type": f"$identity.handlers.{name}"}, "missing"]}
             guard = {"_id": self._bridge, "$expr": {"$or": [is_free, is_not_served]}}
             gone = [{"$unset": f"identity.handlers.{name}"}]
-            lease = self._database["leases"].find_one_and_update(guard, gone, {"version": 1}, session=session)
+            lease = self._database["leases"].find_one_and_update(guard, gone, {"term": 1}, session=session)
             if lease is None:
                 session.abort_transaction()
                 return None
@@ -110,7 +110,7 @@ class Names:
                 again = {"$set": {"startAtOperationTime": None}}  # a bridge without positions starts for the first time
                 self._database["leases"].update_one({"_id": self._bridge}, again, session=session)
             self._audit.add(record, session)
-            return int(lease["version"])
+            return int(lease["term"])
 
         return self._positions.together(remove)
 
@@ -125,7 +125,7 @@ class Names:
         """
         yield from self._remove("backlog", name, version)
         if letters:
-            layout = {"$ifNull": ["$generation", 0]}
+            layout = {"$ifNull": ["$partitioningTerm", 0]}
             yield from self._remove("dead_letters", name, where={"$expr": {"$lte": [layout, Int64(version)]}})
 
     def _remove(

@@ -40,10 +40,10 @@ _COMPARED = 64  # with how many that were seen a partition is compared; with all
 _FLOWING_SHARE = 2  # one in so many has to flow
 _WINNING_SECONDS = 0.25  # the leading thread has other things to do
 _DEFAULTS: dict[str, Any] = {
-    "epoch": Int64(0),
+    "term": Int64(0),
     "committed": Int64(0),
     "resumeToken": None,
-    "fence": Int64(0),
+    "fencingToken": Int64(0),
     "claim": None,
     "handled": None,
     "retry": None,
@@ -178,8 +178,8 @@ class Partitions:
                     {
                         "_id": partition_id,
                         **_DEFAULTS,
-                        "epoch": Int64(version),
-                        "fence": Int64(max(version, fence)),
+                        "term": Int64(version),
+                        "fencingToken": Int64(max(version, fence)),
                         "resumeToken": dict(token) if token else None,
                     }
                 )
@@ -237,7 +237,7 @@ class Partitions:
 
         On a set of one member majority reads show a write with w:1 only then; others replicate it by themselves.
         """
-        self._table.update_unretried({"_id": ""}, {"$set": {"epoch": Int64(0)}}, JOURNALED)
+        self._table.update_unretried({"_id": ""}, {"$set": {"term": Int64(0)}}, JOURNALED)
 
     def of(self, generations: Mapping[str, int], session: ClientSession | None = None) -> list[Image]:
         """All partitions of some subscriptions, by name in these generations."""
@@ -269,7 +269,7 @@ class Partitions:
         since = {"since": "$$NOW", "reason": literal(reason)}
         farthest = {"$max": ["$spilled.to", literal(to)]}  # an answer that was lost may be of a write that comes late
         change = {"spilled": {"$mergeObjects": [since, "$spilled", {"to": farthest}]}}
-        return update_one_around_lock(self._table, {"_id": partition_id, "epoch": version}, [{"$set": change}], session)
+        return update_one_around_lock(self._table, {"_id": partition_id, "term": version}, [{"$set": change}], session)
 
     def clear_spilled(self, ids: Iterable[str], version: int) -> None:
         """
@@ -278,7 +278,7 @@ class Partitions:
         It waits for no partition that is locked: the images say where it is recorded.
         """
         done = {"$gte": ["$resumeToken._data", "$spilled.to"]}
-        condition = {"epoch": version, "spilled": {"$ne": None}, "$expr": done}
+        condition = {"term": version, "spilled": {"$ne": None}, "$expr": done}
         change = {"$set": {"spilled": None}}
         update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
 
@@ -297,12 +297,12 @@ class Partitions:
             left to do, is blocked, has gone beyond the watermark, or is another term's.
         """
         mine = self._scope({name: layout.generation})
-        drained = {**mine, "epoch": version, **_drained(token["_data"] if token else "")}
-        left = {**_under(f"{self._bridge}/{name}/"), "epoch": {"$lte": version}}
+        drained = {**mine, "term": version, **_drained(token["_data"] if token else "")}
+        left = {**_under(f"{self._bridge}/{name}/"), "term": {"$lte": version}}
         collection = self._table.collection
 
         def remove(session: ClientSession) -> int | None:
-            fences = [int(each["fence"]) for each in collection.find(mine, {"fence": 1}, session=session)]
+            fences = [int(each["fencingToken"]) for each in collection.find(mine, {"fencingToken": 1}, session=session)]
             if fences and collection.count_documents(drained, session=session) != layout.partitions:
                 session.abort_transaction()
                 return None
@@ -323,8 +323,8 @@ class Partitions:
 
     def largest_epoch(self) -> int:
         """The largest epoch of any partition of the bridge, in whatever generation; 0 where there is none."""
-        found = self._table.find_one(_under(f"{self._bridge}/"), {"epoch": 1}, sort=[("epoch", -1)])
-        return int(found["epoch"]) if found else 0
+        found = self._table.find_one(_under(f"{self._bridge}/"), {"term": 1}, sort=[("term", -1)])
+        return int(found["term"]) if found else 0
 
     def pause(self, image: Image, generation: int) -> bool:
         """Let no new claim begin; what runs may finish."""
@@ -338,7 +338,13 @@ class Partitions:
         """Run the first change of a halted or parked partition again at once, with its counts at zero."""
         passed_over = (image.retry or {}).get("passedOver")  # the names of those for which it stands stay with it
         retry = None if passed_over is None else literal({"passedOver": passed_over})
-        change = {"state": "flowing", "retry": retry, "head": None, "claim": None, "fence": next_number("fence")}
+        change = {
+            "state": "flowing",
+            "retry": retry,
+            "head": None,
+            "claim": None,
+            "fencingToken": next_number("fencingToken"),
+        }
         return self._command(image, generation, change, image.state)
 
     def forget_attempts(self, subscription: str, generation: int) -> None:
@@ -376,7 +382,7 @@ class Partitions:
             letters: where it is stored.
         """
         guard, change = self._guard(image, generation, "halted"), _passed(image)
-        change["fence"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fence")]}
+        change["fencingToken"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fencingToken")]}
 
         def both(session: ClientSession) -> bool:
             keys = {"parkedKeys": 1}
@@ -399,15 +405,15 @@ class Partitions:
         return {
             "_id": self.partition_id(image.subscription, generation, image.index),
             "committed": image.committed,
-            "fence": image.fence,
+            "fencingToken": image.fence,
             "state": state,
             "handled": None,
         }
 
     def _command(self, image: Image, generation: int, change: Mapping[str, Any], state: str) -> bool:
         guard = self._guard(image, generation, state)
-        if "fence" not in change:  # pausing leaves a running execution alone, whatever its fence
-            del guard["fence"], guard["committed"], guard["handled"]
+        if "fencingToken" not in change:  # pausing leaves a running execution alone, whatever its fence
+            del guard["fencingToken"], guard["committed"], guard["handled"]
         return self._table.update(guard, [{"$set": dict(change)}])
 
     def _scope(self, generations: Mapping[str, int]) -> dict[str, Any]:
@@ -436,7 +442,7 @@ def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]
         "$expr": {"$and": [is_free, is_given_up, is_counted]},
     }
     kept = {"$cond": [{"$gt": ["$retry.passedOver", None]}, {"passedOver": "$retry.passedOver"}, None]}
-    return guard, [{"$set": {"retry": kept, "head": None, "claim": None, "fence": next_number("fence")}}]
+    return guard, [{"$set": {"retry": kept, "head": None, "claim": None, "fencingToken": next_number("fencingToken")}}]
 
 
 def state_of(image: Image) -> str:
@@ -462,11 +468,11 @@ def image_of(document: Mapping[str, Any]) -> Image:
     return Image(
         subscription=subscription,
         index=int(index),
-        epoch=document["epoch"],
+        epoch=document["term"],
         committed=document["committed"],
         token=token,
         data=token["_data"] if token else "",
-        fence=document["fence"],
+        fence=document["fencingToken"],
         state=document["state"],
         claim=document["claim"],
         live=bool(document["live"]) and document["claim"] is not None,
@@ -496,7 +502,7 @@ def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     retry: Mapping[str, Any] | None = document["retry"]
     data = (retry or {}).get("of")
     version = version_in(data) if isinstance(data, str) else None
-    if version is None or version >= document["epoch"] or document["head"] is not None:
+    if version is None or version >= document["term"] or document["head"] is not None:
         return retry
     marked = (document.get("spilled") or {}).get("to", "")
     return retry if marked >= data else None
@@ -512,7 +518,7 @@ def _passed(image: Image) -> dict[str, Any]:
         "retry": None,
         "head": None,
         "claim": None,
-        "fence": next_number("fence"),
+        "fencingToken": next_number("fencingToken"),
     }
 
 
@@ -539,18 +545,18 @@ def _unlike(seen: Mapping[str, Seen | None]) -> dict[str, Any]:
 
 
 def _as_seen(seen: Seen, ids: list[str]) -> dict[str, Any]:
-    same: dict[str, Any] = {"fence": seen.fence, "_id": {"$in": ids}}
+    same: dict[str, Any] = {"fencingToken": seen.fence, "_id": {"$in": ids}}
     return {**same, "claim": {"$ne": None}, "handled": None} if seen.claimed else same
 
 
 def _older(version: int) -> dict[str, Any]:
-    return {"epoch": {"$lt": Int64(version)}}
+    return {"term": {"$lt": Int64(version)}}
 
 
 def _winning(version: int) -> list[dict[str, Any]]:
     """The update of a take-over: my epoch, and the commit of what is handled."""
     handled = {"$gt": ["$handled", None]}
-    change: dict[str, Any] = {"epoch": Int64(version)}
+    change: dict[str, Any] = {"term": Int64(version)}
     for name, value in COMMIT.items():
         change[name] = {"$cond": [handled, value, f"${name}"]}
     return [{"$set": change}]
@@ -588,7 +594,7 @@ def moved_stages(
     }
     over = {
         "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]},
-        "fence": next_number("fence"),
+        "fencingToken": next_number("fencingToken"),
         **dict.fromkeys(("claim", "retry", "head")),
     }
     over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}

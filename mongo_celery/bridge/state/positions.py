@@ -123,7 +123,7 @@ class Positions:
 
         def write(session: ClientSession) -> Moved | None:
             version = self.take_version(session, seen=to.version)
-            guard = {"_id": subscription, "layout.generation": to.generation}
+            guard = {"_id": subscription, "partitioning.term": to.generation}
             stages = _subscription_moved(to, Int64(version or 0))
             if version is None or not self._update("handlers", guard, stages, session):
                 session.abort_transaction()
@@ -157,12 +157,12 @@ class Positions:
         def write(session: ClientSession) -> bool:
             guard = {"_id": subscription_id, "lost": dict(lost)}
             found = self._database["handlers"].find_one_and_update(
-                guard, start_moved(start, policy), {"layout": 1}, session=session
+                guard, start_moved(start, policy), {"partitioning": 1}, session=session
             )
             if found is None:
                 session.abort_transaction()
                 return False
-            prefix = f"{subscription_id}/{int(found['layout']['generation'])}"
+            prefix = f"{subscription_id}/{int(found['partitioning']['term'])}"
             self._database["partitions"].update_many(*attempts_forgotten(prefix), session=session)
             gap = {"until": start, "policy": policy, "handlers": [subscription], "error": lost.get("error")}
             kept = {"$push": {"gaps": {"$each": [gap], "$slice": -_GAPS_KEPT}}}
@@ -198,7 +198,7 @@ class Positions:
 
         Those of existing documents, too: they would run before the changes that are in front of them.
         """
-        theirs = {"replay.generation": to.generation, "replay.partition": {"$in": list(indexes)}}
+        theirs = {"replay.partitioningTerm": to.generation, "replay.partition": {"$in": list(indexes)}}
         late = behind(self._bridge, to.subscription, str(to.token["_data"]))
         over = self._database["dead_letters"].update_many(
             {"$and": [ASKED, theirs, late]}, {"$unset": {"replay": ""}}, session=session
@@ -220,24 +220,24 @@ class Positions:
             None where somebody leads, or has led since.
         """
         above = self._largest_epoch(session)
-        guard = {"_id": self._bridge, "version": seen, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
+        guard = {"_id": self._bridge, "term": seen, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
         change: dict[str, Any] = {
-            "version": {"$max": [next_number("version"), Int64(above + 1)]},
+            "term": {"$max": [next_number("term"), Int64(above + 1)]},
             "listenerId": None,
             "expiresAt": None,
         }
         found = self._database["leases"].find_one_and_update(
-            guard, [{"$set": change}], {"version": 1}, return_document=ReturnDocument.AFTER, session=session
+            guard, [{"$set": change}], {"term": 1}, return_document=ReturnDocument.AFTER, session=session
         )
-        return None if found is None else int(found["version"])
+        return None if found is None else int(found["term"])
 
     def _largest_epoch(self, session: ClientSession) -> int:
         epochs = [0]
         for name in ("partitions", "handlers", "snapshots"):
             found = self._database[name].find_one(
-                {"_id": ids_under(self._bridge)}, {"epoch": 1}, sort=[("epoch", -1)], session=session
+                {"_id": ids_under(self._bridge)}, {"term": 1}, sort=[("term", -1)], session=session
             )
-            epochs.append(int(found["epoch"]) if found else 0)
+            epochs.append(int(found["term"]) if found else 0)
         return max(epochs)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -303,4 +303,4 @@ def _subscription_moved(to: Move, version: Int64) -> list[dict[str, Any]]:
     else:
         place["startAtOperationTime"] = {"$min": ["$startAtOperationTime", to.time]}
     change = {name: {"$cond": ["$_moves", value, f"${name}"]} for name, value in place.items()}
-    return [{"$set": {"_moves": moves}}, {"$set": {**change, "epoch": version}}, {"$unset": "_moves"}]
+    return [{"$set": {"_moves": moves}}, {"$set": {**change, "term": version}}, {"$unset": "_moves"}]

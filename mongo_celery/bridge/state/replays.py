@@ -178,9 +178,9 @@ class Replays:
         if replay.state != STARTED:
             return False
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
-        mine = {"_id": partition_id, "fence": replay.fence, "claim.replay": replay.letter}
+        mine = {"_id": partition_id, "fencingToken": replay.fence, "claim.replay": replay.letter}
         has_lapsed = {"$expr": {"$lte": ["$claim.until", "$$NOW"]}}
-        end = [{"$set": {"fence": next_number("fence"), "claim": None}}]
+        end = [{"$set": {"fencingToken": next_number("fencingToken"), "claim": None}}]
         return not self._partitions.update({**mine, **has_lapsed}, end) and bool(self._partitions.find_one(mine))
 
     # -- what an execution does --------------------------------------------------------------------
@@ -411,7 +411,7 @@ def _request(starts: int, generation: int, partition: int, hash_: int, *, over_n
     request = {
         "id": ObjectId(),
         "state": REQUESTED,
-        "generation": Int64(generation),
+        "partitioningTerm": Int64(generation),
         "partition": partition,
         "hash": Int64(signed(hash_)),
         "overNewer": over_newer,

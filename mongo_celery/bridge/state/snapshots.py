@@ -7,7 +7,7 @@ One document a snapshot, with a new `_id` for each start, so that what belongs t
                      |           ^  |
                      +-- resume -+--+---> stopped --- resume
 
-1. `epoch` is the version of the term that may act on it. A take-over raises it before any partition is taken over:
+1. `term` is the one that may act on it. A take-over raises it before any partition is taken over:
    else who is deposed sees "committed" where its successor's changes have passed its documents.
 2. `begun` numbers the chunks. A begin compares the number that was seen and sets the next one, so one that lands late
    begins nothing that somebody else counts on. Its own place in the oplog is L, behind which the chunk is read.
@@ -62,7 +62,7 @@ _LASTING = [RUNNING, STOPPED, FAILED, GONE]
 
 _ID_BYTES = 6
 _FIELDS = dict.fromkeys((
-    "epoch", "source", "uuid", "at", "match", "rate", "begun", "moved", "done", "estimated", "state", "sentence",
+    "term", "source", "uuid", "at", "match", "rate", "begun", "moved", "done", "estimated", "state", "sentence",
     "since", "startedAt", "movedAt", "by",
 ), 1)  # fmt: skip
 
@@ -116,7 +116,7 @@ class Snapshots:
 
     def insert(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Ask for snapshots, by their `_id`s; one that is there already stays as it is. Repeating it is harmless."""
-        numbers = {name: Int64(0) for name in ("epoch", "begun", "moved", "passed", "done")}
+        numbers = {name: Int64(0) for name in ("term", "begun", "moved", "passed", "done")}
         for record in records:
             given = {name: value for name, value in record.items() if value is not None and name != "_id"}
             change = {"$setOnInsert": {**numbers, **given, "state": RUNNING}, "$currentDate": {"since": True}}
@@ -161,15 +161,15 @@ class Snapshots:
         lasting = {**self._mine(), "state": {"$in": _LASTING}}
         with self._table.limit():
             self._table.collection.update_many(
-                {**lasting, "epoch": {"$lt": Int64(version)}}, {"$set": {"epoch": Int64(version)}}
+                {**lasting, "term": {"$lt": Int64(version)}}, {"$set": {"term": Int64(version)}}
             )
-            found = self._table.collection.find_one(lasting, {"epoch": 1}, sort=[("epoch", -1)])
-        return int(found["epoch"]) if found else 0
+            found = self._table.collection.find_one(lasting, {"term": 1}, sort=[("term", -1)])
+        return int(found["term"]) if found else 0
 
     def prepare(self, snapshot: Snapshot, version: int, *, uuid: bytes, at: Timestamp, estimated: int | None) -> bool:
         """Record which collection it is, before its first chunk; False where it is not this term's."""
         change: dict[str, Any] = {"uuid": uuid, "at": at, "estimated": estimated}
-        guard = {"_id": snapshot.id, "epoch": version, "uuid": None}
+        guard = {"_id": snapshot.id, "term": version, "uuid": None}
         return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
 
     def begin(self, snapshot: Snapshot, version: int) -> Timestamp | None:
@@ -180,7 +180,7 @@ class Snapshots:
             L, the cluster time of this write; None where it was refused: it is another term's, does not run any more,
             or has begun more chunks than was seen.
         """
-        guard = {"_id": snapshot.id, "epoch": version, "state": RUNNING, "begun": snapshot.begun}
+        guard = {"_id": snapshot.id, "term": version, "state": RUNNING, "begun": snapshot.begun}
         return self._table.update_timed(guard, {"$set": {"begun": Int64(snapshot.begun + 1)}})
 
     def pass_on(self, snapshot_id: str, version: int, begun: int) -> Timestamp | None:
@@ -219,7 +219,7 @@ class Snapshots:
 
     def fail(self, snapshot_id: str, version: int, sentence: str, state: str = FAILED) -> bool:
         """It cannot go on until somebody resumes it; False where it is not this term's, or does not run."""
-        guard = {"_id": snapshot_id, "epoch": version, "state": RUNNING}
+        guard = {"_id": snapshot_id, "term": version, "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": state, "sentence": sentence}})
 
     # -- reading -----------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Snapshots:
 
 
 def _chunk(snapshot_id: str, version: int, begun: int) -> dict[str, Any]:
-    return {"_id": snapshot_id, "epoch": version, "begun": begun}
+    return {"_id": snapshot_id, "term": version, "begun": begun}
 
 
 def _snapshot(document: Mapping[str, Any], last: DocumentId | None = None, until: DocumentId | None = None) -> Snapshot:
@@ -255,7 +255,7 @@ def _snapshot(document: Mapping[str, Any], last: DocumentId | None = None, until
         id=document["_id"],
         subscription=document["_id"].split("/")[1],
         source=str(document.get("source", "")),
-        epoch=int(document.get("epoch", 0)),
+        epoch=int(document.get("term", 0)),
         uuid=document.get("uuid"),
         at=document.get("at"),
         match=document.get("match"),

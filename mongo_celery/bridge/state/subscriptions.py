@@ -1,17 +1,17 @@
 """
 A subscription's own position: its start, its low watermark and the fingerprint of the stream it came from.
 
-Every write of a listener is guarded by `epoch`, which a take-over sets to the version of its lease: a listener
-whose term has ended can move nothing here. A watermark only grows.
+Every write of a listener is guarded by `term`, which a take-over sets to that of its lease: a listener whose term has
+ended can move nothing here. A watermark only grows.
 
 A subscription whose place the oplog no longer holds carries `lost`: `since`, `at` (its place), `oldest` (the oldest
 entry that was seen then, or null) and `error`. It counts only while the subscription stands at `at`: a new position
 settles it.
 
-`layout` says how its changes are spread: the generation, how many partitions, and by which key. The partitions in force
-are those of that generation. It is there from the first take-over on, and changed in one write. A generation is the
-version of the term that put it in force, so it is above all that were ever used, also where a state database was
-dropped: targets compare it (see `fenced/fence.py`).
+`partitioning` says how its changes are spread: its `term`, how many `partitions`, and by which `key`. The partitions in
+force are those of that term. It is there from the first take-over on, and changed in one write. Its term is the one
+that put it in force, so it is above all that were ever used, also where a state database was dropped: targets compare
+it (see `fenced/fence.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import Table, Update, call_timeout
 
 _DEFAULTS: dict[str, Any] = {
-    "epoch": Int64(0),
+    "term": Int64(0),
     "resumeToken": None,
     "clusterTime": None,
     "fingerprint": None,
@@ -64,7 +64,7 @@ class Layout:
 
     def document(self) -> dict[str, Any]:
         """As it is stored."""
-        return {"generation": Int64(self.generation), "partitions": self.partitions, "key": self.key}
+        return {"term": Int64(self.generation), "partitions": self.partitions, "key": self.key}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Subscriptions:
 
     def affirm(self, names: Sequence[str], version: int) -> dict[str, dict[str, Any]]:
         """Read some subscriptions behind a write with this version, which a deposed server cannot acknowledge."""
-        change = {"$max": {"epoch": Int64(version)}}
+        change = {"$max": {"term": Int64(version)}}
         self._table.write_all([UpdateOne({"_id": self._id(name)}, change) for name in names])
         return self._read(names)
 
@@ -119,8 +119,8 @@ class Subscriptions:
 
         The position may have moved since the old partitions went, but only over history that was lost.
         """
-        change = {"$set": {"layout": layout.document()}}
-        return self._table.update({"_id": self._id(name), "epoch": version}, change)
+        change = {"$set": {"partitioning": layout.document()}}
+        return self._table.update({"_id": self._id(name), "term": version}, change)
 
     def pin(
         self,
@@ -144,12 +144,12 @@ class Subscriptions:
             change |= {"snapshot": OWED, "snapshotFrom": start}
         if position is not None:
             change |= {"resumeToken": position["resumeToken"], "clusterTime": position["clusterTime"]}
-        guard = {"_id": self._id(name), "epoch": version, "startAtOperationTime": None}
+        guard = {"_id": self._id(name), "term": version, "startAtOperationTime": None}
         return self._table.update(guard, {"$set": change})
 
     def note_snapshot(self, name: str, version: int) -> bool:
         """The snapshots with which it begins are asked for; False when the epoch has moved on."""
-        return self._table.update({"_id": self._id(name), "epoch": version}, {"$set": {"snapshot": "asked for"}})
+        return self._table.update({"_id": self._id(name), "term": version}, {"$set": {"snapshot": "asked for"}})
 
     def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
         """
@@ -161,7 +161,7 @@ class Subscriptions:
         return self._table.update(
             {
                 "_id": self._id(name),
-                "epoch": version,
+                "term": version,
                 "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
             },
             start_moved(start, policy),
@@ -176,11 +176,11 @@ class Subscriptions:
         """
         lost = {"at": place, "oldest": oldest, "error": error}
         change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
-        return self._table.update({"_id": self._id(name), "epoch": version}, [{"$set": change}])
+        return self._table.update({"_id": self._id(name), "term": version}, [{"$set": change}])
 
     def clear_lost(self, name: str, version: int) -> bool:
         """The place can be read after all; False when the epoch has moved on."""
-        return self._table.update({"_id": self._id(name), "epoch": version}, {"$set": {"lost": None}})
+        return self._table.update({"_id": self._id(name), "term": version}, {"$set": {"lost": None}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
@@ -198,7 +198,7 @@ class Subscriptions:
         """Guard and change of storing a watermark."""
         guard = {
             "_id": self._id(to.name),
-            "epoch": to.version,
+            "term": to.version,
             "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": to.token["_data"]}}],
         }
         change = {"resumeToken": dict(to.token), "clusterTime": to.cluster_time, "fingerprint": fingerprint}
@@ -214,10 +214,10 @@ class Subscriptions:
 
 def _winning(version: int, layout: Layout) -> Update:
     """The update of a take-over: my epoch, and what is missing."""
-    defaults = {**_DEFAULTS, "layout": layout.document()}
+    defaults = {**_DEFAULTS, "partitioning": layout.document()}
     return [
         {"$replaceWith": {"$mergeObjects": [literal(defaults), "$$ROOT"]}},
-        {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
+        {"$set": {"term": {"$max": ["$term", Int64(version)]}}},
     ]
 
 
@@ -267,8 +267,8 @@ def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bo
 
 def layout_in(document: Mapping[str, Any]) -> Layout:
     """Return how the changes of a stored subscription are spread."""
-    found = document["layout"]
-    return Layout(int(found["generation"]), found["partitions"], found["key"])
+    found = document["partitioning"]
+    return Layout(int(found["term"]), found["partitions"], found["key"])
 
 
 def layouts_in_force(documents: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:

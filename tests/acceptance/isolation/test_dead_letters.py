@@ -92,7 +92,7 @@ def test_letters_are_replayed_in_the_order_of_their_keys_beside_live_changes(mak
     chain.both()
     failed = _fail(chain, "copied", "late", 1, 2, 3)
     _fail(chain, "copied", "other", 1)
-    fences = {(letter["key"], letter["seq"]): letter["fence"] for letter in chain.letters("copied")}
+    fences = {(letter["key"], letter["seq"]): letter["fencingToken"] for letter in chain.letters("copied")}
     # The first of them is held while changes of the same partition come in.
     asked = _letters(chain, "replay", "copied", "--yes")
     assert (asked["requested"], asked["count"], asked["leads"]) == (4, 4, True)
@@ -205,7 +205,7 @@ def test_a_letter_that_kills_its_workers_stays_a_letter(make_chain: MakeChain) -
     chain.both()
     (item,) = _fail(chain, "copied", "key", 1)
     letters = chain.state["dead_letters"]
-    letters.update_one({"subscription": "copied"}, {"$set": {"change.fullDocument.do": {"act": "die", "times": 9}}})
+    letters.update_one({"handler": "copied"}, {"$set": {"change.fullDocument.do": {"act": "die", "times": 9}}})
     _letters(chain, "replay", "copied", "--yes")
     wait_for(lambda: any(each["error"].startswith("HandlerCrashedError") for each in chain.letters("copied")))
     assert len(chain.starts(item)) == 3, "one of its own, and two of its replay"
@@ -298,7 +298,7 @@ def test_what_has_halted_is_set_aside_and_replayed(make_chain: MakeChain) -> Non
     (letter,) = chain.letters("halted")
     assert (letter["cause"], letter["error"], letter["attempts"]) == ("set_aside", "WantedError: as asked", 1)
     assert letter["change"]["fullDocument"]["n"] == 1
-    assert chain.starts(behind)[0].fence > letter["fence"] + REPLAYS_MAX
+    assert chain.starts(behind)[0].fence > letter["fencingToken"] + REPLAYS_MAX
     _letters(chain, "replay", "--id", letter["resumeToken"]["_data"][:40], "--yes")
     _wait_gone(chain, "halted")
     assert _copy_of(chain, "halted", "bad") == 1

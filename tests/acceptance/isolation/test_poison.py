@@ -133,8 +133,8 @@ class Rig:
         letters = self.state.get_collection(
             "dead_letters", codec_options=bson.CodecOptions(unicode_decode_error_handler="replace")
         )
-        wait_for(lambda: letters.count_documents({"subscription": handler}) >= count)
-        found = list(letters.find({"subscription": handler}).sort("_id"))
+        wait_for(lambda: letters.count_documents({"handler": handler}) >= count)
+        found = list(letters.find({"handler": handler}).sort("_id"))
         assert len(found) == count
         return found
 
@@ -216,7 +216,7 @@ def test_every_odd_key_reaches_its_handler_in_order_or_the_policy(rig: Rig) -> N
     assert {key: numbers for key, numbers in by_key.items() if numbers != [1, 2, 3]} == {}
     assert len(by_key) == len(ODD_KEYS) - len(unreadable)
     assert {letter["error"].partition(":")[0] for letter in letters} == {"InvalidBSON"}
-    for letter in rig.state["dead_letters"].find({"subscription": "odd"}):
+    for letter in rig.state["dead_letters"].find({"handler": "odd"}):
         change = letter["change"]
         event = RawBSONDocument(change["bytes"] if "bytes" in change else bson.encode(change))
         assert any(event["documentKey"].raw == raw.raw for raw in raws.values())
@@ -376,9 +376,9 @@ def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_lose
         rig.wait_ids("halt", {"later"})
         rig.wait_halted("halt", {0, 1})
         rig.wait_letters("dead_letter", 3)
-        fence = rig.partitions("halt")[0]["fence"]
+        fence = rig.partitions("halt")[0]["fencingToken"]
         rig.command("retry", "halt", "--partition", "0")
-        wait_for(lambda: rig.partitions("halt")[0]["fence"] > fence + 1)
+        wait_for(lambda: rig.partitions("halt")[0]["fencingToken"] > fence + 1)
         rig.wait_halted("halt", {0, 1})
         rig.command("skip", "halt", "--partition", "1", "--yes")
         rig.wait_ids("halt", {"after 1"})
@@ -534,10 +534,10 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
         assert all(each["retry"]["error"].startswith(errors[each["index"]]) for each in halted)
 
         # A retry makes nothing better and nothing worse; what is skipped lets the others pass.
-        fences = [each["fence"] for each in rig.partitions("picky_halt")]
+        fences = [each["fencingToken"] for each in rig.partitions("picky_halt")]
         rig.command("retry")
         for index in guilty["picky"]:
-            wait_for(lambda index=index: rig.partitions("picky_halt")[index]["fence"] > fences[index])  # type: ignore[misc]
+            wait_for(lambda index=index: rig.partitions("picky_halt")[index]["fencingToken"] > fences[index])  # type: ignore[misc]
         rig.wait_halted("picky_halt", {*guilty["picky"]})
         skips = [rig.run("changes", "skip", "picky_halt", "--partition", str(i), "--yes") for i in guilty["picky"]]
         assert [skip.wait() for skip in skips] == [0] * len(skips)

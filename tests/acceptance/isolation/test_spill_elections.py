@@ -160,5 +160,5 @@ def test_an_election_before_new_partitions_are_put_in_force(
         assert chain.changes("retry", "halting")["retried"] == 1
         chain.spread(3)
         elect(chain, three_members, election, chain.pointed("listener", SWITCHING))
-        wait_for(lambda: chain.subscription("halting")["layout"]["partitions"] == 3, message="new partitions")
+        wait_for(lambda: chain.subscription("halting")["partitioning"]["partitions"] == 3, message="new partitions")
     finish(chain)

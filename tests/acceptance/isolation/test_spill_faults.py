@@ -154,7 +154,7 @@ def test_a_listener_ends_or_sleeps_while_it_repartitions(make: Make, point: Docu
 
 def layout(chain: SpillRig) -> Document:
     """How many partitions are in force, and by which key."""
-    found: Document = chain.subscription("halting")["layout"]
+    found: Document = chain.subscription("halting")["partitioning"]
     return found
 
 

@@ -57,7 +57,7 @@ def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led
         for item in free:
             chain.wait_started(item)
         lease = wait_for(lambda: chain.state["leases"].find_one({"report.locked": [where["_id"]]}))
-        assert lease["version"] > chain.of(locked)["epoch"], "it is not won"
+        assert lease["term"] > chain.of(locked)["term"], "it is not won"
         # The server has not ended the transaction: nobody has waited for that.
         chain.state["partitions"].update_one(where, {"$set": {"note": 2}}, session=session)
         assert chain.starts(locked) == []

@@ -81,7 +81,7 @@ def test_an_exception_that_nobody_foresaw_is_kept_in_the_lease(chain: Chain) -> 
     first = chain.listener("first")
     first.terminate()
     first.wait()
-    chain.state["handlers"].update_many({}, {"$set": {"layout.partitions": "7"}})
+    chain.state["handlers"].update_many({}, {"$set": {"partitioning.partitions": "7"}})
     second = chain.run("listener", name="second")
     assert second.wait() != 0
     status = chain.changes("status")
