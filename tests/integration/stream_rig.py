@@ -105,7 +105,7 @@ class Reading:
     def _take(self, items: Sequence[Item]) -> None:
         self.items += items
         if self._endless:
-            self.reader.made_room(items)
+            self.reader.grant_credit(items)
 
     def __enter__(self) -> Self:
         self.reader.start()

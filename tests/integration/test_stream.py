@@ -231,7 +231,7 @@ def test_a_rolling_oplog_is_lost_history_for_a_new_stream_and_for_an_open_one(
         insert(items, *range(2, 20))  # the reader waits for room with its cursor open
         _roll(client)
         for _ in range(30):
-            open_reading.reader.made_room(open_reading.items[:1])
+            open_reading.reader.grant_credit(open_reading.items[:1])
         assert isinstance(open_reading.wait_for_failure(), HistoryLostError)
         assert open_reading.keys == list(range(1, len(open_reading.keys) + 1)), "nothing after the gap"
     with Reading(rolling_oplog.url, scope, position) as new_reading:
@@ -467,7 +467,7 @@ def test_the_reader_reads_no_further_than_there_is_room(mongo_url: str, items: C
     with Reading(mongo_url, scope_on(items.full_name), now(items.database.client), room=5) as reading:
         insert(items, *range(20))
         wait_for(lambda: len(reading.items) == 5)
-        reading.reader.made_room(reading.items[:1])
+        reading.reader.grant_credit(reading.items[:1])
         wait_for(lambda: len(reading.items) == 6)
         sent = items.database.client.admin.command("ping")
         assert sent["ok"], "a round trip later there is still nothing more"
@@ -481,7 +481,7 @@ def test_a_large_event_takes_more_room_than_a_small_one(mongo_url: str, items: C
         items.insert_many([{"_id": number, "text": "x" * 100_000} for number in range(10)])
         wait_for(lambda: len(reading.items) >= 5)
         assert len(reading.items) == 5, "each takes four units"
-        reading.reader.made_room(reading.items[:1])
+        reading.reader.grant_credit(reading.items[:1])
         wait_for(lambda: len(reading.items) == 6)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pymongo.errors import InvalidOperation
 
-from mongo_celery.bridge.stream.items import ChangeEvent, Item, units_of
+from mongo_celery.bridge.stream.items import ChangeEvent, Item, credit_cost
 from mongo_celery.bridge.stream.reader import Position, StreamReader, _Progress
 from mongo_celery.bridge.stream.source import Scope
 from tests.fixtures.samples import token_data
@@ -47,8 +47,8 @@ class Taker:
 
     def _take(self, items: Sequence[Item]) -> None:
         self.together.append(items)
-        self.most = max(self.most, sum(map(units_of, items[:-1])))
-        self.reader.made_room(items)
+        self.most = max(self.most, sum(map(credit_cost, items[:-1])))
+        self.reader.grant_credit(items)
 
     @property
     def numbers(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What was handed over and is not taken in yet."""
+"""The batches that were handed over and are not taken in yet."""
 
 from __future__ import annotations
 
@@ -6,30 +6,20 @@ from mongo_celery.bridge.listener.inbox import Inbox
 from tests.fixtures.samples import mark
 
 
-def test_items_are_taken_one_by_one_in_the_order_in_which_they_came() -> None:
-    """P1: some at a time, and one of them is the next until it is taken."""
+def test_items_are_taken_one_by_one_and_each_batch_is_given_back_when_all_of_it_was_taken() -> None:
+    """P1: in the order in which they came; an item is the next one until it is taken."""
     inbox = Inbox()
-    for numbers in ((1, 2, 3), (4,), (), (5, 6)):
-        inbox.put([mark(number) for number in numbers])
-    found = []
-    while (item := inbox.look()) is not None:
-        assert inbox.look() is inbox.held is item
-        found.append((item, inbox.take()))
-    assert found == [(mark(number), number in {3, 4, 6}) for number in range(1, 7)]
-    assert inbox.held is None
-
-
-def test_what_was_taken_is_told_once() -> None:
-    """So that there is room for as much again, also where it was not all that had come together."""
-    inbox = Inbox()
-    inbox.put([mark(1), mark(2), mark(3)])
-    assert list(inbox.taken()) == []
-    for numbers in ([1, 2], [3]):
-        for _ in numbers:
-            inbox.look()
-            inbox.take()
-        assert list(inbox.taken()) == [mark(number) for number in numbers]
-        assert list(inbox.taken()) == []
+    batches = [[mark(number) for number in numbers] for numbers in ((1, 2, 3), (4,), (), (5, 6))]
+    for batch in batches:
+        inbox.put(batch)
+    found, given_back = [], []
+    while (item := inbox.peek()) is not None:
+        assert inbox.peek() is item
+        found.append(item)
+        given_back.append(inbox.take())
+    assert found == [mark(number) for number in range(1, 7)]
+    assert [batch for batch in given_back if batch] == [batch for batch in batches if batch]
+    assert [bool(batch) for batch in given_back] == [False, False, True, True, False, True]
 
 
 def test_a_wait_ends_with_an_item_or_when_somebody_ends_it() -> None:
@@ -37,10 +27,11 @@ def test_a_wait_ends_with_an_item_or_when_somebody_ends_it() -> None:
     inbox = Inbox()
     inbox.put(())
     inbox.wait(60.0)
-    assert inbox.look() is None
+    assert inbox.peek() is None
     inbox.put([mark(1)])
     inbox.wait(60.0)
-    assert inbox.held == mark(1)
+    inbox.wait(60.0)
+    assert inbox.peek() == mark(1)
     inbox.take()
     inbox.wait(0.0)
-    assert inbox.held is None
+    assert inbox.peek() is None

@@ -1,4 +1,4 @@
-"""What the reader has handed over and the leader has not taken in yet."""
+"""The batches that the reader has handed over and the leader has not taken in yet."""
 
 from __future__ import annotations
 
@@ -9,55 +9,38 @@ from mongo_celery.bridge.stream.items import Item
 
 
 class Inbox:
-    """
-    One reader's, in order. Items come some at a time, and are taken in one by one.
-
-    Attributes:
-        held: the next item, once it was looked at; None while none is known to be there.
-    """
+    """The batches of one reader, in order. The leader takes in their items one by one."""
 
     def __init__(self) -> None:
-        self.held: Item | None = None
         self._queue: SimpleQueue[Sequence[Item]] = SimpleQueue()
-        self._items: Sequence[Item] = ()
+        self._batch: Sequence[Item] = ()
         self._at = 0
-        self._from = 0
 
-    def put(self, items: Sequence[Item]) -> None:
-        """Hand over, none to end a wait. Callable from any thread."""
-        self._queue.put(items)
+    def put(self, batch: Sequence[Item]) -> None:
+        """Hand over a batch; an empty one ends a wait. Callable from any thread."""
+        self._queue.put(batch)
 
-    def look(self) -> Item | None:
-        """The next item, which stays the next until it is taken; None where there is none."""
-        while self.held is None:
+    def peek(self) -> Item | None:
+        """Return the next item, which stays the next until it is taken; None if there is none."""
+        while not self._batch:
             try:
-                self._hold(self._queue.get_nowait())
+                self._batch = self._queue.get_nowait()
             except Empty:
                 return None
-        return self.held
+        return self._batch[self._at]
+
+    def take(self) -> Sequence[Item]:
+        """Take the next item. Return its batch if it was the last of it, else nothing."""
+        self._at += 1
+        if self._at < len(self._batch):
+            return ()
+        batch, self._batch, self._at = self._batch, (), 0
+        return batch
 
     def wait(self, seconds: float) -> None:
-        """Wait for an item, or until somebody ends it."""
-        try:
-            self._hold(self._queue.get(timeout=seconds) if seconds else self._queue.get_nowait())
-        except Empty:
-            return
-
-    def take(self) -> bool:
-        """The next item is taken in; whether it was the last of those that came with it."""
-        self._at += 1
-        is_last = self._at >= len(self._items)
-        self.held = None if is_last else self._items[self._at]
-        return is_last
-
-    def taken(self) -> Sequence[Item]:
-        """What was taken in since this was asked, of what came together."""
-        taken, self._from = self._items[self._from : self._at], self._at
-        if self.held is None:
-            self._items, self._at, self._from = (), 0, 0  # nobody keeps them for longer than they are of use
-        return taken
-
-    def _hold(self, items: Sequence[Item]) -> None:
-        if items:  # else it is a wake-up
-            self._items, self._at, self._from = items, 0, 0
-            self.held = items[0]
+        """Wait for a batch, unless an item is there already."""
+        if not self._batch:
+            try:
+                self._batch = self._queue.get(timeout=seconds)
+            except Empty:
+                return

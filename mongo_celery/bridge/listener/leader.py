@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -203,7 +204,7 @@ class Leader:
         read_to = reader.read_to if reader is not None else None
         if read_to is None or read_to < place or self._is_held_up:
             return False
-        return self._inbox.look() is None and self._snapshots.is_idle
+        return self._inbox.peek() is None and self._snapshots.is_idle
 
     @property
     def reads_snapshot(self) -> bool:
@@ -352,7 +353,7 @@ class Leader:
         """Read from there, and nothing more of what was read before; or not at all, where nobody can be read."""
         if self._reader is not None:
             self._reader.stop()
-            self._stream_status, self._reader = self._reader.status.handed_on(), None
+            self._stream_status, self._reader = replace(self._reader.status), None
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
         self._inbox = Inbox()
         self._at_end = False
@@ -417,7 +418,7 @@ class Leader:
 
     def _note_progress(self) -> None:
         """Have the lease renewed, unless partitions or the stream cannot be read."""
-        is_reading = self._reader is None or self._reader.is_running or self._inbox.look() is not None
+        is_reading = self._reader is None or self._reader.is_running or self._inbox.peek() is not None
         if is_reading and self._lost is None and not self._is_blind:
             self._renewal.alive()
 
@@ -425,7 +426,7 @@ class Leader:
         inbox = self._inbox
         self._is_held_up = False
         for number in range(_ITEMS_A_TURN):
-            item = inbox.look()
+            item = inbox.peek()
             if item is None:
                 return
             if isinstance(item, Failed):
@@ -437,7 +438,7 @@ class Leader:
                 if self._spilling.is_full:
                     self._wait_for_room(now)
                     self._is_held_up = True
-                    break
+                    return
             self._full, self._full_at = "", math.inf
             self._snapshots.comes_to(item)  # existing documents come before it
             self._at_end = not hasattr(item, "raw")
@@ -446,16 +447,9 @@ class Leader:
                 if change is not None:
                     self._snapshots.took_change(subscription, item, change)
             self._snapshots.took_in(item)
-            if inbox.take():
-                self._make_room()
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """Let the reader go on: not for each item, since it would come in between each time."""
-        assert self._reader is not None, "items come from a reader"
-        taken = self._inbox.taken()
-        if taken:
-            self._reader.made_room(taken)
+            batch = inbox.take()
+            if batch and self._reader is not None:
+                self._reader.grant_credit(batch)
 
     def _wait_for_room(self, now: float) -> None:
         """A full buffer is normal under backlog; it is loud where nothing more may be stored of what stands."""
@@ -635,5 +629,5 @@ class Leader:
         pause = max(until - now, 0.0)
         if self._is_held_up:  # full: new items cannot be taken in
             self._stopping.wait(min(pause, BUSY_LOOK))
-        elif self._inbox.held is None:  # else there was more than a turn takes in
+        else:
             self._inbox.wait(pause)

@@ -54,8 +54,6 @@ class Failed:
 Item = ChangeEvent | Mark | Failed
 
 
-def units_of(item: Item) -> int:
-    """Large events take more room, so that reading ahead is bounded in bytes too; a failure takes none."""
-    if isinstance(item, ChangeEvent):
-        return 1 + (len(item.raw) >> _UNIT_SHIFT)
-    return 0 if isinstance(item, Failed) else 1
+def credit_cost(item: Item) -> int:
+    """Return the credits that an item takes: one, and one more for each 32 KiB, so that bytes are bounded."""
+    return 1 + (len(item.raw) >> _UNIT_SHIFT) if isinstance(item, ChangeEvent) else 1

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
@@ -41,7 +41,7 @@ from mongo_celery.bridge.stream.cursor import (
     wait_for,
 )
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
-from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Flaw, Item, units_of
+from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Flaw, Item, credit_cost
 from mongo_celery.bridge.stream.narrowing import Narrowing, Reread
 from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, shorten
 from mongo_celery.bridge.stream.reactions import (
@@ -93,7 +93,6 @@ class StreamStatus:
         flaws: events that could not be read as they were asked for.
         last_error: name, code and words of the last error; None if there was none.
         last_read: when a read last succeeded, on the monotonic clock, even one that returned nothing.
-        waits_for_room: whether nothing is read because the listener has taken in too little.
     """
 
     openings: int = 0
@@ -103,7 +102,6 @@ class StreamStatus:
     flaws: int = 0
     last_error: str | None = None
     last_read: float | None = None
-    waits_for_room: bool = False
 
     def succeeded(self) -> None:
         """A read has succeeded."""
@@ -116,10 +114,6 @@ class StreamStatus:
         self.failures += 1
         self.last_error = f"{named(error)}: {said(error)}"
 
-    def handed_on(self) -> StreamStatus:
-        """For the reader that follows: who is opened again elsewhere waits no less for it, and counts on."""
-        return replace(self, waits_for_room=False)
-
 
 class StreamReader:
     """
@@ -131,11 +125,11 @@ class StreamReader:
         scope: what to watch.
         position: where to begin.
         deliver: called in the reader's thread with the next items, one at least, in stream order.
-        room: how far to read ahead of `made_room`, in units of an item or 32 KiB of it.
+        room: how far to read ahead of `grant_credit`, by `credit_cost`.
         batch_size: the most events of a `getMore`; by default as many as the server likes.
         comment: of all commands, for the server's log.
         pauses: between openings while an error lasts.
-        status: of the reader before, handed on.
+        status: a copy of that of the reader before: a stream that is opened again elsewhere has the same pauses.
 
     Attributes:
         status: how reading goes.
@@ -159,9 +153,9 @@ class StreamReader:
         self._scope = scope
         self._position = position
         self._deliver = deliver
-        self._limit = room
-        self._sent = self._taken = 0  # each counted by one thread only
-        self._room = threading.Event()
+        self._room = room
+        self._handed_over = 0
+        self._credit = threading.Condition()
         self._full_batch = batch_size or 0  # 0: as many as the server likes
         self._batch = self._full_batch
         self._comment = comment
@@ -193,17 +187,18 @@ class StreamReader:
     def stop(self) -> None:
         """Read no more. Does not wait: a read may still be under way, and its result is dropped."""
         self._stopping.set()
-        self._room.set()
+        with self._credit:
+            self._credit.notify_all()
 
     def hurry(self, is_hurried: bool) -> None:
         """Set whether to report soon how far the stream is, even if no event comes. Callable from any thread."""
         self._is_hurried = is_hurried
 
-    def made_room(self, items: Iterable[Item]) -> None:
-        """The listener has taken in what it was given."""
-        self._taken += sum(map(units_of, items))
-        if not self._room.is_set():
-            self._room.set()
+    def grant_credit(self, batch: Iterable[Item]) -> None:
+        """Let as much more be handed over as a batch that was taken in. Callable from any thread."""
+        with self._credit:
+            self._handed_over -= sum(map(credit_cost, batch))
+            self._credit.notify_all()
 
     # -- openings, and what ends them ----------------------------------------------------------------
 
@@ -274,7 +269,8 @@ class StreamReader:
         self.status.failed(error)
         if isinstance(final, HistoryLostError):
             self._stopping.wait(self._pause_after(error, progress))
-        self._hand_over([Failed(final)], 0)
+        if not self._stopping.is_set():
+            self._deliver([Failed(final)])
 
     def _note(self, error: Exception, pause: float) -> None:
         self.status.failed(error)
@@ -379,7 +375,7 @@ class StreamReader:
             for document in documents:
                 item = self._item(document, items[-1] if items else None, flaw)
                 items.append(item)
-                units += units_of(item)
+                units += credit_cost(item)
                 if units >= room:
                     together, items = items, []
                     progress.taken |= self._arrived(together, units)
@@ -392,7 +388,7 @@ class StreamReader:
 
     def _room_now(self) -> int:
         """Return the units that may go together; there is no less room when they are handed over."""
-        return min(_TOGETHER, self._limit - (self._sent - self._taken))
+        return min(_TOGETHER, self._room - self._handed_over)
 
     def _item(self, document: RawBSONDocument, before: Item | None, flaw: Flaw | None) -> ChangeEvent:
         event = event_of(document.raw)
@@ -452,15 +448,11 @@ class StreamReader:
         return True
 
     def _hand_over(self, items: Sequence[Item], units: int) -> bool:
-        while self._sent - self._taken >= self._limit and not self._stopping.is_set():
-            self._room.clear()
-            if self._sent - self._taken >= self._limit:  # looked at again: room may just have been made
-                self.status.waits_for_room = True
-                self._room.wait()
-        self.status.waits_for_room = False
-        if self._stopping.is_set():
-            return False
-        self._sent += units
+        with self._credit:
+            self._credit.wait_for(lambda: self._handed_over < self._room or self._stopping.is_set())
+            if self._stopping.is_set():
+                return False
+            self._handed_over += units
         self._deliver(items)
         return True
 
