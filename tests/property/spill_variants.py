@@ -94,7 +94,9 @@ SOUND = (
     Sound(TWO_TERMS._replace(name="a stream that breaks", faults=frozenset({Fault.REOPEN}), budget=1), 2_000),
     Sound(BACK_LARGE, 1_000),
     Sound(FULL_LARGE._replace(operator=True), 1_000),
-    Sound(TWO_TERMS._replace(name="large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1), 5_000),
+    Sound(
+        TWO_TERMS._replace(name="large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1), 5_000
+    ),
     Sound(MERGED, 5_000),
     Sound(SPLIT, 2_500),
     Sound(MERGED_BACK, 8_000),
