@@ -86,6 +86,7 @@ def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
 
     def kill() -> None:
         term.is_killed.set()
+        term.leader._snapshots.close()  # its thread is killed, too
         raise KilledError
 
     with monkeypatch.context() as patch:
@@ -119,7 +120,7 @@ def test_a_listener_that_wakes_at_any_step_moves_nothing(
         wait_for(lambda: records)
         snapshots, led = term.leader._snapshots, term.leader._subscriptions
         for _ in range(_LATER_TURNS if led else 0):  # of one that has not looked at its partitions yet
-            snapshots.turn(led, time.monotonic(), room=1 << 20, may_begin=True)
+            snapshots.turn(time.monotonic(), room=1 << 20, may_begin=True)
             threading.Event().wait(0.01)
     assert world.record == records[0]
     judge(world, 1)

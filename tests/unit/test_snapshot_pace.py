@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from pymongo.errors import AutoReconnect, OperationFailure
 
-from mongo_celery.bridge.listener.chunks import Chunk
+from mongo_celery.bridge.listener.chunks import Chunk, ChunkFailedError
 from mongo_celery.bridge.listener.pace import ATTEMPTS_MAX, FIRST_SIZE, LARGEST_SIZE, PAUSES, ChunkPace
 from mongo_celery.bridge.state.snapshots import Snapshot
 
@@ -50,7 +50,9 @@ def test_where_reading_fails_the_next_attempt_comes_later_with_less() -> None:
 def test_only_what_servers_answer_ends_a_snapshot() -> None:
     """An outage may last as long as it likes; a chunk that is read forgets all failures."""
     pace, ended = ChunkPace(FIRST_SIZE), []
-    reasons: list[Exception | str] = [*[AutoReconnect("no answer")] * 3 * ATTEMPTS_MAX, *["stands"] * ATTEMPTS_MAX]
+    reasons: list[Exception] = [AutoReconnect("no answer")] * 3 * ATTEMPTS_MAX + [
+        ChunkFailedError("blocked")
+    ] * ATTEMPTS_MAX
     for why in reasons:
         pace.has_failed(why, "why", pace.size, 0.0)
         ended.append(pace.is_hopeless)

@@ -99,6 +99,7 @@ class Chunk:
         rounds: how often that was so.
         ends: of each partition, the last token that is not known to be committed or stored.
         passed_at: when the last write that moves the stream was sent.
+        error: why it was dropped.
     """
 
     snapshot: Snapshot
@@ -123,6 +124,7 @@ class Chunk:
     rounds: int = 0
     ends: dict[int, str] = field(default_factory=dict)
     passed_at: float = 0.0
+    error: Exception | None = None
 
     def note(self, change: PendingChange, event: ChangeEvent) -> None:
         """Keep the last change of a key; one whose key cannot be read may be of any."""
@@ -258,8 +260,12 @@ def concerns_a_document(error: Exception) -> bool:
     return is_answer and code_of(error) != Code.InvalidOptions and verdict_on(error) not in _OF_NO_DOCUMENT
 
 
-class ConditionFailedError(Exception):
-    """What the snapshot itself asks of documents cannot be judged: the server says why."""
+class SnapshotFailedError(Exception):
+    """There is no point in trying again: as where what the snapshot itself asks of documents cannot be judged."""
+
+
+class ChunkFailedError(Exception):
+    """Another attempt, later or smaller, may succeed."""
 
 
 class ChunkReader:
@@ -286,7 +292,7 @@ class ChunkReader:
 
         Raises:
             PyMongoError: nothing of it may be used.
-            ConditionFailedError: as before, and it is the snapshot's own fault.
+            SnapshotFailedError: as before, and it is the snapshot's own fault.
         """
         with pymongo.timeout(READ_SECONDS):
             if chunk.again:
@@ -389,7 +395,7 @@ class ChunkReader:
             if concerns_a_document(without):
                 return
             raise
-        raise ConditionFailedError(f"its match {chunk.snapshot.match} cannot be judged: {brief(error)}") from error
+        raise SnapshotFailedError(f"its match {chunk.snapshot.match} cannot be judged: {brief(error)}") from error
 
     def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """The one document that cannot be an event: its key, and why."""

@@ -30,9 +30,9 @@ from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.inbox import Inbox
+from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.looks import BUSY_LOOK, Looks
 from mongo_celery.bridge.listener.lost_messages import BrokerWatch, LostMessageDetector
-from mongo_celery.bridge.listener.owed import OwedSnapshots
 from mongo_celery.bridge.listener.pacing import LogThrottle, RetryGate
 from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
@@ -322,7 +322,7 @@ class Leader:
         )
         self._spilling.begin(subscriptions, takeover.version)
         owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
-        self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
+        self._snapshots.begin(subscriptions, takeover.version, InitialSnapshots(self._wiring, owed))
         position = self._history.begin(subscriptions, starts) if subscriptions else None
         self._renewal.alive()
         for subscription in self._repartitioning.begin(subscriptions, takeover):
@@ -561,9 +561,9 @@ class Leader:
         """Go on with existing documents, between the changes."""
         may_begin = self._reader is not None and not self._full and not self._spilling.waits
         room = self._options.buffer_bytes - self._spilling.size
-        self._snapshots.turn(self._subscriptions, now, room=room, may_begin=may_begin)
+        self._snapshots.turn(now, room=room, may_begin=may_begin)
         if self._reader is not None:
-            self._reader.hurry(self.is_hurried or self._snapshots.is_busy(now))
+            self._reader.hurry(self.is_hurried or self._snapshots.is_busy)
 
     # -- dispatching -------------------------------------------------------------------------------
 
@@ -624,7 +624,6 @@ class Leader:
             max(next_run, self._publishing.ready_at),
             self._repartitioning.due(),
             self._spilling.next_at(),
-            self._snapshots.next_at(),
         )
         pause = max(until - now, 0.0)
         if self._is_held_up:  # full: new items cannot be taken in

@@ -72,7 +72,7 @@ class ChunkPace:
         if chunk.snapshot.rate:
             self.ready_at = max(self.ready_at, chunk.sent_at + chunk.count / chunk.snapshot.rate)
 
-    def has_failed(self, why: Exception | str, text: str, size: int, now: float) -> float:
+    def has_failed(self, error: Exception, text: str, size: int, now: float) -> float:
         """
         A chunk of this size has failed.
 
@@ -80,7 +80,7 @@ class ChunkPace:
             Seconds to the next attempt.
         """
         self.failures += 1
-        self.errors += isinstance(why, str) or not (is_unanswered(why) or is_outage(why))
+        self.errors += not (is_unanswered(error) or is_outage(error))
         self.error = text
         self.size = max(size // 2, 1)
         pause = PAUSES.nth(self.failures - 1)

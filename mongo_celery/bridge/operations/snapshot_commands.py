@@ -16,7 +16,7 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import is_number, nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, estimate, facts_of, shape_of
-from mongo_celery.bridge.listener.owed import collections_of
+from mongo_celery.bridge.listener.initial_snapshots import collections_of
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings

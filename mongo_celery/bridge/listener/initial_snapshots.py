@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _OF_THE_SERVER = frozenset({"admin", "config", "local"})
 
 
-class OwedSnapshots:
+class InitialSnapshots:
     """
     What is owed to the subscriptions of one term. Used by one thread.
 
@@ -40,7 +40,7 @@ class OwedSnapshots:
         self._wiring = wiring
         self._owed = list(owed)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """
         Ask for what is owed.
 

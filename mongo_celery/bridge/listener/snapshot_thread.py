@@ -1,0 +1,431 @@
+"""
+The thread of snapshots: it asks for what is owed, reads one chunk after the other, and moves the records.
+
+A chunk is read straight through: note L, read its documents, note H, let the leading thread hand them over, and read
+again what was changed too fast. What was handed over is moved later, when all partitions have it: meanwhile chunks of
+other snapshots are read.
+
+The leading thread never waits for this one. What both use is changed by one assignment, or one call on a dictionary:
+a chunk is written by this thread up to `high`, and by the leading one from then on. `reading` is set here alone, and
+whoever takes it away has dropped the chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from pymongo.errors import InvalidOperation
+
+from mongo_celery.bridge.error_text import error_text
+from mongo_celery.bridge.listener import pace as paces
+from mongo_celery.bridge.listener.chunks import (
+    Chunk,
+    ChunkFailedError,
+    ChunkReader,
+    SnapshotFailedError,
+    estimate,
+    facts_of,
+    is_passing,
+)
+from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
+from mongo_celery.bridge.listener.pacing import RetryGate
+from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
+from mongo_celery.mongo.verdicts import Concern, explained
+
+if TYPE_CHECKING:
+    from bson import Timestamp
+
+    from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
+    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.state.snapshots import Snapshot
+    from mongo_celery.bridge.wiring import Wiring
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_LOOK_SECONDS = 1.0
+_PASS_SECONDS = 0.5
+_ROUNDS_MAX = 20
+"""Number of times that documents of one chunk are read again before the chunk counts as failed."""
+
+
+class RefusedChunkError(Exception):
+    """A write on the record was refused: it is another term's, or somebody has stopped it."""
+
+
+class SnapshotThread:
+    """
+    The thread of one term, and what it shares with the leading one.
+
+    Args:
+        wiring: of the bridge.
+        room: bytes that a chunk should have at most.
+        wake: ends the leading thread's wait.
+
+    Attributes:
+        records: snapshots of this term's handlers that run, by id.
+        paces: of these, by id.
+        reading: the chunk that is being read, or waits to be handed over.
+        appended: chunks that were handed over, by the id of their snapshot.
+        gone: ids of snapshots whose collection was dropped or renamed.
+        has_looked: whether it has looked for snapshots once.
+    """
+
+    def __init__(self, wiring: Wiring, room: int, wake: Callable[[], None]) -> None:
+        self.records: Mapping[str, Snapshot] = {}
+        self.paces: dict[str, ChunkPace] = {}
+        self.reading: Chunk | None = None
+        self.appended: dict[str, Chunk] = {}
+        self.gone: set[str] = set()
+        self.has_looked = False
+        self._wiring = wiring
+        self._store = wiring.store.snapshots
+        self._room = room
+        self._wake = wake
+        self._led: Mapping[str, Subscription] = {}
+        self._version = 0
+        self._allowed: frozenset[str] = frozenset()
+        self._last_begun = ""
+        self._look_at = 0.0
+        self._gate = RetryGate()
+        self._changed = threading.Event()
+        self._is_closed = False
+
+    # -- the leading thread's side -----------------------------------------------------------------
+
+    def start(self, led: Mapping[str, Subscription], version: int, initial: InitialSnapshots) -> None:
+        """Begin the thread of a term."""
+        self._led, self._version, self._initial = led, version, initial
+        self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, version)
+        threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
+
+    def close(self) -> None:
+        """Begin nothing more. Does not wait: a call that is under way has a limit."""
+        self._is_closed = True
+        self.notify()
+
+    def notify(self) -> None:
+        """End the thread's wait."""
+        self._changed.set()
+
+    def look_now(self) -> None:
+        """Have it look for snapshots."""
+        self._look_at = 0.0
+        self.notify()
+
+    def allow(self, names: frozenset[str]) -> None:
+        """Let chunks begin for these subscriptions, and for no others."""
+        if names != self._allowed:
+            self._allowed = names
+            self.notify()
+
+    def under_way(self) -> list[Chunk]:
+        """Return the chunks that are read or not recorded yet."""
+        reading = self.reading
+        return [*([reading] if reading is not None else []), *list(self.appended.values())]
+
+    def hand_over(self, chunk: Chunk) -> None:
+        """Note that all documents of a chunk are in the queues of their partitions."""
+        self._pace(chunk.snapshot.id).was_read(chunk, self._room)
+        self.appended[chunk.snapshot.id] = chunk
+        self.reading = None
+        self.notify()
+
+    def end_reading(self, chunk: Chunk, error: Exception | None = None) -> None:
+        """Drop the chunk that is being read, with a reason or to begin anew."""
+        chunk.error = error
+        self.reading = None
+        self.notify()
+
+    def drop(self, snapshot_id: str) -> None:
+        """Forget what is under way of a snapshot; whatever is read of it later is nobody's."""
+        self.appended.pop(snapshot_id, None)
+        if self.reading is not None and self.reading.snapshot.id == snapshot_id:
+            self.reading = None
+        self.notify()
+
+    def choose(self) -> Snapshot | None:
+        """Return the next one that may begin a chunk: each in its turn."""
+        records = sorted(self.records.values(), key=lambda each: each.id)
+        waiting = [each for each in records if self._may_begin(each)] if self.reading is None else []
+        after = next((each for each in waiting if each.id > self._last_begun), None)
+        return after or next(iter(waiting), None)
+
+    def _may_begin(self, record: Snapshot) -> bool:
+        if record.subscription not in self._allowed or record.id in self.appended:
+            return False
+        return time.monotonic() >= self._pace(record.id).ready_at
+
+    def _pace(self, snapshot_id: str) -> ChunkPace:
+        return self.paces.setdefault(snapshot_id, ChunkPace(paces.FIRST_SIZE))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._serve()
+            record = self.choose() if self._gate.is_open(time.monotonic()) else None
+            if record is not None:
+                self._read_chunk(record)
+            else:
+                self._await_change(self._next_at() - time.monotonic())
+
+    def _next_at(self) -> float:
+        now = time.monotonic()
+        rests = [at for name in self.records if (at := self._pace(name).ready_at) > now]
+        return max(min([self._look_at, *rests]), self._gate.opens_at)
+
+    def _await_change(self, seconds: float) -> None:
+        self._changed.wait(max(seconds, 0.0))
+        self._changed.clear()
+
+    def _serve(self) -> None:
+        """Do what is due of chunks that were handed over, and find what was asked for."""
+        if not self._gate.is_open(time.monotonic()):
+            return
+        try:
+            for snapshot_id in list(self.gone):
+                self._end_gone(snapshot_id)
+            for chunk in list(self.appended.values()):
+                if not chunk.ends:
+                    self._move(chunk)
+            if time.monotonic() >= self._look_at:
+                self._look()
+        except Exception as error:  # noqa: BLE001 - whatever the driver raises: it is tried again
+            self._note_unread(error)
+
+    def _look(self) -> None:
+        """Find the snapshots of this term that run; those that are owed are asked for, and nobody's taken over."""
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._initial.request()
+        found = self._store.read(running=True)
+        if any(each.epoch < self._version for each in found):
+            self._store.take_over(self._version)
+            found = self._store.read(running=True)
+        mine = [each for each in found if each.epoch == self._version and each.subscription in self._led]
+        was_active, self.records = bool(self.records), {each.id: each for each in mine}
+        self.paces = {name: pace for name, pace in self.paces.items() if name in self.records}
+        self.has_looked = True
+        if self.records and not was_active:
+            self._wake()  # it says who may begin
+
+    def _forget(self, snapshot_id: str) -> None:
+        """Let go of a record that does not run any more."""
+        self.records = {name: each for name, each in self.records.items() if name != snapshot_id}
+        self._look_at = 0.0
+
+    # -- a chunk -----------------------------------------------------------------------------------
+
+    def _read_chunk(self, record: Snapshot) -> None:
+        """Read the next chunk of a snapshot, and wait until it is handed over."""
+        self._last_begun, size = record.id, self._pace(record.id).size
+        try:
+            found = self._prepare(record)
+            if found is None:
+                self._forget(record.id)
+                return
+            if not self._may_begin(found):
+                return
+            size = self._pace(found.id).size_for(found.rate)
+            chunk = Chunk(found, self._led[found.subscription], size, sent_at=time.monotonic())
+            self.reading = chunk  # from here on the leading thread notes changes
+            chunk.low = self._store.begin(found, self._version)
+            chunk.begun = found.begun + 1
+            if chunk.low is None:
+                raise RefusedChunkError
+            self._read(chunk)
+            while self._await_hand_over(chunk):
+                if chunk.rounds > _ROUNDS_MAX:
+                    raise ChunkFailedError("a document is changed faster than it can be read")
+                self._read(chunk)
+        except RefusedChunkError:
+            self.drop(record.id)
+            self._forget(record.id)
+        except Exception as error:  # noqa: BLE001 - nothing of what was read may be used
+            self._put_off(record, error, size)
+
+    def _prepare(self, record: Snapshot) -> Snapshot | None:
+        """
+        Return the record as it is now, with the collection that it is of.
+
+        None if it is not this term's, or ends here: the collection is not there, or can have no snapshot.
+        """
+        found = self._store.read_one(record.id)
+        if found is None or found.epoch != self._version or found.state != RUNNING:
+            return None
+        facts = facts_of(self._wiring.client, found.source)
+        if found.uuid is not None:  # it may have been dropped while nobody has looked
+            if facts is not None and facts.uuid == found.uuid:
+                return found
+            self._end(found, _gone(found.source), GONE)
+        elif facts is None:  # all that will be in it is in the stream
+            self._finish(found, found.begun)
+        elif facts.objection is not None or facts.uuid is None:
+            self._end(found, f"there can be none of {found.source}: {facts.objection}")
+        else:
+            count = estimate(self._wiring.client, found.source)
+            if self._store.prepare(found, self._version, uuid=facts.uuid, at=facts.at, estimated=count):
+                return self._store.read_one(found.id)
+        return None
+
+    def _read(self, chunk: Chunk) -> None:
+        """Read the documents of a chunk, or some of them again; from here on the leading thread may append them."""
+        self._reader.read(chunk)
+        if chunk.end is None:
+            facts = facts_of(self._wiring.client, chunk.snapshot.source)
+            chunk.is_there = facts is not None and facts.uuid == chunk.snapshot.uuid
+        chunk.high = self._move_stream(chunk)
+        self._wake()
+
+    def _move_stream(self, chunk: Chunk) -> Timestamp:
+        """Write something, which the stream has to come by; return its cluster time."""
+        chunk.passed_at = time.monotonic()
+        time_ = self._store.pass_on(chunk.snapshot.id, self._version, chunk.begun)
+        if time_ is None:
+            raise RefusedChunkError
+        return time_
+
+    def _await_hand_over(self, chunk: Chunk) -> bool:
+        """
+        Wait until the stream is past a chunk's place, and move it there; serve other chunks meanwhile.
+
+        Returns:
+            True if some of its documents are to be read again; False if it was handed over, or dropped.
+
+        Raises:
+            Exception: the reason for that.
+        """
+        while self.reading is chunk and chunk.high is not None and not self._is_closed:
+            pause = chunk.passed_at + _PASS_SECONDS - time.monotonic()
+            if pause > 0:
+                self._await_change(pause)
+            else:
+                self._try_to_move_stream(chunk)
+            self._serve()
+        if chunk.error is not None:
+            raise chunk.error
+        return self.reading is chunk and not self._is_closed
+
+    def _try_to_move_stream(self, chunk: Chunk) -> None:
+        try:
+            self._move_stream(chunk)
+        except RefusedChunkError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the driver raises: it is tried again
+            self._note_unread(error)
+
+    # -- its record --------------------------------------------------------------------------------
+
+    def _move(self, chunk: Chunk) -> None:
+        """Record that a chunk is done, or that the snapshot has come to its end. Repeating it is harmless."""
+        record = chunk.snapshot
+        if chunk.end is not None:
+            until = chunk.until if record.until is None else None
+            is_moved = self._store.move(record.id, self._version, chunk.begun, chunk.end, chunk.count, until)
+            self._pace(record.id).was_handled(chunk)
+            self.drop(record.id)
+            if not is_moved:  # recorded already, or not mine: the next begin finds out which
+                self._look_at = 0.0
+        elif chunk.is_there:
+            if self._finish(record, chunk.begun):
+                self._forget(record.id)
+            self.drop(record.id)
+        else:
+            self.gone.add(record.id)
+            self._end_gone(record.id)
+        self._wake()
+
+    def _end_gone(self, snapshot_id: str) -> None:
+        """End the snapshot of a collection that was dropped or renamed: what is left of it cannot be read."""
+        self.drop(snapshot_id)
+        record = self.records.get(snapshot_id)
+        if record is not None and self._end(record, _gone(record.source), GONE):
+            self._forget(snapshot_id)
+        self.gone.discard(snapshot_id)
+
+    def _finish(self, record: Snapshot, begun: int) -> bool:
+        """Record that nothing is left to read; False if it is not this term's."""
+        is_done = self._store.finish(record.id, self._version, begun, DONE)
+        if is_done:
+            logger.info(
+                "the snapshot of %s for handler %s is done",
+                record.source,
+                record.subscription,
+                extra={"event": "snapshot_done", "snapshot": record.id},
+            )
+        return is_done
+
+    def _end(self, record: Snapshot, sentence: str, state: str = FAILED) -> bool:
+        """Record that it cannot go on; False if it is not this term's, or does not run."""
+        is_ended = self._store.fail(record.id, self._version, sentence, state)
+        if is_ended:
+            logger.error(
+                "the snapshot of %s for handler %s has ended after %d documents: %s. Other handlers, and the changes "
+                "of this one, go on",
+                record.source,
+                record.subscription,
+                record.done,
+                sentence,
+                extra={"event": "snapshot_failed", "snapshot": record.id},
+            )
+        return is_ended
+
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def _put_off(self, record: Snapshot, error: Exception, size: int) -> None:
+        """Try again later, with less; what cannot be cured by that ends the snapshot, and nothing else."""
+        self.drop(record.id)
+        if self._is_closed:
+            return
+        is_own = isinstance(error, ChunkFailedError | SnapshotFailedError)
+        pace, text = self._pace(record.id), str(error) if is_own else error_text(error)
+        final = explained(error, self._concern(record))
+        if final is not None or not (is_passing(error) or isinstance(error, ChunkFailedError)):
+            self._give_up(record, str(final or text))
+            return
+        pause = pace.has_failed(error, text, size, time.monotonic())
+        if pace.is_hopeless:
+            self._give_up(record, f"{pace.errors} chunks one after the other could not be read, the last one: {text}")
+            return
+        logger.warning(
+            "a chunk of the snapshot of %s for handler %s could not be read, next try in %.1f s: %s",
+            record.source,
+            record.subscription,
+            pause,
+            text,
+            extra={"event": "snapshot_chunk_failed", "snapshot": record.id},
+        )
+
+    def _give_up(self, record: Snapshot, sentence: str) -> None:
+        self.records = {name: each for name, each in self.records.items() if name != record.id}
+        self._pace(record.id).ready_at = time.monotonic() + PAUSES.longest
+        try:
+            self._end(record, sentence)
+        except Exception as error:  # noqa: BLE001 - whatever the driver raises: the next attempt fails as well
+            self._note_unread(error)
+
+    def _concern(self, record: Snapshot) -> Concern:
+        grant = f"find and listCollections there, and find and update on snapshots in {self._wiring.options.database}"
+        return Concern(f"the snapshot of {record.source}", grant)
+
+    def _note_unread(self, error: Exception) -> None:
+        if self._is_closed or isinstance(error, InvalidOperation):  # nobody is left for whom this is done
+            self._is_closed = True
+            return
+        self._gate.note_failure()
+        logger.warning(
+            "reading or writing the records of snapshots failed, trying again: %s",
+            explained(error, self._wiring.state_concern) or error_text(error),
+            extra={"event": "snapshots_unread"},
+        )
+
+
+def _gone(source: str) -> str:
+    """Return why a snapshot of a collection that was dropped or renamed has ended."""
+    return (
+        f"{source} was dropped or renamed while it was read; what was not read by then is not delivered. "
+        "Start another snapshot of what has taken its place"
+    )
