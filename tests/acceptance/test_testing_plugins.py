@@ -128,13 +128,17 @@ def test_a_handler_has_the_apps_context(key, app, bridge_runner):
     assert app.config["SEEN"] == [key]
 """
 
+(_CONFTEST,) = (
+    each.code for each in blocks(ROOT / "docs/testing.md", "text") if each.code.startswith("# tests/conftest.py")
+)
+
 FILES = {
     "pyproject.toml": _CONFIGURATION,
     "settings.py": _SETTINGS,
     "stock/__init__.py": "",
     "stock/models.py": _MODELS,
     "stock/changes.py": _CHANGES,
-    "tests/conftest.py": blocks(ROOT / "docs/testing.md", "text")[0].code,
+    "tests/conftest.py": _CONFTEST,
     "tests/test_with_django.py": _DJANGO_TESTS,
     "tests/test_with_a_model_in_mongodb.py": _STORED_TESTS,
     "tests/test_with_flask.py": _FLASK_TESTS,

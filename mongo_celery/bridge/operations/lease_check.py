@@ -57,9 +57,9 @@ def _dropped(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
         process = lease.get("foreignSender")
         yield warning(
             "foreign_bridge",
-            f"Messages of another installation arrive: {counts[FOREIGN]} were dropped, the last within the hour"
-            f"{f', from process {process} as it says' if process else ''}. Another app with its own state database may "
-            "use this bridge name on this broker, and take our messages. Give one of the two another name, "
+            f"Messages of another installation or environment arrive: {counts[FOREIGN]} were dropped, the last within "
+            f"the hour{f', from process {process} as it says' if process else ''}. Another app or environment may use "
+            "this bridge name on this broker, and take our messages. Give one of the two another name, "
             "Bridge(..., name='...'), or a broker database of its own.",
         )
     bad = [reason for reason in (FORGED, TAMPERED, MALFORMED) if reason in recent]

@@ -120,12 +120,13 @@ class Dropper:
             )
 
     def drop_foreign(self, origin: object) -> None:
-        """Drop a message of another installation whose bridge has the same name; the sender's name is a claim."""
+        """Drop a message of another installation or environment of this bridge; the sender's name is a claim."""
         process = claimed_process(origin)
         if count := self._count(FOREIGN, process):
             logger.warning(
-                "dropped %s of another installation of bridge %s, from process %s as it says: each takes the other's "
-                "messages. Give one of the two another name, Bridge(..., name='...'), or a broker database of its own",
+                "dropped %s of another installation or environment of bridge %s, from process %s as it says: each "
+                "takes the other's messages. Give one of the two another name, Bridge(..., name='...'), or a broker "
+                "database of its own",
                 _messages(count),
                 self._wiring.name,
                 process or "unknown",

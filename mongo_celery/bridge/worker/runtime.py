@@ -48,6 +48,7 @@ class WorkerRuntime:
         self._ring: KeyRing | None = None
         self._ring_read = 0.0
         self._unserved: frozenset[str] = frozenset()
+        self._is_foreign = False
         self._lock = threading.Lock()
 
     def open(self, kind: str, envelope: object, subscription: str | None, request: Any) -> Run | None:
@@ -80,6 +81,9 @@ class WorkerRuntime:
             return None
         if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
             self._dropper.drop_misdirected()
+            return None
+        if kind == "run" and self._is_foreign:  # its effects would go to the other environment, and count as done
+            self._dropper.drop_foreign(None)
             return None
         assert run.carrier is not None, "an envelope names its message"
         strange = _strange(run.carrier, request)
@@ -121,7 +125,7 @@ class WorkerRuntime:
         if ring is None or ring.identity is None:
             return
         if known is None or known.identity != ring.identity:
-            self._compare(ring.identity)
+            self._is_foreign = self._is_another(ring.identity)
         unserved = frozenset(handler.name for handler in self._wiring.handlers) - ring.identity["handlers"].keys()
         if unserved - self._unserved:
             logger.warning(
@@ -133,20 +137,22 @@ class WorkerRuntime:
             )
         self._unserved = unserved
 
-    def _compare(self, leading: Mapping[str, Any]) -> None:
+    def _is_another(self, leading: Mapping[str, Any]) -> bool:
         """Compare all but the broker: this worker gets the leader's messages, under whatever address."""
         try:
             difference = replace(identity_of(self._wiring), broker=None).difference(leading)
         except ConfigurationError:  # a source cannot be had here, which is the listener's business
-            return
+            return False
         if difference is not None:
             logger.error(
-                "bridge %s, whose messages this worker gets, is that of another app or environment: %s. %s",
+                "bridge %s, whose messages this worker gets, is that of another app or environment: %s. This worker "
+                "handles none of them. %s",
                 self._wiring.name,
                 difference,
                 ways_out(),
                 extra={"event": "identity_differs"},
             )
+        return difference is not None
 
 
 def _strange(carrier: Carrier, request: Any) -> Iterable[str]:

@@ -66,7 +66,7 @@ def test_messages_of_another_installation_are_dropped_counted_and_named(
     theirs = neighbour.listener(**OLD)
     worker = chain.worker(**OLD)
     item = neighbour.write("plain", "taken", 1)
-    said = worker.wait_for_output(r"of another installation of bridge chain, from process (\d+)@")
+    said = worker.wait_for_output(r"of another installation or environment of bridge chain, from process (\d+)@")
     assert int(said.group(1)) == theirs.pid
     counted = wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
     assert set(counted["dropped"]) == {"foreign"}
@@ -127,6 +127,22 @@ def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain:
     assert (record["command"], record["reason"]) == ("listener --take-over", "the broker moved")
     assert "app billing" in record["effect"]["difference"]
     assert worker.running
+
+
+def test_a_worker_of_another_environment_drops_what_it_gets(chain: Chain) -> None:
+    """P1, P9, P16: the same code, app and broker with another database. The first one's worker gets it again."""
+    chain.listener(**OLD)
+    theirs = chain.worker(name="staging", **OLD, CHAIN_DATA=f"{chain.name}_staging")
+    item = chain.write("plain", "key", 1)
+    wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
+    assert "is that of another app or environment" in theirs.text
+    assert "foreign_bridge" in _codes(chain, "health")["degraded"]
+    assert theirs.terminate() == 0
+    assert chain.starts(item) == []
+    chain.worker(**OLD)
+    chain.wait_done()
+    chain.judge()
+    assert len(chain.starts(item)) == 1
 
 
 def _codes(chain: Chain, command: str, environment: Document | None = None) -> dict[str, list[str]]:
