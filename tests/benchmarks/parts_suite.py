@@ -25,7 +25,7 @@ from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, Item
-from mongo_celery.bridge.stream.reader import Position, StreamReader, _Progress
+from mongo_celery.bridge.stream.reader import Position, StreamReader
 from mongo_celery.bridge.stream.source import Scope, strip_flags
 from mongo_celery.bridge.worker.envelope import Carrier, Run, seal, unseal
 from tests.benchmarks.readings import Reading, reading
@@ -142,7 +142,7 @@ def _read(events: Sequence[bytes]) -> list[ChangeEvent]:
     found: list[Item] = []
     scope = Scope("shop", None, (), {})
     reader = StreamReader(_no_client, scope, Position(None, None), deliver=found.extend, room=10 * len(events))
-    reader._take_all([RawBSONDocument(raw) for raw in events], _Progress())
+    reader._hand_over([RawBSONDocument(raw) for raw in events])
     return [each for each in found if isinstance(each, ChangeEvent)]
 
 

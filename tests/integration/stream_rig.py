@@ -11,7 +11,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.monitoring import CommandListener
 
-from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Flaw, Item
+from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError
 from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
 from mongo_celery.bridge.stream.source import Scope, Selector, filter_of, scope_of, source_of
 from mongo_celery.bridge.window import Mark
@@ -123,10 +123,10 @@ class Reading:
         return [item.document for item in self.items if isinstance(item, ChangeEvent)]
 
     @property
-    def flaws(self) -> dict[Any, Flaw]:
-        """The flaws of the events that have one, by the `_id`s of their documents."""
-        flawed = (item for item in self.items if isinstance(item, ChangeEvent) and item.flaw is not None)
-        return {item.document["documentKey"]["_id"]: item.flaw for item in flawed if item.flaw is not None}
+    def read_errors(self) -> dict[Any, ReadError]:
+        """The read errors of the events that have one, by the `_id`s of their documents."""
+        found = (item for item in self.items if isinstance(item, ChangeEvent) and item.read_error is not None)
+        return {item.document["documentKey"]["_id"]: item.read_error for item in found if item.read_error is not None}
 
     @property
     def marks(self) -> list[Mark]:

@@ -301,4 +301,4 @@ def test_a_stream_passes_bookkeeping_that_it_does_not_give(
         behind = operation_time(mongo_client)
         wait_for(lambda: passed(reading) >= behind, message="a mark behind what was left out")
         assert reading.keys == [1, 2]
-    assert reading.flaws == {}
+    assert reading.read_errors == {}

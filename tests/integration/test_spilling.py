@@ -23,7 +23,7 @@ from mongo_celery.bridge.listener import removal, spilling
 from mongo_celery.bridge.listener.partition import Rejection
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.spill import Spill, StoredChange
-from mongo_celery.bridge.stream.items import Flaw
+from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
 from tests.fixtures.failpoint import Failpoint
@@ -329,7 +329,7 @@ def test_an_undeliverable_change_is_stored_also_at_the_bound(begin: Begin) -> No
     """P12: else its handler would wait, in all partitions, for somebody who frees what another handler has stored."""
     term = begin(spill_bytes=1)
     term.read(1)
-    term.led.take_in(replace(change(2), flaw=Flaw("match fails on it")))
+    term.led.take_in(replace(change(2), read_error=ReadError("match fails on it")))
     term.read(3)
     term.read(4, index=1)
     term.turn_until(lambda: term.marked() == token_data(2))
@@ -408,7 +408,7 @@ def test_memory_has_the_next_changes_only(begin: Begin) -> None:
 
 def refused(term: Term, number: int, *behind: int) -> None:
     """A partition that halts at an undeliverable change, with others behind it; all of them are stored."""
-    term.led.take_in(replace(change(number), flaw=Flaw("match fails on it")))
+    term.led.take_in(replace(change(number), read_error=ReadError("match fails on it")))
     term.read(*behind)
     run = next_run(term)
     assert run.refusal is not None
@@ -443,7 +443,7 @@ def test_nothing_that_was_read_after_an_undeliverable_change_runs_before_that_is
     """P1, P5, P13: with a corrected rule, a later term would find it passed; and the watermark holds nothing back."""
     term = begin()
     term.read(1, index=1)
-    term.led.take_in(replace(change(2), flaw=Flaw("match fails on it")))
+    term.led.take_in(replace(change(2), read_error=ReadError("match fails on it")))
     term.read(3, index=1)
     with failpoint(failCommands=[command], errorCode=50, appName=APP):
         for _ in range(5):

@@ -418,7 +418,7 @@ def test_images_come_as_they_are_asked_for(
 
 
 def _is_refusal(item: Item) -> bool:
-    return isinstance(item, Failed) or (isinstance(item, ChangeEvent) and item.flaw is not None)
+    return isinstance(item, Failed) or (isinstance(item, ChangeEvent) and item.read_error is not None)
 
 
 # -- resuming ----------------------------------------------------------------------------------------

@@ -109,12 +109,11 @@ def test_a_transient_error_is_resumed(
             wait_for(lambda: number in reading.keys, message=f"{code!r}: {number} in {reading.keys}")  # noqa: B023
         # A read that was under way may have brought the last key before the one behind it failed.
         wait_for(lambda: commands.names.count("aggregate") > len(reopenings(caplog)))
-        wait_for(lambda: reading.reader.status.openings > len(reopenings(caplog)))
         assert reading.keys == list(range(len(TRANSIENT)))
         assert reading.failure is None
     records = reopenings(caplog)
     assert all(f"code {record.code}" in record.getMessage() for record in records)
-    assert commands.names.count("aggregate") == 1 + len(records) == reading.reader.status.openings
+    assert commands.names.count("aggregate") == 1 + len(records)
     assert reading.reader.status.reopenings == len(records)
 
 
@@ -157,14 +156,12 @@ def test_a_getmore_error_is_resumed(
         with failpoint(failCommands=["getMore"], appName=APP_NAME, **data):
             items.insert_one({"_id": 2})
             wait_for(lambda: len(reopenings(caplog)) >= 3)
-            assert reading.reader.status.failures >= 3
             assert reading.reader.status.last_error is not None
         items.insert_one({"_id": 3})
         reading.wait_for_keys(1, 2, 3)
-        wait_for(lambda: not reading.reader.status.failures)
+        wait_for(lambda: reading.reader.status.last_error is None)
     records = reopenings(caplog)
-    assert commands.names.count("aggregate") == reading.reader.status.openings
-    assert "closeConnection" in data or reading.reader.status.openings == 1 + len(records)
+    assert "closeConnection" in data or commands.names.count("aggregate") == 1 + len(records)
     assert [record.pause > 0 for record in records] == [index > 0 for index in range(len(records))]
     assert [record.failures for record in records] == list(range(1, len(records) + 1))
 
@@ -252,7 +249,7 @@ def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(
                 assert isinstance(reading.wait_for_failure(), HistoryLostError)
             status = replace(reading.reader.status)
             assert made == list(range(number))
-            assert (status.reopenings, status.openings) == (number + 1, number + 1)
+            assert status.reopenings == number + 1
 
 
 def test_a_token_that_is_found_later_loses_nothing(

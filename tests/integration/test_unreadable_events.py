@@ -1,7 +1,7 @@
 """
 Events that the server cannot give as they were asked for.
 
-Each arrives at its place, once, with as much as can be read of it and with a flaw that names the reason and the cure.
+Each arrives at its place, once, with as much as can be read of it and a read error that names the reason and the fix.
 All others arrive as always.
 """
 
@@ -65,14 +65,14 @@ def test_an_update_that_is_too_large_with_its_look_up_is_read_without_it(
         items.update_one({"_id": 1}, {"$set": {"text": "x" * 9 * MEGABYTE}})
         items.insert_one({"_id": 2, "n": 5})
         reading.wait_for_keys(1, 1, 2)
-    assert "full_document" in reading.flaws[1].sentence
-    assert "BSONObjectTooLarge, code 10334" in reading.flaws[1].sentence
-    assert not reading.flaws[1].only_match
+    assert "full_document" in reading.read_errors[1].sentence
+    assert "BSONObjectTooLarge, code 10334" in reading.read_errors[1].sentence
+    assert not reading.read_errors[1].only_match
     inserted, updated = events_of(reading, 1)
-    assert inserted.flaw is None
+    assert inserted.read_error is None
     assert "fullDocument" not in updated.document
     assert len(updated.document["updateDescription"]["updatedFields"]["text"]) == 9 * MEGABYTE
-    assert list(reading.flaws) == [1]
+    assert list(reading.read_errors) == [1]
     assert reading.events[-1]["fullDocument"]["n"] == 5
 
 
@@ -86,7 +86,7 @@ def test_a_change_of_twenty_megabytes_with_its_images_is_read_without_them(
         items.update_one({"_id": 1}, {"$set": {"text": "b" * 7 * MEGABYTE}})
         items.update_one({"_id": 1}, {"$set": {"text": "small"}})
         reading.wait_for_keys(1, 1, 1)
-    assert [event.flaw is None for event in events_of(reading, 1)] == [True, False, True]
+    assert [event.read_error is None for event in events_of(reading, 1)] == [True, False, True]
     assert [event.document[FLAGS]["record"] for event in events_of(reading, 1)] == [True, True, False]
     assert "fullDocument" not in events_of(reading, 1)[1].document
     assert reading.events[-1]["fullDocumentBeforeChange"]["text"] == "b" * 7 * MEGABYTE
@@ -105,7 +105,7 @@ def test_an_insert_that_is_too_large_by_itself_is_read_without_its_document(
         items.insert_one({"_id": key, "text": "x" * (16 * MEGABYTE - len(key) - 40)})
         items.insert_one({"_id": 2, "text": ""})
         reading.wait_for_keys(key, 2)
-    assert "without its documents" in reading.flaws[key].sentence
+    assert "without its documents" in reading.read_errors[key].sentence
     (event,) = events_of(reading, key)
     assert event.document["operationType"] == "insert"
     assert "fullDocument" not in event.document
@@ -140,14 +140,18 @@ def test_changes_of_a_document_with_a_giant_id_are_named_at_their_places_and_the
     assert [event.get("documentKey", {}).get("_id") for event in reading.events] == [1, None, 2, None, 3, None, 4]
     assert reading.operations == ["insert", "insert", "insert", "replace", "insert", "update", "insert"]
     events = [item for item in reading.items if isinstance(item, ChangeEvent)]
-    unread = [event for event in events if event.flaw is not None]
+    unread = [event for event in events if event.read_error is not None]
     assert [namespace_of(event.document) for event in unread] == 3 * [items.full_name]
-    assert all("_id" in event.flaw.sentence and not event.flaw.only_match for event in unread if event.flaw is not None)
+    assert all(
+        "_id" in event.read_error.sentence and not event.read_error.only_match
+        for event in unread
+        if event.read_error is not None
+    )
     places = [event.mark.data for event in events]
     assert places == sorted(set(places))
     assert max(map(len, places)) < 1000
     assert len({event.mark.cluster_time for event in events}) == 5
-    told = [record.levelname for record in caplog.records if getattr(record, "event", None) == "change_flawed"]
+    told = [record.levelname for record in caplog.records if getattr(record, "event", None) == "change_read_error"]
     assert told == 3 * ["ERROR"]
 
 
@@ -177,16 +181,14 @@ def test_changes_of_documents_with_a_long_id_arrive_however_they_meet_in_an_answ
         items.insert_one({"_id": 1})
         reading.wait_for_keys(first, second, 1)
     assert ["fullDocument" in event for event in reading.events] == [True, False, True]
-    assert list(reading.flaws) == [second]
-    assert "without its documents" in reading.flaws[second].sentence
+    assert list(reading.read_errors) == [second]
+    assert "without its documents" in reading.read_errors[second].sentence
 
 
 # -- an image that is missing ------------------------------------------------------------------------
 
 
-def test_a_required_image_that_is_missing_is_the_flaw_of_its_event_alone(
-    read: Read, items: Collection[Document]
-) -> None:
+def test_a_required_image_that_is_missing_concerns_its_event_alone(read: Read, items: Collection[Document]) -> None:
     """P12: written while the collection kept no images."""
     with read(scope_on(items.full_name, full_document="required")) as reading:
         items.insert_one({"_id": 1})
@@ -195,9 +197,9 @@ def test_a_required_image_that_is_missing_is_the_flaw_of_its_event_alone(
         _keep_images(items, enabled=True)
         items.update_one({"_id": 1}, {"$set": {"n": 2}})
         reading.wait_for_keys(1, 1, 1)
-    assert [event.flaw is None for event in events_of(reading, 1)] == [True, False, True]
-    assert "whenAvailable" in reading.flaws[1].sentence
-    assert "NoMatchingDocument, code 47" in reading.flaws[1].sentence
+    assert [event.read_error is None for event in events_of(reading, 1)] == [True, False, True]
+    assert "whenAvailable" in reading.read_errors[1].sentence
+    assert "NoMatchingDocument, code 47" in reading.read_errors[1].sentence
 
 
 def _keep_images(items: Collection[Document], *, enabled: bool) -> None:
@@ -207,16 +209,16 @@ def _keep_images(items: Collection[Document], *, enabled: bool) -> None:
 # -- expressions -------------------------------------------------------------------------------------
 
 
-def test_a_match_that_fails_on_one_document_is_its_flaw_alone(read: Read, items: Collection[Document]) -> None:
+def test_a_match_that_fails_on_one_document_concerns_its_event_alone(read: Read, items: Collection[Document]) -> None:
     """P12: the event is whole but for the flag."""
     with read(scope_on(items.full_name, match=DIVIDES)) as reading:
         for number in (1, 2, 0, 3):
             items.insert_one({"_id": number, "n": number})
         reading.wait_for_keys(1, 2, 0, 3)
-    assert list(reading.flaws) == [0]
-    assert reading.flaws[0].only_match
-    assert "`match`" in reading.flaws[0].sentence
-    assert "divide by zero" in reading.flaws[0].sentence
+    assert list(reading.read_errors) == [0]
+    assert reading.read_errors[0].only_match
+    assert "`match`" in reading.read_errors[0].sentence
+    assert "divide by zero" in reading.read_errors[0].sentence
     assert reading.events[2]["fullDocument"]["n"] == 0
     assert [event[FLAGS]["record"] for event in reading.events if FLAGS in event] == [True, True, False]
 
@@ -235,11 +237,11 @@ def test_a_match_that_fails_leaves_the_flags_of_others(read: Read, items: Collec
         items.insert_one({"_id": 1, "n": 0})
         items.insert_one({"_id": 2, "n": 1, "list": [1]})
         reading.wait_for_keys(1, 2)
-    flawed, whole = reading.events
-    assert dict(flawed[FLAGS]) == {"odd": False, "zero": True, "any": True}
+    failed, whole = reading.events
+    assert dict(failed[FLAGS]) == {"odd": False, "zero": True, "any": True}
     assert dict(whole[FLAGS]) == {"odd": True, "divides": True, "zero": False, "sized": True, "any": True}
-    assert list(reading.flaws) == [1]
-    assert "The `match` of divides, sized failed" in reading.flaws[1].sentence
+    assert list(reading.read_errors) == [1]
+    assert "The `match` of divides, sized failed" in reading.read_errors[1].sentence
 
 
 def test_many_documents_on_which_a_match_fails_are_found_among_others(read: Read, items: Collection[Document]) -> None:
@@ -247,22 +249,22 @@ def test_many_documents_on_which_a_match_fails_are_found_among_others(read: Read
     with read(scope_on(items.full_name, match=DIVIDES)) as reading:
         items.insert_many([{"_id": number, "n": number % 3} for number in range(60)])
         reading.wait_for_keys(*range(60))
-    assert list(reading.flaws) == list(range(0, 60, 3))
-    status = reading.reader.status
-    assert status.flaws == 20
+    assert list(reading.read_errors) == list(range(0, 60, 3))
     assert reading.failure is None
 
 
-def test_a_pipeline_that_fails_on_one_document_is_its_flaw_alone(read: Read, items: Collection[Document]) -> None:
+def test_a_pipeline_that_fails_on_one_document_concerns_its_event_alone(
+    read: Read, items: Collection[Document]
+) -> None:
     """P12: its documents are left out too: the pipeline may have been meant to keep them back."""
     pipeline = [{"$addFields": {"half": {"$divide": [1, "$fullDocument.n"]}}}]
     with read(scope_on(items.full_name, pipeline=pipeline)) as reading:
         for number in (1, 0, 2):
             items.insert_one({"_id": number, "n": number})
         reading.wait_for_keys(1, 0, 2)
-    assert list(reading.flaws) == [0]
-    assert "`pipeline`" in reading.flaws[0].sentence
-    assert not reading.flaws[0].only_match
+    assert list(reading.read_errors) == [0]
+    assert "`pipeline`" in reading.read_errors[0].sentence
+    assert not reading.read_errors[0].only_match
     assert "fullDocument" not in reading.events[1]
     assert reading.events[2]["half"] == 0.5
 
@@ -279,25 +281,26 @@ def test_an_event_that_the_pipeline_leaves_out_is_not_taken_for_the_one_that_fai
         items.insert_many([{"_id": number, "n": number % 4, "wanted": number % 4 < 2} for number in range(12)])
         wait_for(lambda: 9 in reading.keys)
     assert reading.keys == [0, 1, 4, 5, 8, 9]
-    assert list(reading.flaws) == [0, 4, 8]
+    assert list(reading.read_errors) == [0, 4, 8]
 
 
 def test_a_pipeline_that_always_fails_is_loud(
     read: Read, items: Collection[Document], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P15: a record for each event, and a counter."""
+    """P15: a record for each event."""
     pipeline = [{"$addFields": {"number": {"$toInt": "$operationType"}}}]
     with read(scope_on(items.full_name, pipeline=pipeline)) as reading:
         items.insert_many([{"_id": number} for number in range(5)])
         reading.wait_for_keys(*range(5))
-    assert list(reading.flaws) == list(range(5))
-    assert reading.reader.status.flaws == 5
-    flawed = [record for record in caplog.records if getattr(record, "event", None) == "change_flawed"]
-    assert len(flawed) == 5
-    assert "ConversionFailure, code 241" in flawed[0].getMessage()
+    assert list(reading.read_errors) == list(range(5))
+    failed = [record for record in caplog.records if getattr(record, "event", None) == "change_read_error"]
+    assert len(failed) == 5
+    assert "ConversionFailure, code 241" in failed[0].getMessage()
 
 
-def test_a_flaw_inside_a_transaction_leaves_its_other_changes_whole(read: Read, items: Collection[Document]) -> None:
+def test_a_read_error_inside_a_transaction_leaves_its_other_changes_whole(
+    read: Read, items: Collection[Document]
+) -> None:
     """P1: all of them have one cluster time; the token tells them apart."""
     client = items.database.client
     with read(scope_on(items.full_name, match=DIVIDES)) as reading:
@@ -306,11 +309,13 @@ def test_a_flaw_inside_a_transaction_leaves_its_other_changes_whole(read: Read, 
                 items.insert_one({"_id": number, "n": number % 3}, session=session)
         items.insert_one({"_id": 6, "n": 1})
         reading.wait_for_keys(*range(7))
-    assert list(reading.flaws) == [0, 3]
+    assert list(reading.read_errors) == [0, 3]
 
 
-def test_reading_goes_on_after_a_restart_behind_a_flaw(mongo_url: str, read: Read, items: Collection[Document]) -> None:
-    """P1: the place of a flawed event is one to resume from, and it does not come again."""
+def test_reading_resumes_after_a_restart_behind_a_read_error(
+    mongo_url: str, read: Read, items: Collection[Document]
+) -> None:
+    """P1: the place of such an event is one to resume from, and it does not come again."""
     scope = scope_on(items.full_name, match=DIVIDES)
     with read(scope) as reading:
         items.insert_one({"_id": 1, "n": 0})
@@ -330,4 +335,4 @@ def test_text_that_is_no_text_beside_the_documents_stops_nothing(read: Read, ite
         )
         items.insert_one({"_id": 2})
         reading.wait_for_keys(1, 2)
-    assert reading.flaws == {}
+    assert reading.read_errors == {}

@@ -22,7 +22,7 @@ from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, kept
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
 from mongo_celery.bridge.worker.envelope import Carrier, Run, seal, unseal
 from mongo_celery.mongo.identity import id_key
@@ -119,32 +119,32 @@ FILTERS = [
     Filter(operations=frozenset({"update", "drop"}), fields=frozenset({"a", "a.b"})),
     Filter(match={"$eq": [1, 1]}),
 ]
-FLAWS = [None, Flaw("too large"), Flaw("match fails", only_match=True)]
+READ_ERRORS = [None, ReadError("too large"), ReadError("match fails", only_match=True)]
 
 
-def read(raw: bytes, flaw: Flaw | None = None) -> ChangeEvent | None:
+def read(raw: bytes, read_error: ReadError | None = None) -> ChangeEvent | None:
     """As the reader hands it over; None for bytes in which the driver itself finds no document."""
     try:
         document: Mapping[str, Any] = event_of(raw)
         len(document)  # the driver reads the top of every event, for its token
-    except Exception:  # noqa: BLE001 - the reader's matter: it hands over a flaw and no document
-        if flaw is None:
+    except Exception:  # noqa: BLE001 - the reader's matter: it hands over a read_error and no document
+        if read_error is None:
             return None
         document = {}
-    return ChangeEvent(mark(1), document, raw, flaw)
+    return ChangeEvent(mark(1), document, raw, read_error)
 
 
 @settings(max_examples=150)
-@given(raws, st.sampled_from(RULES), st.sampled_from(FILTERS), st.sampled_from(FLAWS))
+@given(raws, st.sampled_from(RULES), st.sampled_from(FILTERS), st.sampled_from(READ_ERRORS))
 def test_every_event_is_passed_over_or_has_a_partition_and_always_the_same(
-    raw: bytes, rule: Any, chosen: Filter, flaw: Flaw | None
+    raw: bytes, rule: Any, chosen: Filter, read_error: ReadError | None
 ) -> None:
     """P12, P2: never an exception, whatever the bytes are."""
     selector = Selector("summarise", (Source("shop", "orders"),), chosen)
     made = partitioner(rule, "required", "required")
 
     def admitted() -> tuple[int, Refusal | None] | None:
-        event = read(bytes(raw), flaw)
+        event = read(bytes(raw), read_error)
         change = (
             Admission(selector, made, Layout(0, 16, "blake2b-64:_id"), {}).admit(event) if event is not None else None
         )

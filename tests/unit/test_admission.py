@@ -17,7 +17,7 @@ from mongo_celery.bridge.partitioning import Partitioner, document_hash, partiti
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.stored import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
 from tests.fixtures.samples import event, mark
 
@@ -61,11 +61,11 @@ def admission(rule: Any = None, undeliverable: Mapping[str, int] | None = None, 
     return Admission(selector, made, LAYOUT, undeliverable or {})
 
 
-def read(number: int = 1, flaw: Flaw | None = None, /, without: str = "", **fields: Any) -> ChangeEvent:
+def read(number: int = 1, error: ReadError | None = None, /, without: str = "", **fields: Any) -> ChangeEvent:
     document = event(fields.pop("operation", "insert"), **fields)
     document.pop(without, None)
     raw = bson.encode(document)
-    return ChangeEvent(mark(number), event_of(raw), raw, flaw)
+    return ChangeEvent(mark(number), event_of(raw), raw, error)
 
 
 def refusal(one: Admission, event: ChangeEvent) -> Refusal:
@@ -129,36 +129,36 @@ def test_an_event_that_is_ruled_out_concerns_nobody_whatever_it_lacks(event: Cha
     assert admission(match=MATCH).admit(event) is None
 
 
-def test_a_flawed_event_is_refused_for_those_whom_it_may_concern() -> None:
+def test_an_event_with_a_read_error_is_refused_for_those_whom_it_may_concern() -> None:
     """The reader has read it with less; in the worst case nothing of it is known but its place."""
-    flaw = Flaw("it is larger than 16 MB")
-    assert refusal(admission(match=MATCH), read(1, flaw)) == Refusal("it is larger than 16 MB", lasts=True)
-    assert refusal(admission(), ChangeEvent(mark(1), {}, b"", flaw)).reason == "it is larger than 16 MB"
-    assert admission().admit(read(1, flaw, ns={"db": "shop", "coll": "other"})) is None
-    assert admission().admit(read(1, flaw, operation="drop")) is None
-    assert admission(match=MATCH).admit(read(1, flaw, _mongoCelery={"summarise": False})) is None
-    assert refusal(admission(match=MATCH), read(1, flaw, _mongoCelery={"summarise": True})).reason == flaw.sentence
-    change = admission(region).admit(read(1, flaw, documentKey={"_id": 1, "region": "eu"}))
+    error = ReadError("it is larger than 16 MB")
+    assert refusal(admission(match=MATCH), read(1, error)) == Refusal("it is larger than 16 MB", lasts=True)
+    assert refusal(admission(), ChangeEvent(mark(1), {}, b"", error)).reason == "it is larger than 16 MB"
+    assert admission().admit(read(1, error, ns={"db": "shop", "coll": "other"})) is None
+    assert admission().admit(read(1, error, operation="drop")) is None
+    assert admission(match=MATCH).admit(read(1, error, _mongoCelery={"summarise": False})) is None
+    assert refusal(admission(match=MATCH), read(1, error, _mongoCelery={"summarise": True})).reason == error.sentence
+    change = admission(region).admit(read(1, error, documentKey={"_id": 1, "region": "eu"}))
     assert change is not None
     assert change.index == document_hash(read().document) % PARTITIONS  # a rule might see too little
 
 
 def test_a_match_that_fails_concerns_its_handler_alone() -> None:
     """The event is whole, so it stands where its key says; it has the flags of the `match`es that did not fail."""
-    flaw = Flaw("match fails on it", only_match=True)
-    change = admission(region, match=MATCH).admit(read(1, flaw, documentKey={"_id": 1, "region": "eu"}))
+    error = ReadError("match fails on it", only_match=True)
+    change = admission(region, match=MATCH).admit(read(1, error, documentKey={"_id": 1, "region": "eu"}))
     assert change is not None
     assert (change.refusal, change.index) == (
         Refusal("match fails on it", lasts=True),
         partition_hash("eu") % PARTITIONS,
     )
     for innocent in (admission(), admission(match=MATCH)):
-        change = innocent.admit(read(1, flaw, _mongoCelery={"summarise": True}))
+        change = innocent.admit(read(1, error, _mongoCelery={"summarise": True}))
         assert change is not None
         assert change.refusal is None
-    assert admission(match=MATCH).admit(read(1, flaw, _mongoCelery={"summarise": False})) is None
-    assert refusal(admission(match=MATCH), read(1, flaw, _mongoCelery={"other": True})).reason == "match fails on it"
-    assert admission(match=MATCH).admit(read(1, flaw, ns={"db": "shop", "coll": "other"})) is None
+    assert admission(match=MATCH).admit(read(1, error, _mongoCelery={"summarise": False})) is None
+    assert refusal(admission(match=MATCH), read(1, error, _mongoCelery={"other": True})).reason == "match fails on it"
+    assert admission(match=MATCH).admit(read(1, error, ns={"db": "shop", "coll": "other"})) is None
 
 
 def test_an_undeliverable_change_that_is_read_again_goes_where_it_is_stored() -> None:

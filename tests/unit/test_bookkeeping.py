@@ -31,7 +31,7 @@ from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_judged_behind, is_receipt
-from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Selector, Source, filter_of, placed, scope_of, source_of
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.testing.change import inserted
@@ -224,15 +224,15 @@ def test_the_gate_of_a_subscription_asks_each_update_anew(match: Any) -> None:
     gate = Admission(selector(match=match), partitioner(None, None, None), Layout(1, 4, "blake2b-64:_id"), {})
     flags: dict[str, Any] = {FLAGS: {"summarise": True}} if match else {}
 
-    def is_owed(description: Mapping[str, Any], flaw: Flaw | None = None) -> bool:
+    def is_owed(description: Mapping[str, Any], read_error: ReadError | None = None) -> bool:
         document = bson.encode(updated(description, **flags))
-        return gate.admit(ChangeEvent(mark(1), event_of(document), document, flaw)) is not None
+        return gate.admit(ChangeEvent(mark(1), event_of(document), document, read_error)) is not None
 
     claim = {"updatedFields": {"pendingEvents.claim.ttl": 7}}
     for _ in range(2):
         assert not is_owed(claim)
         assert is_owed({"updatedFields": {"paid": True}})
-    assert not is_owed(claim, Flaw("read with less"))
+    assert not is_owed(claim, ReadError("read with less"))
 
 
 def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture) -> None:

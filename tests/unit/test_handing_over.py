@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.stream.items import ChangeEvent, Item, credit_cost
-from mongo_celery.bridge.stream.reader import Position, StreamReader, _Progress
+from mongo_celery.bridge.stream.reader import Position, StreamReader
 from mongo_celery.bridge.stream.source import Scope
 from tests.fixtures.samples import token_data
 
@@ -65,45 +65,45 @@ def _no_client(_timeout: float) -> Any:
 @given(st.lists(st.sampled_from([0, 0, 0, 40_000, 200_000]), min_size=1, max_size=150), st.integers(1, 100))
 def test_all_of_a_batch_arrives_in_order_as_there_is_room(sizes: list[int], room: int) -> None:
     """P1: whatever its events weigh; one more than there is room for, at most, as if they came one by one."""
-    taker, progress = Taker(room), _Progress()
-    taker.reader._take_all([document(number, size) for number, size in enumerate(sizes, start=1)], progress)
+    taker = Taker(room)
+    taker.reader._hand_over([document(number, size) for number, size in enumerate(sizes, start=1)])
     assert taker.numbers == list(range(1, len(sizes) + 1))
     assert all(0 < len(items) <= MOST for items in taker.together)
     assert taker.most < room
-    assert progress.taken
+    assert taker.reader._attempt.has_progress
     assert taker.reader._position == Position({"_data": token_data(len(sizes))}, Timestamp(1000, len(sizes)))
 
 
 def test_small_events_do_not_come_one_by_one() -> None:
     """Which is what it is for."""
     taker = Taker(2000)
-    taker.reader._take_all([document(number) for number in range(1, 130)], _Progress())
+    taker.reader._hand_over([document(number) for number in range(1, 130)])
     assert [len(items) for items in taker.together] == [MOST, MOST, 1]
 
 
 def test_what_was_read_before_an_event_without_a_token_arrives() -> None:
     """P1: it would be read again otherwise, and a pipeline that takes tokens away would never get on."""
-    taker, progress = Taker(2000), _Progress()
+    taker = Taker(2000)
     with pytest.raises(InvalidOperation, match="no resume token"):
-        taker.reader._take_all([document(1), document(2), document(3, _id=None), document(4)], progress)
+        taker.reader._hand_over([document(1), document(2), document(3, _id=None), document(4)])
     assert taker.numbers == [1, 2]
-    assert progress.taken
+    assert taker.reader._attempt.has_progress
     assert taker.reader._position.token == {"_data": token_data(2)}
 
 
 def test_a_reader_that_was_stopped_hands_over_nothing_more() -> None:
     """What is not handed over is not remembered either: the next one reads it."""
-    taker, progress = Taker(2000), _Progress()
-    taker.reader._take_all([document(1)], progress)
+    taker = Taker(2000)
+    taker.reader._hand_over([document(1)])
     taker.reader.stop()
-    taker.reader._take_all([document(number) for number in range(2, 200)], progress)
+    taker.reader._hand_over([document(number) for number in range(2, 200)])
     assert taker.numbers == [1]
     assert taker.reader._position.token == {"_data": token_data(1)}
 
 
-def test_a_time_that_is_none_is_told_from_the_token_or_from_the_event_before() -> None:
+def test_a_time_that_is_none_is_told_from_the_token() -> None:
     """P2: a user's pipeline may put anything there."""
     taker = Taker(2000)
-    odd = [document(1), document(2, clusterTime="noon"), document(3, clusterTime=None, _id={"_data": "no hex"})]
-    taker.reader._take_all(odd, _Progress())
-    assert taker.numbers == [1, 2, 2]
+    odd = [document(1), document(2, clusterTime="noon"), document(3, clusterTime=None)]
+    taker.reader._hand_over(odd)
+    assert taker.numbers == [1, 2, 3]

@@ -6,13 +6,13 @@ refusal of one change, in the order of one partition (P12).
 
 | what goes wrong | partition | what happens |
 |---|---|---|
-| the event could not be read as asked for (`ChangeEvent.flaw`) | by document key | failure policy |
+| the event could not be read as asked for (`ChangeEvent.read_error`) | by document key | failure policy |
 | it was not read, since its `_id` is too large (`oversized`) | that of no key | a dead letter instead of `halt` |
 | nothing but this handler's `match` failed on it | by the rule | failure policy |
 | `partition_by` raises, or gives what has no hash | by document key | failure policy |
 | the bridge's pipeline has removed what the event is judged by | by document key | halt |
 
-A flawed event whose flag says that a handler's `match` does not hold is not owed to it.
+An event with a read error whose flag says that a handler's `match` does not hold is not owed to it.
 
 A pipeline halts under every policy: it is configuration, it mostly spoils all changes alike, and to skip or set them
 aside would lose what a corrected pipeline brings back, since a new one is read again from the watermark.
@@ -83,7 +83,9 @@ class Admission:
         if not is_owed:
             return None
         hash_: int | None = None
-        if refusal is None or (event.flaw is not None and event.flaw.only_match):  # else the rule might see too little
+        if refusal is None or (
+            event.read_error is not None and event.read_error.only_match
+        ):  # else the rule might see too little
             try:
                 hash_ = self._partitioner.hash(event.document)
             except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
@@ -102,7 +104,7 @@ class Admission:
         It is owed: whoever has asked for the snapshot has said so, and its conditions were judged when it was read.
         Callable from any thread.
         """
-        refusal = Refusal.because(event.flaw.sentence, lasts=True) if event.flaw is not None else None
+        refusal = Refusal.because(event.read_error.sentence, lasts=True) if event.read_error is not None else None
         hash_: int | None = None
         if refusal is None:
             try:
@@ -115,11 +117,11 @@ class Admission:
 
     def _judge(self, event: ChangeEvent) -> tuple[bool, Refusal | None]:
         """Whether the event is owed, for all that can be told, and why it is refused if it is."""
-        flaw, selector = event.flaw, self._selector
+        read_error, selector = event.read_error, self._selector
         try:
-            if flaw is not None and not (flaw.only_match and self._is_judged(event)):
+            if read_error is not None and not (read_error.only_match and self._is_judged(event)):
                 is_owed = self._flag(event) is not False and selector.may_select(event.document)
-                return is_owed, Refusal.because(flaw.sentence, lasts=True)
+                return is_owed, Refusal.because(read_error.sentence, lasts=True)
             return self._selects(event.document), None
         except ConfigurationError as error:
             return True, Refusal.because(str(error), halts=True)

@@ -42,7 +42,7 @@ from mongo_celery.bridge.existing import (
     token_at,
 )
 from mongo_celery.bridge.raw_event import EVENT_TYPES
-from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, code_of, is_transient, is_unanswered, verdict_on
@@ -400,16 +400,16 @@ class ChunkReader:
     def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """The one document that cannot be an event: its key, and why."""
         found = self._range(chunk, bounds, [{"$replaceWith": _named(chunk.snapshot.source)}], 1) or []
-        flaw = Flaw(f"the document could not be read as an event: {brief(error)}")
-        chunk.items.update(self._item(chunk, bytes(each.raw), flaw) for each in found)
+        read_error = ReadError(f"the document could not be read as an event: {brief(error)}")
+        chunk.items.update(self._item(chunk, bytes(each.raw), read_error) for each in found)
 
-    def _item(self, chunk: Chunk, shaped: bytes, flaw: Flaw | None = None) -> tuple[bytes, PendingChange]:
+    def _item(self, chunk: Chunk, shaped: bytes, read_error: ReadError | None = None) -> tuple[bytes, PendingChange]:
         """The key of a document, and the change that it is, at L: it gets its place when it is appended."""
         assert chunk.low is not None, "it was read"
         self._number += 1
         data = token_at(chunk.low, self._version, self._number)
         raw = event_bytes(shaped, data)
-        event = ChangeEvent(Mark({"_data": data}, data, chunk.low), event_of(raw), raw, flaw)
+        event = ChangeEvent(Mark({"_data": data}, data, chunk.low), event_of(raw), raw, read_error)
         return key_of(event.document), chunk.subscription.admission.admit_existing(event)
 
 

@@ -267,16 +267,15 @@ class Leader:
         """How reading goes. A silence counts after some seconds; before that each report would differ from the last."""
         reader = self._reader
         if reader is None:
-            return {"unreadSeconds": 0, "readingWaits": None, "reopenings": 0, "flaws": 0}
+            return {"unreadSeconds": 0, "readingWaits": None, "reopenings": 0}
         status = reader.status
         last_read = status.last_read or self._opened_at
         silent = int(time.monotonic() - (min(last_read, self._full_at) if self._full else last_read))
-        waits = self._full or (status.last_error if status.failures else None)
+        waits = self._full or status.last_error
         return {
             "unreadSeconds": silent if silent >= _SILENCE_SECONDS else 0,
             "readingWaits": waits,
             "reopenings": status.reopenings,
-            "flaws": status.flaws,
         }
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -378,7 +377,7 @@ class Leader:
             comment=self._options.comment,
             status=self._stream_status,
         )
-        self._reader.hurry(self.is_hurried)
+        self._reader.set_low_latency(self.is_hurried)
         self._reader.start()
 
     # -- one turn ----------------------------------------------------------------------------------
@@ -563,7 +562,7 @@ class Leader:
         room = self._options.buffer_bytes - self._spilling.size
         self._snapshots.turn(now, room=room, may_begin=may_begin)
         if self._reader is not None:
-            self._reader.hurry(self.is_hurried or self._snapshots.is_busy)
+            self._reader.set_low_latency(self.is_hurried or self._snapshots.is_busy)
 
     # -- dispatching -------------------------------------------------------------------------------
 

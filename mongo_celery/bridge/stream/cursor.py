@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AWAIT_SECONDS = 1.0
 """How long the server waits for the next event before it answers with none."""
 
-HURRIED_SECONDS = 0.03
+LOW_LATENCY_SECONDS = 0.03
 """The same while somebody waits for the stream to come past a place."""
 
 

@@ -13,7 +13,7 @@ _UNIT_SHIFT = 15
 
 
 @dataclass(frozen=True, slots=True)
-class Flaw:
+class ReadError:
     """
     The reason why an event was read with less than was asked for.
 
@@ -34,14 +34,14 @@ class ChangeEvent:
 
     Nobody changes one; it is not frozen since there is one for each change that is read, and that takes twice the time.
 
-    One with a flaw was read with less (no look-up, no images, no flags, in the worst case no document at all);
-    it belongs to the failure policy of the handlers it concerns.
+    One with a read error was read with less (no look-up, no images, no flags, in the worst case no document at all).
+    The failure policy of the handlers that it concerns decides about it.
     """
 
     mark: Mark
     document: Mapping[str, Any]
     raw: bytes
-    flaw: Flaw | None = None
+    read_error: ReadError | None = None
 
 
 @dataclass(frozen=True, slots=True)

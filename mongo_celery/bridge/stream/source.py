@@ -403,6 +403,10 @@ class Scope:
         """Return the same stream with no other flags than those of some handlers."""
         return replace(self, flags={name: self.flags[name] for name in names})
 
+    def followed_by(self, stage: Mapping[str, Any]) -> Scope:
+        """Return the same stream with one stage more after the user's."""
+        return replace(self, given=(*self.given, stage))
+
     def opened_on(self, client: MongoClient[Any]) -> Any:
         """The client, database or collection to `watch`."""
         if self.database is None:

@@ -475,7 +475,7 @@ class Poison:
     first: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     keeps_images: bool = True
-    error: str = "RefusedChangeError: This change could not be read with its look-up and images"
+    error: str = "RefusedChangeError: This change is larger than 16 MB"
     concerns: Collection[str] = ("any", "sound", "picky")
 
 
@@ -484,7 +484,9 @@ POISONS = {
     "an _id that is no UTF-8": Poison(key="????", error="InvalidBSON: "),
     "above 16 MB with the look-up": Poison(fields={"text": "x" * int(8.1 * MEGABYTE)}),
     "20 MB with look-up and image": Poison(first={"text": "x" * 10 * MEGABYTE}),
-    "a required image that is missing": Poison(keeps_images=False, concerns=KINDS),  # nobody can tell
+    "a required image that is missing": Poison(
+        keeps_images=False, error="RefusedChangeError: A required image of this change is missing", concerns=KINDS
+    ),  # nobody can tell
     "a match that fails": Poison(
         fields={"good": "no number"},
         error="RefusedChangeError: The `match` of picky_dead_letter, picky_halt, picky_skip failed on this change",

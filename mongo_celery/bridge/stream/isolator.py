@@ -1,0 +1,235 @@
+"""
+The isolator: it reads events one by one, and one that the server cannot give as it was asked for with less.
+
+Such an event is asked for alone, by one narrower stream after the other, until the server can give it. So nobody has to
+guess from an error, and no other event is read with less.
+
+| tried in this order | if | read error |
+|---|---|---|
+| without the flags of those `match` that fail on it | the event comes without any flag | of these handlers alone |
+| judged whole, sent without the documents around the update | it is too large | of all handlers that it may concern |
+| judged whole, sent without its documents | it is too large | the same |
+| without look-up, images and flags | | the same |
+| by our own filters alone, without its documents | | the same |
+
+An event whose token is too large comes as a stand-in (`oversized`). The stream leaves such events out, and so reaches
+the place of the next event, or of its end, which is after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from bson.raw_bson import RawBSONDocument
+from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
+
+from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.stream.cursor import (
+    AWAIT_SECONDS,
+    Position,
+    limit_batch,
+    post_batch_token,
+    token_of,
+    wait_for,
+)
+from mongo_celery.bridge.stream.items import ReadError
+from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED, explain_oversized, find_oversized, naming_stages
+from mongo_celery.bridge.stream.reactions import closes_connection, concerns_an_event
+from mongo_celery.mongo.verdicts import Code, Verdict, quote, verdict_on
+
+if TYPE_CHECKING:
+    from pymongo.command_cursor import CommandCursor
+
+    from mongo_celery.bridge.stream.source import Scope
+
+OpenStream = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
+"""Opens a scope at a position; the number is that of the events in its first batch."""
+
+Token = Mapping[str, Any]
+
+_IMAGES = ["fullDocument", "fullDocumentBeforeChange"]
+_WITHOUT_IMAGES = {"$unset": _IMAGES}
+_WITHOUT_DOCUMENTS = {"$unset": [*_IMAGES, "updateDescription"]}
+_NAMES_MAX = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """
+    An event that was read alone.
+
+    Attributes:
+        document: as much as the server could give.
+        error: why that is not what was asked for; None if it is.
+    """
+
+    document: RawBSONDocument
+    error: ReadError | None = None
+
+
+class EventIsolator:
+    """
+    Reads the events of a stream one by one.
+
+    Args:
+        scope: the whole stream.
+        open_stream: opens a stream.
+        ping: asks the server anything; raises if it does not answer.
+    """
+
+    def __init__(self, scope: Scope, open_stream: OpenStream, ping: Callable[[], object]) -> None:
+        self._scope = scope
+        self._open = open_stream
+        self._ping = ping
+
+    def read_events(self, start: Position, last_stand_in: str = "") -> Iterator[Reread | Token]:
+        """
+        Read the next events that our own filters let through, with as much as the server can give of each.
+
+        An event that the user's pipeline leaves out comes as its token, and so does the place at the end. The iterator
+        ends when there are no more events for now, and after events that are too large to be read.
+
+        Args:
+            last_stand_in: comparable part of the token of the last stand-in that was read; empty for none.
+
+        Raises:
+            PyMongoError: these cannot be read either; then no single event is the reason.
+        """
+        last, time_ = token_data(start.token) if start.token is not None else "", start.time
+        is_passing, last = last_stand_in > last, max(last_stand_in, last)
+        with closing(self._open(self._bare(WITHOUT_OVERSIZED, _WITHOUT_DOCUMENTS), start, 1)) as cursor:
+            limit_batch(cursor, 1)
+            while cursor.alive:
+                candidate = cursor.try_next()
+                token = token_of(candidate) if candidate is not None else post_batch_token(cursor)
+                if token is None:
+                    return
+                while event := self._find_oversized(start if time_ is None else Position(None, time_), last, token):
+                    is_passing, last, time_ = True, token_data(event["_id"]), event["clusterTime"]
+                    yield Reread(event, ReadError(explain_oversized(event)))
+                yield token if candidate is None else self._read(candidate)
+                if is_passing and token_data(token) <= last:
+                    wait_for(cursor, AWAIT_SECONDS)  # for now the oplog ends with one that is too large
+                elif is_passing or candidate is None:
+                    return
+                else:
+                    last, time_ = token_data(token), candidate["clusterTime"]
+
+    def _bare(self, *stages: Mapping[str, Any]) -> Scope:
+        """Return the scope with our own filters and some stages, without images."""
+        return replace(self._scope.without_images, selection=(*self._scope.selection, *stages), flags={}, given=())
+
+    def _find_oversized(self, start: Position, after: str, until: Token) -> RawBSONDocument | None:
+        """Return the stand-in of the next event between two places that is too large; None if there is none."""
+        try:
+            with closing(self._open(self._bare(*naming_stages(after, token_data(until))), start, 1)) as cursor:
+                cursor.try_next()
+        except OperationFailure as error:
+            return find_oversized(error)
+        return None
+
+    def _read(self, candidate: RawBSONDocument) -> Reread | Token:
+        """
+        Return the event with as much as the server can give, or its token if the user's pipeline leaves it out.
+
+        Raises:
+            PyMongoError: the event is not the reason.
+        """
+        try:
+            whole = self._read_alone(candidate, self._scope)
+            return token_of(candidate) if whole is None else Reread(whole)
+        except PyMongoError as error:
+            if not concerns_an_event(error):
+                raise
+            return self._read_with_less(candidate, error)
+
+    def _read_with_less(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread:
+        scope = self._scope
+        explained: ReadError | None = _explain(error, has_pipeline=bool(scope.given))
+        steps: list[tuple[Scope, ReadError | None]] = []
+        if scope.flags and self._try(candidate, scope.with_flags(())) is not None:
+            failed = {name for name in scope.flags if self._try(candidate, scope.with_flags([name])) is None}
+            # None has failed if the look-up finds something else by now.
+            steps.append((scope.with_flags(scope.flags.keys() - failed), _explain_match(error, failed)))
+        if verdict_on(error) is Verdict.TOO_LARGE:
+            # Flags are computed before these stages. So no handler is concerned whose `match` rules the event out.
+            steps += [(scope.followed_by(stage), explained) for stage in (_WITHOUT_IMAGES, _WITHOUT_DOCUMENTS)]
+        steps.append((scope.without_images.with_flags(()), explained))
+        for narrower, read_error in steps:
+            document = self._try(candidate, narrower)
+            if document is not None:
+                return Reread(document, read_error)
+        return Reread(candidate, explained)
+
+    def _try(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
+        """Read this event alone; None if that fails because of the event, or the pipeline leaves it out."""
+        try:
+            return self._read_alone(candidate, scope)
+        except PyMongoError as error:
+            if not concerns_an_event(error):
+                raise
+            return None
+
+    def _read_alone(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
+        """
+        Read this event alone; None if the pipeline leaves it out.
+
+        A server closes the connection if the event fits into an answer and its token does not. If it is asked for a
+        second event, which does not come, it reads to the end of the oplog, and the token there is short.
+        """
+        pin: Mapping[str, Any] = {"$match": {"_id._data": token_data(token_of(candidate))}}
+        alone, start = replace(scope, selection=(pin, *scope.selection)), Position(None, candidate["clusterTime"])
+        closed: AutoReconnect | None = None
+        for count in (1, 2, 2):
+            try:
+                with closing(self._open(alone, start, count)) as cursor:
+                    document = cursor.try_next()
+                if document is not None:
+                    token_of(document)
+                return document
+            except AutoReconnect as error:
+                if not closes_connection(error):
+                    raise
+                self._ping()  # raises if the network is the reason
+                closed = error
+        raise OperationFailure(
+            "the server closes the connection instead of answering", Code.BSONObjectTooLarge
+        ) from closed
+
+
+def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | None:
+    if not names:
+        return None
+    failed = sorted(names)
+    handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
+    sentence = (
+        f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
+        f"$type or $convert. Then rewind the handler to before this change, or skip it. {quote(error)}"
+    )
+    return ReadError(sentence, only_match=True)
+
+
+def _explain(error: PyMongoError, *, has_pipeline: bool) -> ReadError:
+    """Return the reason why an event was read with less than was asked for, with what to do."""
+    verdict = verdict_on(error)
+    if verdict is Verdict.TOO_LARGE:
+        sentence = (
+            "This change is larger than 16 MB with all that was asked for, and was read without its documents. Keep "
+            "documents and _ids smaller, or set full_document and full_document_before_change so that less travels."
+        )
+    elif verdict is Verdict.IMAGE_MISSING:
+        sentence = (
+            "A required image of this change is missing, and it was read without look-up and images. Let the "
+            "collection keep pre- and post-images, and for longer, or ask for 'whenAvailable'."
+        )
+    elif has_pipeline:
+        sentence = (
+            "The bridge's `pipeline` failed on this change, which was read without some of it. Make the pipeline hold "
+            "for every event."
+        )
+    else:
+        sentence = "This change could not be read as it was asked for, and was read without its documents."
+    return ReadError(f"{sentence} {quote(error)}")
