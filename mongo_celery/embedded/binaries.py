@@ -34,7 +34,7 @@ _MISSING_LIBRARY = re.compile(r"loading shared libraries: (\S+?): cannot open")
 
 _LIBRARY_PACKAGES = {"libcurl.so.4": "libcurl4", "libssl.so.3": "libssl3", "libcrypto.so.3": "libssl3"}
 
-_VERSION = re.compile(r"db version v(\d+)\.(\d+)")
+_VERSION = re.compile(r"db version v(\d+)\.(\d+)\.(\d+)")
 _VERSION_SECONDS_MAX = 30.0
 
 _QUOTED_LOG_LINES_MAX = 5
@@ -75,9 +75,9 @@ def find_binary(name: BinaryName, path: str | os.PathLike[str] | None = None) ->
 
 
 @cache
-def mongod_version(program: Path) -> tuple[int, int]:
+def mongod_version(program: Path) -> tuple[int, int, int]:
     """
-    Give the major and minor version of a mongod, as it says it itself.
+    Return the version of a mongod, as the program reports it.
 
     One that does not say it counts as newer than all: why it does not run is told when it is started.
     """
@@ -86,9 +86,9 @@ def mongod_version(program: Path) -> tuple[int, int]:
             [program, "--version"], capture_output=True, check=False, text=True, timeout=_VERSION_SECONDS_MAX
         )
     except (OSError, subprocess.TimeoutExpired):
-        return sys.maxsize, 0
+        return sys.maxsize, 0, 0
     found = _VERSION.search(said.stdout)
-    return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else (sys.maxsize, 0, 0)
 
 
 def explain_failed_start(name: str, returncode: int | None, log: str) -> str:

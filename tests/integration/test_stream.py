@@ -485,6 +485,26 @@ def test_a_large_event_takes_more_room_than_a_small_one(mongo_url: str, items: C
         wait_for(lambda: len(reading.items) == 6)
 
 
+@pytest.mark.needs_mongodb(6, 0, 9)
+def test_an_event_above_16_mb_comes_whole_from_a_server_that_splits_it(
+    mongo_url: str, database: Database[Document]
+) -> None:
+    """P12: two documents of 10 MB and their update."""
+    items = database.create_collection("images", changeStreamPreAndPostImages={"enabled": True})
+    items.insert_one({"_id": 1, "text": "a" * 10_000_000})
+    scope = scope_on(items.full_name, full_document="updateLookup", before_change="required")
+    with Reading(mongo_url, scope, now(database.client)) as reading:
+        items.update_one({"_id": 1}, {"$set": {"text": "b" * 10_000_000}})
+        items.insert_one({"_id": 2})
+        reading.wait_for_keys(1, 2)
+    assert not reading.read_errors
+    changed, _ = reading.events
+    assert {field: changed[field]["text"][0] for field in ("fullDocument", "fullDocumentBeforeChange")} == {
+        "fullDocument": "b",
+        "fullDocumentBeforeChange": "a",
+    }
+
+
 def test_the_reader_is_one_thread_that_ends_with_its_process() -> None:
     """A listener that is told to end does not wait for a read that is under way."""
     assert StreamReader(

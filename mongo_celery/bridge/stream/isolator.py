@@ -7,6 +7,7 @@ guess from an error, and no other event is read with less.
 | tried in this order | if | read error |
 |---|---|---|
 | without the flags of those `match` that fail on it | the event comes without any flag | of these handlers alone |
+| whole, in fragments (MongoDB 6.0.9, 7.0 and later) | it is too large | none |
 | judged whole, sent without the documents around the update | it is too large | of all handlers that it may concern |
 | judged whole, sent without its documents | it is too large | the same |
 | without look-up, images and flags | | the same |
@@ -18,11 +19,12 @@ the place of the next event, or of its end, which is after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import bson
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
 
@@ -50,6 +52,8 @@ OpenStream = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"
 
 Token = Mapping[str, Any]
 
+_FRAGMENT = "splitEvent"
+_IN_FRAGMENTS: Mapping[str, Any] = {"$changeStreamSplitLargeEvent": {}}
 _IMAGES = ["fullDocument", "fullDocumentBeforeChange"]
 _WITHOUT_IMAGES = {"$unset": _IMAGES}
 _WITHOUT_DOCUMENTS = {"$unset": [*_IMAGES, "updateDescription"]}
@@ -155,6 +159,9 @@ class EventIsolator:
             # None has failed if the look-up finds something else by now.
             steps.append((scope.with_flags(scope.flags.keys() - failed), _explain_match(error, failed)))
         if verdict_on(error) is Verdict.TOO_LARGE:
+            whole = self._read_fragments(candidate)
+            if whole is not None:
+                return Reread(whole)
             # Flags are computed before these stages. So no handler is concerned whose `match` rules the event out.
             steps += [(scope.followed_by(stage), explained) for stage in (_WITHOUT_IMAGES, _WITHOUT_DOCUMENTS)]
         steps.append((scope.without_images.with_flags(()), explained))
@@ -163,6 +170,28 @@ class EventIsolator:
             if document is not None:
                 return Reread(document, read_error)
         return Reread(candidate, explained)
+
+    def _read_fragments(self, candidate: RawBSONDocument) -> RawBSONDocument | None:
+        """
+        Read an event that is too large for one answer; None if the server cannot split it.
+
+        Tokens of a stream that splits are others. So the event is found by its time and its document, which only
+        changes of one transaction share: these are not read in fragments.
+        """
+        if "txnNumber" in candidate:
+            return None
+        pin = {
+            "$match": {name: {"$eq": candidate.get(name)} for name in ("clusterTime", "operationType", "documentKey")}
+        }
+        scope = self._scope.followed_by(_IN_FRAGMENTS)
+        start = Position(None, candidate["clusterTime"])
+        try:
+            with closing(self._open(replace(scope, selection=(pin, *scope.selection)), start, 1)) as cursor:
+                return join_fragments(iter(cursor.try_next, None), token_of(candidate))
+        except PyMongoError as error:  # among them: a server that does not know the stage
+            if not concerns_an_event(error):
+                raise
+            return None
 
     def _try(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
         """Read this event alone; None if that fails because of the event, or the pipeline leaves it out."""
@@ -198,6 +227,25 @@ class EventIsolator:
         raise OperationFailure(
             "the server closes the connection instead of answering", Code.BSONObjectTooLarge
         ) from closed
+
+
+def join_fragments(fragments: Iterable[RawBSONDocument], token: Token) -> RawBSONDocument | None:
+    """
+    Return the whole event, under the token that it has in a stream that does not split; None if a fragment is missing.
+
+    A server has cut it. Each fragment has some of the event's top-level fields, whole, and says in `splitEvent` which
+    one of how many it is. No more fragments are read than belong to the event. The event may be larger than 16 MB, and
+    no server takes it back.
+    """
+    whole: dict[str, Any] = {"_id": dict(token)}
+    for expected, fragment in enumerate(fragments, start=1):
+        position = fragment.get(_FRAGMENT)
+        if position is None or position["fragment"] != expected:
+            return None
+        whole.update((name, value) for name, value in fragment.items() if name not in {"_id", _FRAGMENT})
+        if position["of"] == expected:
+            return RawBSONDocument(bson.encode(whole))
+    return None
 
 
 def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | None:
