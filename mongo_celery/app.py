@@ -180,7 +180,7 @@ def expiry(every: float) -> float:
 
 def schedule(app: Celery, task: str, every: float, *args: str) -> None:
     """
-    Have beat send a task with these arguments: one entry, as often as the most impatient asks.
+    Have beat send a task with these arguments: one entry, as often as the most impatient asks, at most once a second.
 
     Messages expire; see `expiry`.
     """
@@ -189,7 +189,8 @@ def schedule(app: Celery, task: str, every: float, *args: str) -> None:
     if every < periods.get(call, math.inf):
         periods[call] = every
         signature = app.signature(task, args=args)
-        app.add_periodic_task(every, signature, name=" ".join(call), expires=expiry(every))
+        # A scheduler that keeps whole seconds, as django-celery-beat does, would send without a pause.
+        app.add_periodic_task(max(every, 1.0), signature, name=" ".join(call), expires=expiry(every))
 
 
 def periods_of(app: Celery) -> dict[tuple[str, ...], float]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from mongo_celery.app import Registry, add_task, schedule
+from mongo_celery.app import Registry, add_task, periods_of, schedule
 from mongo_celery.errors import ConfigurationError
 
 
@@ -75,3 +75,11 @@ def test_a_task_is_registered_once_and_sent_as_often_as_the_most_impatient_asks(
         for name, entry in app.conf.beat_schedule.items()
     }
     assert entries == {"things.work": (7.0, (), 60.0), "things.work one": (300.0, ("one",), 300.0)}
+
+
+def test_beat_is_asked_at_most_once_a_second(app: Celery) -> None:
+    """A scheduler that keeps whole seconds in a database makes zero of half a second, and sends without a pause."""
+    schedule(app, "things.work", 0.5)
+    app.finalize()
+    assert app.conf.beat_schedule["things.work"]["schedule"] == 1.0
+    assert periods_of(app) == {("things.work",): 0.5}
