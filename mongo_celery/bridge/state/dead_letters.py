@@ -8,8 +8,8 @@ of an existing document has its key there in the place of its token (see `letter
 
 It keeps the place of its change: `partitioningTerm`, `partition`, `seq` (its number), and `fencingToken`, the last one
 under which it was tried. Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are
-for its replays, each of which gets the next: a target orders them behind all earlier attempts, and before every change that was handled after it
-was set aside (see `replays`).
+for its replays, each of which gets the next: a target orders them behind all earlier attempts, and before every change
+that was handled after it was set aside (see `replays`).
 
 | field | |
 |---|---|
