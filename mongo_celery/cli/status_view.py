@@ -279,6 +279,8 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
     head, retry, claim = partition["head"], partition["retry"], partition["claim"]
     if head:
         yield f"stands at {head['key']}"
+    if partition["halted_at"]:
+        yield f"halted at {moment(partition['halted_at'])}"
     if claim:
         yield _claimed(claim)
     waiting = partition.get("waiting")

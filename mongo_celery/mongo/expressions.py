@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from bson.int64 import Int64
@@ -49,6 +50,15 @@ def remaining(field: str) -> dict[str, Any]:
 def millis(seconds: float) -> Int64:
     """Whole milliseconds of a duration, bounded by `LONGEST_SECONDS`."""
     return Int64(round(min(seconds, LONGEST_SECONDS) * 1000))
+
+
+REMOVED = "$$REMOVE"
+"""The value of a field that a pipeline removes."""
+
+
+def whole(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document that takes the place of the stored one; in `$set` it would be merged into that."""
+    return {"$mergeObjects": [fields]}
 
 
 def literal(value: object) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.forked import run_celery
-from tests.fixtures.mongo import empty
+from tests.fixtures.mongo import empty, sparse
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 from tests.fixtures.rabbitmq import QUEUES, virtual_host
 
@@ -234,9 +234,7 @@ class Chain:
 
     def partition(self, handler: str, index: int) -> Document:
         """The state of one partition."""
-        found = self.state["partitions"].find_one({"_id": f"chain/{handler}/0/{index}"})
-        if found is None:  # generations count from what the library chooses
-            found = self.state["partitions"].find_one({"_id": {"$regex": f"^chain/{handler}/[0-9]+/{index}$"}})
+        found = sparse(self.state["partitions"]).find_one({"handler": handler, "partition": index})
         assert found is not None, f"no partition {index} of {handler}"
         return found
 
@@ -271,8 +269,7 @@ class Chain:
 
         def done() -> bool:
             for document in self.state["partitions"].find({"term": {"$gt": 0}}):
-                _, handler, _, index = document["_id"].split("/")
-                last[f"{handler}/{index}"] = document["committed"]
+                last[f"{document['handler']}/{document['partition']}"] = document["committed"]
             return all(last[place] >= count for place, count in owed.items())
 
         wait_for(done, timeout, lambda: f"committed {owed}, found {last}")

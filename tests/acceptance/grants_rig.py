@@ -131,7 +131,7 @@ class Setting:
         partition, _, data = change["_id"].rpartition("/")
         head = {"resumeToken": {"_data": data}, "key": "a change"}
         retry = {"count": 0, "crashes": 0, "notBefore": None, "error": "e"}
-        halted = {"state": "halted", "head": head, "retry": retry}
+        halted = {"state": "halted", "halted": head, "retry": retry}
         self.state["partitions"].update_one({"_id": partition}, {"$set": halted})
 
     def committed(self, subscription: str) -> int:

@@ -157,14 +157,14 @@ class Shop:
     def store_head(self, partition: Document) -> None:
         """Let the order at which a partition has halted be stored, as its execution or the listener does it."""
         event = {
-            "_id": partition["head"]["resumeToken"],
+            "_id": partition["halted"]["resumeToken"],
             "operationType": "insert",
             "ns": {"db": f"{self.names}_data", "coll": "orders"},
             "documentKey": {"_id": "bad"},
             "fullDocument": {"_id": "bad", "bad": True},
         }
         spill = Spill(self.state["backlog"], "shop", ttl=60.0)
-        change = StoredChange(partition["head"]["resumeToken"]["_data"], bson.encode(event))
+        change = StoredChange(partition["halted"]["resumeToken"]["_data"], bson.encode(event))
         spill.insert(partition["_id"], [change], partition["term"])
 
     def wait_for_halt(self, after: int = 0) -> Document:
@@ -253,7 +253,7 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     index = first["_id"].rpartition("/")[2]
     shop.store_head(second)
     head = shop.json("head", "summarise", index)
-    assert (head["state"], head["token"]) == ("halted", second["head"]["resumeToken"]["_data"])
+    assert (head["state"], head["token"]) == ("halted", second["halted"]["resumeToken"]["_data"])
     assert head["event"]["fullDocument"] == {"_id": "bad", "bad": True}
     shown = shop.changes("head", "summarise", index, "--bytes", "9").stdout
     assert ("a [bad] order" in shown, "characters more" in shown) == (True, True)

@@ -45,8 +45,8 @@ def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Chain) -> N
     elsewhere = chain.write("halting", next(chain.keys("halting", 1, "halt")), 1)
     chain.wait_done(handlers=["halting"])
     assert len(chain.starts(elsewhere)) == 1
-    assert state["head"]["key"] == f"{chain.data.name}.halting insert {bad.key!r}"
-    assert state["head"]["resumeToken"]["_data"]
+    assert state["halted"]["key"] == f"{chain.data.name}.halting insert {bad.key!r}"
+    assert state["halted"]["resumeToken"]["_data"]
     assert state["retry"]["error"] == "WantedError: cannot go on"
     assert state["claim"] is None
     worker = next(text for name, text in chain.logs.items() if "worker" in name)

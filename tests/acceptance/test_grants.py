@@ -230,7 +230,7 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
     for subscription in ("record", "letters"):
         setting.halt(subscription)
     document = setting.state["handlers"].find_one({"_id": f"{NAME}/record"}) or {}
-    place = max(document["startAtOperationTime"], document["clusterTime"] or document["startAtOperationTime"])
+    place = max(document["startAtOperationTime"], document.get("clusterTime") or document["startAtOperationTime"])
     lost = {"since": None, "at": place, "oldest": None, "error": "it is gone"}
     setting.state["handlers"].update_one({"_id": f"{NAME}/record"}, {"$set": {"lost": lost}})
     for name in ("gone", "former"):
@@ -244,9 +244,11 @@ def _hold(setting: Setting, name: str) -> None:
     model = setting.state["handlers"].find_one({"_id": f"{NAME}/letters"}) or {}
     setting.state["backlog"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
     layout = {"term": _GENERATION, "partitions": 1, "key": model["partitioning"]["key"]}
-    setting.state["handlers"].insert_one({**model, "_id": prefix, "partitioning": layout})
+    setting.state["handlers"].insert_one({**model, "_id": prefix, "handler": name, "partitioning": layout})
     partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
-    setting.state["partitions"].insert_one({**partition, "_id": f"{prefix}/{_GENERATION}/0", "claim": None})
+    setting.state["partitions"].insert_one(
+        {**partition, "_id": f"{prefix}/{_GENERATION}/0", "handler": name, "partition": 0}
+    )
     for collection in ("dead_letters", "snapshots"):
         setting.state[collection].insert_one({"_id": f"{prefix}/82", "handler": name})
 

@@ -14,6 +14,7 @@ from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.scene import OPTIONS
+from tests.fixtures.mongo import sparse
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -92,7 +93,7 @@ class Rolled:
 
     def position(self) -> Timestamp | None:
         """Return the smallest place that all handlers have stored; None while one has none."""
-        times = [each["clusterTime"] for each in self.state["handlers"].find()]
+        times = [each["clusterTime"] for each in sparse(self.state["handlers"]).find()]
         return None if None in times else min(times, default=None)
 
     def _roll(self) -> None:

@@ -289,7 +289,7 @@ def _apart(scene: Scene, partitions: int, *kinds: str) -> list[str]:
 
 def _in_force(scene: Scene, name: str) -> str:
     found = scene.state["handlers"].find_one({"_id": f"project/{name}"}) or {}
-    return f"project/{name}/{found['layout']['generation']}/"
+    return f"project/{name}/{found['partitioning']['term']}/"
 
 
 def _blocked(scene: Scene, query: dict[str, Any]) -> dict[str, Any] | None:

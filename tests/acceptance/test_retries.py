@@ -112,7 +112,7 @@ def _countdowns(stream: ChangeStream[Document], number: int) -> list[tuple[int, 
         event = stream.try_next()
         fields = event.get("updateDescription", {}).get("updatedFields", {}) if event else {}
         retry = fields.get("retry") or {name: fields.get(f"retry.{name}") for name in ("count", "notBefore")}
-        if event and retry["notBefore"]:
+        if event and retry.get("notBefore"):
             found.append((retry["count"], (retry["notBefore"] - event["wallTime"]).total_seconds()))
         return len(found) == number
 

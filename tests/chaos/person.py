@@ -106,7 +106,7 @@ class Person:
         for document in self._world.client[STATE]["partitions"].find({"state": "halted"}):
             bridge, subscription, _, index = document["_id"].split("/")
             if bridge == BRIDGE:
-                token: dict[str, Any] = document["head"]["resumeToken"]
+                token: dict[str, Any] = document["halted"]["resumeToken"]
                 yield _Halted(subscription, int(index), token["_data"])
 
     def _command(self, *arguments: str) -> None:

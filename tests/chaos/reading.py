@@ -149,14 +149,14 @@ class Reading:
 
     def _partition(self, where: str, before: Document, after: Document, at: float) -> Iterator[Fact]:
         partition = _partition(where)
-        head = _place(before, "head")
+        head = _place(before, "halted")
         if head and head == _place(after) and before.get("committed", 0) < after["committed"]:
             yield from self._aside(partition[0], head)  # a person has skipped it
         numbers = {name: after[name] for name in ("committed", "term", "fencingToken")}
         if _place(before) != _place(after) or any(before.get(name) != value for name, value in numbers.items()):
             yield Stored(where, _place(after), numbers, None, at)
         if before.get("state", "flowing") != after["state"]:
-            yield Changed(partition, after["state"], _place(after, "head"), at)
+            yield Changed(partition, after["state"], _place(after, "halted"), at)
         counts = [(document.get("retry") or {}).get(name, 0) for document in (before, after) for name in _COUNTS]
         if counts[2] > counts[0] or counts[3] > counts[1]:
             yield Charged(partition, _place(after), counts[2], counts[3], at)

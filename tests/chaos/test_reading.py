@@ -19,7 +19,6 @@ _PARTITION = {
     "state": "flowing",
     "resumeToken": None,
     "retry": None,
-    "head": None,
 }
 
 
@@ -102,9 +101,9 @@ def test_a_partition_from_event_to_event() -> None:
     charged = {"retry": {"count": 1, "crashes": 2}}
     assert events.update((STATE, "partitions"), where, charged) == [Charged(("quick", 3), "", 1, 2, at(4))]
     assert events.update((STATE, "partitions"), where, {"retry.crashes": 1}) == []
-    halted = {"state": "halted", "head": {"resumeToken": {"_data": "8201"}}}
+    halted = {"state": "halted", "halted": {"resumeToken": {"_data": "8201"}}}
     assert events.update((STATE, "partitions"), where, halted) == [Changed(("quick", 3), "halted", "8201", at(6))]
-    skipped = {"state": "flowing", "head": None, "committed": 1, "resumeToken": {"_data": "8201"}}
+    skipped = {"state": "flowing", "halted": None, "committed": 1, "resumeToken": {"_data": "8201"}}
     assert events.update((STATE, "partitions"), where, skipped) == [
         SetAside(Due("quick", "k", 1)),
         Stored(where, "8201", {"committed": 1, "term": 1, "fencingToken": 1}, None, at(7)),

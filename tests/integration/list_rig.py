@@ -149,7 +149,9 @@ def lists_on(
     rig = rig_of(client, database)
     layout = {"term": 0, "partitions": 1, "key": "blake2b-64:_id"}
     client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "term": VERSION})
-    client[database]["handlers"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "partitioning": layout})
+    client[database]["handlers"].insert_one(
+        {"_id": f"{BRIDGE}/{SUBSCRIPTION}", "handler": SUBSCRIPTION, "partitioning": layout}
+    )
     app = Celery("lists", broker="memory://", set_as_current=False)
     bridge = Bridge(
         app,

@@ -179,7 +179,9 @@ def parking_on(client: MongoClient[Document], url: str, database: str, **options
     rig = rig_of(client, database)
     layout = {"term": 0, "partitions": 1, "key": "blake2b-64:_id"}
     client[database]["leases"].insert_one({"_id": BRIDGE, "schemaVersion": 1, "term": VERSION})
-    client[database]["handlers"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "partitioning": layout})
+    client[database]["handlers"].insert_one(
+        {"_id": f"{BRIDGE}/{SUBSCRIPTION}", "handler": SUBSCRIPTION, "partitioning": layout}
+    )
     app = Celery("parking", broker="memory://", set_as_current=False)
     bridge = Bridge(app, url, name=BRIDGE, database=database, partitions=1, autodiscover=False)
 

@@ -13,6 +13,7 @@ from mongo_celery.bridge.state.claims import Claim, Claims
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout
+from tests.fixtures.mongo import sparse
 
 Document = dict[str, Any]
 
@@ -64,8 +65,11 @@ class Rig:
         return self.partitions.look([self.where])[0]
 
     def spoil(self, **changes: Any) -> None:
-        """Set fields as no update of the library would."""
-        self.documents.update_one({"_id": self.where}, {"$set": changes})
+        """Set fields as no update of the library would; None removes one."""
+        found = {name: value for name, value in changes.items() if value is not None}
+        gone = dict.fromkeys(changes.keys() - found.keys(), "")
+        update = {"$set": found, "$unset": gone}
+        self.documents.update_one({"_id": self.where}, {name: fields for name, fields in update.items() if fields})
 
     def lapse(self) -> None:
         """Let the claim's time be over."""
@@ -95,4 +99,4 @@ def rig_of(client: MongoClient[Document], database: str) -> Rig:
     store.partitions.take_over({SUBSCRIPTION: 0}, VERSION)
     majority = client.get_database(database, write_concern=WriteConcern("majority"))
     where = store.partitions.partition_id(SUBSCRIPTION, 0, 0)
-    return Rig(store, where, majority["partitions"], majority["dead_letters"])
+    return Rig(store, where, sparse(majority["partitions"]), majority["dead_letters"])

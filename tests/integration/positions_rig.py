@@ -20,6 +20,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
+from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import IDENTITY
 
 Document = dict[str, Any]
@@ -101,11 +102,11 @@ class Stage:
     # -- what there is -----------------------------------------------------------------------------
 
     def partition(self, index: int) -> Document:
-        return self.state["partitions"].find_one({"_id": self.partition_id(index)}) or {}
+        return sparse(self.state["partitions"]).find_one({"_id": self.partition_id(index)}) or {}
 
     @property
     def subscription(self) -> Document:
-        return self.state["handlers"].find_one({"_id": f"{NAME}/{self.handler}"}) or {}
+        return sparse(self.state["handlers"]).find_one({"_id": f"{NAME}/{self.handler}"}) or {}
 
     def of(self, index: int) -> list[Document]:
         """The changes of a partition."""

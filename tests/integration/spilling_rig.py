@@ -28,6 +28,7 @@ from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.verdicts import Concern
+from tests.fixtures.mongo import sparse
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import event, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
@@ -74,7 +75,7 @@ class Term:
     def __init__(self, client: MongoClient[Document], database: str, marks: Mark | None, **options: Any) -> None:
         self.rig: TermRig = begin_term(client, database, PARTITIONS, **options)
         self.takeover = self.rig.take_over()
-        stored = self.takeover.documents["record"]["resumeToken"]
+        stored = self.takeover.documents["record"].get("resumeToken")
         at = Mark(stored, stored["_data"], None) if stored else marks
         (self.led,) = self.rig.led(self.takeover, {"record": at})
         self.share = 0.0
@@ -142,7 +143,7 @@ class Term:
     def flush(self) -> str | None:
         """Store the watermark; how far it is."""
         self.watermarks.store([self.led], time.monotonic())
-        document = self.rig.database["handlers"].find_one({"_id": "shop/record"}) or {}
+        document = sparse(self.rig.database["handlers"]).find_one({"_id": "shop/record"}) or {}
         token = document["resumeToken"]
         return token["_data"] if token else None
 

@@ -23,6 +23,7 @@ from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
 from mongo_celery.bridge.window import Mark
+from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import IDENTITY
 
 Document = dict[str, Any]
@@ -71,7 +72,7 @@ class TermRig:
 
     @property
     def partitions(self) -> Collection[Document]:
-        return self.database["partitions"]
+        return sparse(self.database["partitions"])
 
     def take_over(self) -> Takeover:
         """What the term does first."""
@@ -108,7 +109,7 @@ class TermRig:
 
     def generation(self, name: str) -> int:
         """That of a subscription's layout in force."""
-        found = self.database["handlers"].find_one({"_id": f"{BRIDGE}/{name}"})
+        found = sparse(self.database["handlers"]).find_one({"_id": f"{BRIDGE}/{name}"})
         assert found is not None, "it was taken over"
         return int(found["partitioning"]["term"])
 

@@ -374,7 +374,7 @@ def test_a_change_that_halts_is_stored_before(bench: Bench) -> None:
         bench.run(dispatch(raw).run, _fail)
     state = bench.rig.document
     assert (state["state"], state["spilled"]) == ("halted", None)
-    data = state["head"]["resumeToken"]["_data"]
+    data = state["halted"]["resumeToken"]["_data"]
     stored = bench.rig.store.spill.fetch(bench.rig.where, [data])[data]
     assert (stored.raw, stored.hash, stored.refusal, stored.token) == (raw, _HASH, None, None)
     (document,) = bench.documents.find()

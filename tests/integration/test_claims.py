@@ -283,9 +283,9 @@ def test_what_an_older_term_has_counted_of_an_existing_document_keeps_nothing_wa
     assert (theirs.due_in, theirs.retry, state_of(theirs)) == (0, None, "flowing")
     rig.spoil(spilled={"to": data, "since": datetime.now(UTC), "reason": "parked"})
     assert (rig.image.retries, state_of(rig.image)) == (1, "parked"), "it is stored, and the same change"
-    rig.spoil(spilled=None, head={"resumeToken": {"_data": data}, "key": "1"}, state="halted")
+    rig.spoil(spilled=None, halted={"resumeToken": {"_data": data}, "key": "1"}, state="halted")
     assert rig.image.error == "later"
-    rig.spoil(head=None, state="flowing", **{"retry.of": "82nonsense"})
+    rig.spoil(halted=None, state="flowing", **{"retry.of": "82nonsense"})
     assert rig.image.retries == 1
 
 
@@ -653,7 +653,9 @@ def test_a_halt_records_the_head_and_keeps_the_counts(rig: Rig) -> None:
     assert rig.claims.halt(rig.claim(), token(1), "insert shop.orders 1", "ValueError: no")
     image = rig.image
     assert (image.state, image.retries, image.error) == ("halted", 1, "ValueError: no")
-    assert image.head == {"resumeToken": token(1), "key": "insert shop.orders 1"}
+    assert image.head is not None
+    assert image.head == {"at": image.head["at"], "key": "insert shop.orders 1", "resumeToken": token(1)}
+    assert abs(image.head["at"] - image.read_at) < timedelta(minutes=1), "the server's time"
     assert rig.try_claim() is None
 
 
@@ -686,7 +688,8 @@ def test_strings_of_users_survive_every_outcome(rig: Rig, text: str) -> None:
     head = {"_data": token(3)["_data"], "note": text}
     assert rig.claims.halt(rig.claim(3, owner=owner), head, text, text)
     image = rig.image
-    assert (image.head, image.error) == ({"resumeToken": head, "key": text}, text)
+    assert image.head is not None
+    assert (image.head["resumeToken"], image.head["key"], image.error) == (head, text, text)
     assert rig.partitions.discard(image, 0)
     assert rig.document["resumeToken"] == head
 

@@ -117,7 +117,7 @@ def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bri
 def test_a_bridge_whose_last_position_is_forgotten_starts_for_the_first_time(stage: Stage, emptied: Bridge) -> None:
     """P1: a handler that comes later begins as `start_from` says then, and not at a start of long ago."""
     stage.state["leases"].update_one({}, {"$set": {"startAtOperationTime": stage.events[0]["clusterTime"]}})
-    stage.state["handlers"].insert_one({**stage.subscription, "_id": f"{NAME}/former"})
+    stage.state["handlers"].insert_one({**stage.subscription, "_id": f"{NAME}/former", "handler": "former"})
     for name, begun in (("former", True), (HANDLER, False)):
         plan = forgetting.plan_forget(emptied.wiring, name, letters=True)
         forgetting.forget(emptied.wiring, plan, letters=True, reason=None)

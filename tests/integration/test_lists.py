@@ -163,7 +163,7 @@ def test_each_policy_hits_the_failing_change(
     if policy == "park_key":
         assert [each % (1 << 64) for each in lists.rig.document["parkedKeys"]] == [hash_of("b")]
     if policy == "halt":
-        assert lists.rig.document["head"]["resumeToken"] == token(2)
+        assert lists.rig.document["halted"]["resumeToken"] == token(2)
 
 
 def test_a_parked_key_ends_the_list_before_it(begin: Begin) -> None:

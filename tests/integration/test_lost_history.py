@@ -32,7 +32,7 @@ from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
 from tests.fixtures.failpoint import Failpoint
-from tests.fixtures.mongo import MakeClient
+from tests.fixtures.mongo import MakeClient, sparse
 from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
 
 Document = dict[str, Any]
@@ -85,7 +85,7 @@ class Bridge:
         return start
 
     def document(self, name: str) -> Document:
-        found = self.rig.database["handlers"].find_one({"_id": f"shop/{name}"})
+        found = sparse(self.rig.database["handlers"]).find_one({"_id": f"shop/{name}"})
         assert found is not None, "it was taken over"
         return found
 
@@ -354,7 +354,7 @@ def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make:
     if touched:
         head = {"resumeToken": {"_data": "82"}, "key": "k"}
         bridge.rig.partitions.update_one(
-            {"_id": bridge.rig.partition_id("record", 1)}, {"$set": {"state": "halted", "head": head}}
+            {"_id": bridge.rig.partition_id("record", 1)}, {"$set": {"state": "halted", "halted": head}}
         )
     position = bridge.begin()
     assert bridge.led["record"].lost is touched
@@ -388,7 +388,7 @@ def test_attempts_at_a_change_that_is_given_up_are_not_charged_to_the_next_one(m
     """P14: a parked change is gone with its history; a halted one stays as the record of what is lost."""
     bridge = make(record=ROLLED, audit=tip)
     parked = {"count": 2, "crashes": 1, "notBefore": datetime(2100, 1, 1, tzinfo=UTC), "error": "later"}
-    halted = {"state": "halted", "retry": {"count": 3}, "head": {"resumeToken": ROLLED_LATER.token, "key": "k"}}
+    halted = {"state": "halted", "retry": {"count": 3}, "halted": {"resumeToken": ROLLED_LATER.token, "key": "k"}}
     for name in ("record", "audit"):
         bridge.rig.partitions.update_one({"_id": bridge.rig.partition_id(name, 0)}, {"$set": {"retry": parked}})
         bridge.rig.partitions.update_one({"_id": bridge.rig.partition_id(name, 1)}, {"$set": halted})

@@ -125,7 +125,7 @@ def test_what_stood_behind_the_place_is_over(stage: Stage) -> None:
     assert [(each.standing, each.key) for each in plan.partitions] == [("halted", "orders insert 1"), ("parked", None)]
     for index in (0, 1):
         document = stage.partition(index)
-        assert (document["state"], document["head"], document["retry"]) == ("flowing", None, None)
+        assert (document["state"], document["halted"], document["retry"]) == ("flowing", None, None)
     with pytest.raises(CommandRefusedError, match="not halted"):
         commands.skip(stage.bridge.wiring, HANDLER, 0, token=halting["_id"]["_data"])
     commands.pause(stage.bridge.wiring, HANDLER, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import bson
 import pytest
 
-from tests.fixtures.mongo import MakeClient
+from tests.fixtures.mongo import MakeClient, sparse
 from tests.integration.spilling_rig import Term, terms
 
 Begin = Callable[..., Term]
@@ -71,7 +71,7 @@ class Hour:
     def grown(self) -> dict[str, int]:
         """Return what it has: objects in memory, their bytes, what is reported, and the document of its watermark."""
         objects, size = _reachable(self.term.led, self.term.spilling)
-        document = self.term.rig.database["handlers"].find_one({}) or {}
+        document = sparse(self.term.rig.database["handlers"]).find_one({}) or {}
         return {
             "objects": objects,
             "bytes": size,

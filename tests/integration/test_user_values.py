@@ -94,6 +94,6 @@ def test_a_date_that_an_older_version_has_stored_ends_nobody(rig: Rig, millis: i
 
 def test_text_that_is_no_utf8_in_the_state_ends_nobody(rig: Rig) -> None:
     """Tokens carry the `_id` of documents, and old versions have stored what they were given."""
-    raw = bson.encode({"$set": {"retry": {"error": "bad ????"}, "head": {"resumeToken": token(1), "key": "????"}}})
+    raw = bson.encode({"$set": {"retry": {"error": "bad ????"}, "halted": {"resumeToken": token(1), "key": "????"}}})
     rig.documents.update_one({"_id": rig.where}, RawBSONDocument(raw.replace(b"????", b"\xff\xfe\x80\xff")))
     assert rig.image.error == "bad ����"

@@ -61,6 +61,7 @@ def subscription(name: str = "summarise", **changes: Any) -> Document:
     """A subscription of the term that leads, ten seconds behind `facts`' now."""
     return {
         "_id": f"shop/{name}",
+        "handler": name,
         "term": VERSION,
         "resumeToken": {"_data": "82BB"},
         "clusterTime": Timestamp(SECOND, 1),
@@ -330,6 +331,7 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         "handled": None,
         "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
         "waiting": None,
+        "halted_at": None,
         "head": {"token": "82CC", "key": "shop.orders insert 1"},
         "oldest_seconds": None,
         "spilled": None,

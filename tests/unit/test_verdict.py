@@ -133,7 +133,7 @@ class Case:
 
 START = "celery -A shop listener"
 WORK = "celery -A shop worker"
-RETIRED = subscription("retired", epoch=Int64(1))
+RETIRED = subscription("retired", term=Int64(1))
 CASES: dict[str, list[Case]] = {
     "no_listener": [
         Case(

@@ -143,7 +143,7 @@ class Repartitioning:
         """
         self._led, self._version = subscriptions, takeover.version
         self._moves = {name: _Move(takeover.wanted[name]) for name in takeover.moving if name in subscriptions}
-        self._tokens = {name: takeover.documents[name]["resumeToken"] for name in self._moves}
+        self._tokens = {name: takeover.documents[name].get("resumeToken") for name in self._moves}
         moved = []
         for name, move in list(self._moves.items()):
             if not _is_by_its_rule(subscriptions[name]):

@@ -93,7 +93,7 @@ def find_starts(
         AccessError: `oldest` was asked for and the oplog may not be read.
     """
     documents = takeover.documents
-    fresh = [handler for handler in handlers if documents[handler.name]["startAtOperationTime"] is None]
+    fresh = [handler for handler in handlers if "startAtOperationTime" not in documents[handler.name]]
     if fresh:
         _Pinning(store, client, renewal, options).pin(fresh, takeover)
     # Read again in any case: a later term may have put another layout in force, and removed the partitions of this one,
@@ -124,13 +124,13 @@ def _starts(documents: Mapping[str, Mapping[str, Any]], names: Collection[str], 
 
 
 def _start(document: Mapping[str, Any], version: int) -> Start:
-    start, token, time_ = document["startAtOperationTime"], document["resumeToken"], document["clusterTime"]
+    start, token, time_ = (document.get(each) for each in ("startAtOperationTime", "resumeToken", "clusterTime"))
     if start is None or document["term"] != version:
         raise LeaseLostError  # somebody else has taken the epoch meanwhile
     if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
-        found = Start(start, None, document["fingerprint"], is_first=token is None and time_ is None)
+        found = Start(start, None, document.get("fingerprint"), is_first=token is None and time_ is None)
     else:
-        found = Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
+        found = Start(start, Mark(token, token_data(token), time_), document.get("fingerprint"))
     is_owed = document.get("snapshot") == OWED
     return replace(
         found, lost=lost_in(document), owed_from=(document.get("snapshotFrom") or start) if is_owed else None
@@ -191,7 +191,7 @@ class _Pinning:
     @staticmethod
     def _warn_of_unserved(fresh: Sequence[str], stored: Sequence[Mapping[str, Any]], takeover: Takeover) -> None:
         """Log new handlers beside positions without a handler: a function may have another name since the last term."""
-        begun = {name_in(each) for each in stored if each["startAtOperationTime"]}
+        begun = {name_in(each) for each in stored if "startAtOperationTime" in each}
         unserved = sorted(begun - takeover.documents.keys())
         if unserved:
             logger.warning(

@@ -69,7 +69,7 @@ class Takeover:
 
     def is_settled(self, name: str) -> bool:
         """Return True if all that was read for a handler is done, and its watermark says so."""
-        token = self.documents[name]["resumeToken"]
+        token = self.documents[name].get("resumeToken")
         place = token_data(token) if token else ""
         return all(
             image.data <= place
@@ -96,7 +96,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         documents = store.subscriptions.take_over(wanted, version)
         layouts = {name: layout_in(documents[name]) for name in wanted}
         newest = store.snapshots.take_over(version)  # before any partition: see `state/snapshots.py`
-        store.partitions.prepare({name: documents[name]["resumeToken"] for name in wanted}, layouts, version)
+        store.partitions.prepare({name: documents[name].get("resumeToken") for name in wanted}, layouts, version)
         images = _won(store, layouts, version)
         largest = max(
             [newest, store.partitions.largest_epoch()] + [document["term"] for document in documents.values()]

@@ -147,7 +147,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
     elif change is not None:
         key, token = describe(change.raw), change.data
     refusal = change.refusal.reason if change is not None and change.refusal is not None else None
-    since = (image.waiting or image.spilled or {}).get("since")
+    since = image.head.get("at") if image.head is not None else (image.waiting or image.spilled or {}).get("since")
     event = event_as_json(change.raw) if change is not None else None
     return Head(
         subscription=image.subscription,

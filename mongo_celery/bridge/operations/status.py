@@ -498,6 +498,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
         "handled": int(image.handled["last"]) if image.handled else None,
         "retry": _retry(image),
         "waiting": _waiting(image),
+        "halted_at": iso((image.head or {}).get("at")),
         "head": _head(image) or facts.heads.get((image.subscription, image.index)),
         "oldest_seconds": _age_of_oldest(image, facts),
         "spilled": _spilled(image, facts),

@@ -69,8 +69,9 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
-from mongo_celery.mongo.expressions import after, literal, millis, next_number
+from mongo_celery.mongo.expressions import REMOVED, after, literal, millis, next_number, whole
 from mongo_celery.mongo.opening import open_session
+from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
 
 TRANSACTION_SECONDS = 5.0
@@ -110,9 +111,8 @@ CHARGE = _charge()
 COMMIT: dict[str, Any] = {
     "committed": "$handled.last",
     "resumeToken": "$handled.resumeToken",
-    "claim": None,
-    "handled": None,
-    "retry": None,
+    "positionAt": "$handled.positionAt",
+    **dict.fromkeys(("claim", "handled", "retry"), REMOVED),
     "ran": {"last": "$handled.last", "took": "$handled.took", "claimed": "$claim.at", "at": "$$NOW"},
 }
 """What a commit sets, from the mark that an execution left; also part of a take-over. `ran` is for metrics alone."""
@@ -217,27 +217,25 @@ class Claims:
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
             "at": "$$NOW",
-            "leaving": False,
-            "session": session,
+            **({} if session is None else {"session": session}),
         }
         own_token = token if is_existing(token) else None
         gone = _is_gone(own_token)
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
             **_charge(living),
-            "notBefore": None,
-            "error": {"$ifNull": ["$retry.error", None]},
-            "of": literal(own_token),
+            "notBefore": REMOVED,
+            "of": REMOVED if own_token is None else literal(own_token),
         }
         single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
         document = self._table.find_and_update_unretried(
             {"_id": partition_id, "term": version, "committed": first - 1, **_claimable(token, gone)},
             [
-                {"$set": {name: {"$cond": [gone, None, f"${name}"]} for name in ("claim", "retry", "single")}},
+                {"$set": {name: {"$cond": [gone, REMOVED, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {
                     "$set": {
                         "fencingToken": next_number("fencingToken"),
-                        "claim": claim,
+                        "claim": whole(claim),
                         "retry": retry,
                         "single": single,
                     }
@@ -292,12 +290,12 @@ class Claims:
             "until": after(ttl or self._ttl),
             "at": "$$NOW",
             "leaving": True,
-            "session": session,
+            **({} if session is None else {"session": session}),
             "replay": literal(letter),
         }
         change = {
             "fencingToken": next_number("fencingToken"),
-            "claim": claim,
+            "claim": whole(claim),
             "retry": {"$cond": [_REPLACED, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
             "single": {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]},
         }
@@ -350,7 +348,7 @@ class Claims:
     def relinquish(self, partition_id: str, owner: str) -> bool:
         """End a claim whose answer was lost or came too late; False when there is none. It counts as no attempt."""
         guard = {"_id": partition_id, "claim.owner": owner, "handled": None}
-        return self._table.update(guard, {"$set": {"claim": None}})
+        return self._table.update(guard, {"$unset": {"claim": ""}})
 
     def withdraw(self, partition_id: str, owner: str) -> bool:
         """
@@ -412,11 +410,11 @@ class Claims:
         if claim.inline:
             guard, change = _own_or_done(claim, last, token), _done(claim, last, token)
         else:
-            guard, change = _own_or_handled(claim), {"handled": _handled(claim, last, token)}
+            guard, change = _own_or_handled(claim), {"$set": {"handled": _handled(claim, last, token)}}
         if session is not None:  # the transaction's own limits hold, and its write concern
             # The effects of a body that is repeated behind its own commit would be there twice.
-            return self._table.collection.update_one(own(claim), {"$set": change}, session=session).matched_count == 1
-        return self._table.update_unretried(guard, {"$set": change}, ACKNOWLEDGED)
+            return self._table.collection.update_one(own(claim), change, session=session).matched_count == 1
+        return self._table.update_unretried(guard, change, ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:
         """
@@ -452,13 +450,9 @@ class Claims:
             not_before: a time.
         """
         due = after(delay) if delay is not None else literal(not_before)
-        retry = {
-            "$mergeObjects": [
-                "$retry",
-                {"count": {"$add": ["$retry.count", 1]}, "notBefore": due, "error": literal(error), "waiting": None},
-            ],
-        }
-        return self._write(claim, [{"$set": {"claim": None, "retry": retry}}])
+        count = {"$add": ["$retry.count", 1]}
+        retry = {"count": count, "notBefore": due, "error": literal(error), "waiting": REMOVED}
+        return self._write(claim, [{"$set": {"claim": REMOVED, "retry": retry}}])
 
     def wait(self, claim: Claim, *, delay: float, cause: str, doubtful: bool) -> bool:
         """
@@ -475,33 +469,28 @@ class Claims:
             "count": Int64(claim.waits + 1),
             "timeOuts": Int64(claim.doubts + 1 if doubtful else 0),
         }
-        retry = {"$mergeObjects": ["$retry", {"notBefore": after(delay), "waiting": waiting}]}
-        return self._write(claim, [{"$set": {"claim": None, "retry": retry}}])
+        retry = {"notBefore": after(delay), "waiting": waiting}
+        return self._write(claim, [{"$set": {"claim": REMOVED, "retry": retry}}])
 
     def crash(self, claim: Claim, error: str) -> bool:
         """End a claim whose execution is being killed: counted, and run change by change from now on."""
-        retry = {
-            "$mergeObjects": [
-                "$retry",
-                {"crashes": {"$add": ["$retry.crashes", 1]}, "error": literal(error), "waiting": None},
-            ],
-        }
+        retry = {"crashes": {"$add": ["$retry.crashes", 1]}, "error": literal(error), "waiting": REMOVED}
         single = {"$max": ["$single", Int64(claim.last)]}
-        return self._write(claim, [{"$set": {"claim": None, "retry": retry, "single": single}}])
+        return self._write(claim, [{"$set": {"claim": REMOVED, "retry": retry, "single": single}}])
 
     def halt(self, claim: Claim, token: Mapping[str, Any], key: str, error: str) -> bool:
         """Stop the partition at the claim's first change, until an operator retries or skips it."""
         change = {
-            "claim": None,
+            "claim": REMOVED,
             "state": "halted",
-            "head": literal({"resumeToken": dict(token), "key": key}),
-            "retry": {"$mergeObjects": ["$retry", {"error": literal(error), "waiting": None}]},
+            "halted": {"at": "$$NOW", "key": literal(key), "resumeToken": literal(dict(token))},
+            "retry": {"error": literal(error), "waiting": REMOVED},
         }
         return self._write(claim, [{"$set": change}])
 
     def discard(self, claim: Claim, token: Mapping[str, Any]) -> bool:
         """Pass over the claim's first change: the execution writes the position itself, and nothing is kept."""
-        return self._write(claim, {"$set": _passed(claim, token)})
+        return self._write(claim, _passed(claim, token))
 
     def set_aside(
         self, claim: Claim, token: Mapping[str, Any], dead_letter: Mapping[str, Any], *, parks: bool = False
@@ -519,8 +508,8 @@ class Claims:
         """
 
         def both(session: ClientSession) -> bool:
-            kept_free = {"fencingToken": Int64(claim.fence + REPLAYS_MAX)}
-            guard, change = own(claim), {"$set": _passed(claim, token) | kept_free}
+            guard, change = own(claim), _passed(claim, token)
+            change["$set"]["fencingToken"] = Int64(claim.fence + REPLAYS_MAX)
             if parks:
                 change["$addToSet"] = {"parkedKeys": dead_letter["parked"]}
             elif dead_letter.get("parked") is not None:
@@ -565,7 +554,7 @@ class Claims:
         guard = own(claim)
         change: Any = _advanced(last, token, of, passed_over)
         if ends:
-            change = {"$set": _done(claim, last, token)}
+            change = _done(claim, last, token)
         if session is not None:
             return self._table.collection.update_one(guard, change, session=session).matched_count == 1
         if ends:
@@ -574,7 +563,7 @@ class Claims:
 
     def single_out(self, claim: Claim) -> bool:
         """End a claim whose changes are to be run one by one from now on; nothing is counted."""
-        return self._write(claim, [{"$set": {"claim": None, "single": {"$max": ["$single", Int64(claim.last)]}}}])
+        return self._write(claim, [{"$set": {"claim": REMOVED, "single": {"$max": ["$single", Int64(claim.last)]}}}])
 
     def _write(self, claim: Claim, change: Any) -> bool:
         return self._table.update(own(claim), change)
@@ -617,7 +606,7 @@ def _own_or_handled(claim: Claim) -> dict[str, Any]:
 
 
 def _handled(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token), "took": _took(claim)}
+    return {"owner": claim.owner, "last": Int64(last), **position_at(token), "took": _took(claim)}
 
 
 def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
@@ -635,24 +624,23 @@ def _done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
     """What `COMMIT` sets, by plain values: a pipeline would cost the server more."""
     took = _took(claim)
     at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
-    return {
-        "committed": Int64(last),
-        "resumeToken": dict(token),
-        "claim": None,
-        "retry": None,
-        "ran": {"last": Int64(last), "took": took, "claimed": claim.at, "at": at},
-    }
+    ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
+    return {"$set": {"committed": Int64(last), **position_at(token), "ran": ran}, "$unset": {"claim": "", "retry": ""}}
 
 
 def _advanced(
     last: int, token: Mapping[str, Any], of: str | None, passed_over: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """A position inside of a run, and the claim with the next change as its first."""
-    fresh = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None, "of": of}
+    fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": []}
+    if of is not None:
+        fresh["of"] = of
+    if passed_over is not None:
+        fresh["passedOver"] = dict(passed_over)
     change = {
         "committed": Int64(last),
-        "resumeToken": literal(dict(token)),
-        "retry": literal(fresh if passed_over is None else {**fresh, "passedOver": dict(passed_over)}),
+        **{name: literal(value) for name, value in position_at(token).items()},
+        "retry": literal(fresh),
         "claim.first": Int64(last + 1),
         "claim.until": {"$add": ["$$NOW", "$claim.ttl"]},
     }
@@ -670,8 +658,15 @@ _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1
 def _stands(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
     """Whether a claim is found as `_own` asks for it."""
     found = documents.get((claim.partition_id, claim.fence, claim.owner))
-    return found is not None and found["committed"] == claim.first - 1 and found["handled"] is None
+    return found is not None and found["committed"] == claim.first - 1 and "handled" not in found
 
 
 def _passed(claim: Claim, token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"committed": Int64(claim.first), "resumeToken": dict(token), "claim": None, "retry": None}
+    return {"$set": {"committed": Int64(claim.first), **position_at(token)}, "$unset": {"claim": "", "retry": ""}}
+
+
+def position_at(token: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a position: its token and, for people, the time of that."""
+    time_ = time_of_token(token, None)
+    at = {} if time_ is None else {"positionAt": time_.as_datetime()}
+    return {"resumeToken": dict(token), **at}

@@ -28,10 +28,10 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.existing import version_in
-from mongo_celery.bridge.state.claims import COMMIT, TRANSACTION_SECONDS, parked_in
+from mongo_celery.bridge.state.claims import COMMIT, TRANSACTION_SECONDS, parked_in, position_at
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.mongo.expressions import literal, next_number, remaining
+from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
@@ -39,32 +39,25 @@ from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
 _COMPARED = 64  # with how many that were seen a partition is compared; with all, the cost would grow with their square
 _FLOWING_SHARE = 2  # one in so many has to flow
 _WINNING_SECONDS = 0.25  # the leading thread has other things to do
-_DEFAULTS: dict[str, Any] = {
-    "term": Int64(0),
-    "committed": Int64(0),
-    "resumeToken": None,
-    "fencingToken": Int64(0),
-    "claim": None,
-    "handled": None,
-    "retry": None,
-    "single": None,
-    "head": None,
-    "state": "flowing",
-    "spilled": None,
-    "ran": None,
-}
-
-_TRACES = ("resumeToken", "claim", "handled", "retry", "single", "head")
-"""Fields that are null in a partition at which nobody has ever worked."""
+_TRACES = ("resumeToken", "claim", "handled", "retry", "single", "halted")
+"""Fields that a partition at which nobody has ever worked has not."""
 
 _PROJECTION: dict[str, Any] = {
-    **dict.fromkeys(_DEFAULTS, 1),
+    **dict.fromkeys(
+        ("handler", "partition", "term", "committed", "fencingToken", "state", "spilled", "ran", *_TRACES), 1
+    ),
     "live": {"$gt": ["$claim.until", "$$NOW"]},
     "due": remaining("retry.notBefore"),
     "readAt": "$$NOW",
     "parkedCount": {"$cond": [{"$isArray": "$parkedKeys"}, {"$size": "$parkedKeys"}, 0]},
 }
 
+
+_UNTRIED = {
+    **dict.fromkeys(("claim", "retry", "halted"), REMOVED),
+    "fencingToken": next_number("fencingToken"),
+}
+"""What a command sets so that nothing holds of what runs or was tried; who runs is refused."""
 
 _COUNTED: Mapping[str, Any] = {"claim": None, "retry.count": 0, "retry.crashes": 0}
 """Fields that say, above these values, that a partition's first change was tried."""
@@ -87,6 +80,7 @@ class Image:
         ran: of the last run that was committed, its `last` change, when it was `claimed` and committed (`at`), and the
             milliseconds that its handler `took`; None before the first.
         read_at: when it was read, by the server's clock.
+        head: of a halted partition, `at` which time and change that was: `key` and `resumeToken`; None for all others.
         parked_keys: how many keys are parked: changes of theirs are set aside until a person releases them.
     """
 
@@ -167,23 +161,28 @@ class Partitions:
         generations = {name: layouts[name].generation for name in positions}
         present = {doc["_id"] for doc in self._table.find(self._scope(generations), {"_id": 1})}
         wanted = {
-            self.partition_id(name, generations[name], index): token
+            self.partition_id(name, generations[name], index): (name, index, token)
             for name, token in positions.items()
             for index in range(layouts[name].partitions)
         }
-        missing = {partition_id: token for partition_id, token in wanted.items() if partition_id not in present}
         self._table.write_all(
             [
                 InsertOne(
                     {
                         "_id": partition_id,
-                        **_DEFAULTS,
+                        "bridge": self._bridge,
+                        "handler": name,
+                        "partitioningTerm": Int64(generations[name]),
+                        "partition": index,
+                        "state": "flowing",
                         "term": Int64(version),
                         "fencingToken": Int64(max(version, fence)),
-                        "resumeToken": dict(token) if token else None,
+                        "committed": Int64(0),
+                        **(position_at(token) if token else {}),
                     }
                 )
-                for partition_id, token in missing.items()
+                for partition_id, (name, index, token) in wanted.items()
+                if partition_id not in present
             ]
         )
 
@@ -279,7 +278,7 @@ class Partitions:
         """
         done = {"$gte": ["$resumeToken._data", "$spilled.to"]}
         condition = {"term": version, "spilled": {"$ne": None}, "$expr": done}
-        change = {"$set": {"spilled": None}}
+        change = {"$unset": {"spilled": ""}}
         update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
 
     def retire(self, name: str, layout: Layout, token: Mapping[str, Any] | None, version: int) -> int | None:
@@ -337,14 +336,8 @@ class Partitions:
     def retry(self, image: Image, generation: int) -> bool:
         """Run the first change of a halted or parked partition again at once, with its counts at zero."""
         passed_over = (image.retry or {}).get("passedOver")  # the names of those for which it stands stay with it
-        retry = None if passed_over is None else literal({"passedOver": passed_over})
-        change = {
-            "state": "flowing",
-            "retry": retry,
-            "head": None,
-            "claim": None,
-            "fencingToken": next_number("fencingToken"),
-        }
+        retry = REMOVED if passed_over is None else literal({"passedOver": passed_over})
+        change = {**_UNTRIED, "state": "flowing", "retry": retry}
         return self._command(image, generation, change, image.state)
 
     def forget_attempts(self, subscription: str, generation: int) -> None:
@@ -441,8 +434,8 @@ def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]
         "handled": None,
         "$expr": {"$and": [is_free, is_given_up, is_counted]},
     }
-    kept = {"$cond": [{"$gt": ["$retry.passedOver", None]}, {"passedOver": "$retry.passedOver"}, None]}
-    return guard, [{"$set": {"retry": kept, "head": None, "claim": None, "fencingToken": next_number("fencingToken")}}]
+    kept = {"$cond": [{"$gt": ["$retry.passedOver", None]}, {"passedOver": "$retry.passedOver"}, REMOVED]}
+    return guard, [{"$set": {**_UNTRIED, "retry": kept}}]
 
 
 def state_of(image: Image) -> str:
@@ -461,28 +454,27 @@ def mostly_stand(images: Sequence[Image]) -> bool:
 
 def image_of(document: Mapping[str, Any]) -> Image:
     """An image from a document that was read with the verdicts."""
-    _, subscription, _, index = document["_id"].split("/")
-    token, retry = document["resumeToken"], _retry_of(document)
-    is_gone = retry is None and document["retry"] is not None
+    token, retry = document.get("resumeToken"), _retry_of(document)
+    is_gone = retry is None and "retry" in document
     retries = retry or {}
     return Image(
-        subscription=subscription,
-        index=int(index),
+        subscription=document["handler"],
+        index=document["partition"],
         epoch=document["term"],
         committed=document["committed"],
         token=token,
         data=token["_data"] if token else "",
         fence=document["fencingToken"],
         state=document["state"],
-        claim=document["claim"],
-        live=bool(document["live"]) and document["claim"] is not None,
-        handled=document["handled"],
+        claim=document.get("claim"),
+        live=bool(document["live"]),
+        handled=document.get("handled"),
         due_in=0.0 if is_gone else (document["due"] or 0) / 1000,
         retries=retries.get("count", 0),
         crashes=retries.get("crashes", 0),
         error=retries.get("error"),
-        single=0 if is_gone else document["single"] or 0,
-        head=document["head"],
+        single=0 if is_gone else document.get("single", 0),
+        head=document.get("halted"),
         waiting=retries.get("waiting"),
         spilled=document.get("spilled"),
         retry=retry,
@@ -499,10 +491,10 @@ def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     An existing document that an older term has read comes again as another one, unless it is stored. One at which the
     partition has halted is there as its head.
     """
-    retry: Mapping[str, Any] | None = document["retry"]
+    retry: Mapping[str, Any] | None = document.get("retry")
     data = (retry or {}).get("of")
     version = version_in(data) if isinstance(data, str) else None
-    if version is None or version >= document["term"] or document["head"] is not None:
+    if version is None or version >= document["term"] or "halted" in document:
         return retry
     marked = (document.get("spilled") or {}).get("to", "")
     return retry if marked >= data else None
@@ -514,11 +506,8 @@ def _passed(image: Image) -> dict[str, Any]:
     return {
         "state": "flowing",
         "committed": Int64(image.committed + 1),
-        "resumeToken": literal(dict(image.head["resumeToken"])),
-        "retry": None,
-        "head": None,
-        "claim": None,
-        "fencingToken": next_number("fencingToken"),
+        **{name: literal(value) for name, value in position_at(image.head["resumeToken"]).items()},
+        **_UNTRIED,
     }
 
 
@@ -589,14 +578,10 @@ def moved_stages(
     is_again = not forward and only is None  # all that these have handled behind the place is handled again
     place = {
         **({"rewound": {"$cond": [moves, Int64(version), "$rewound"]}} if is_again else {}),
-        "resumeToken": {"$cond": [moves, literal(dict(token)), "$resumeToken"]},
-        "spilled": {"$cond": [{"$and": [moves, reached]}, None, "$spilled"]},
+        **{name: {"$cond": [moves, literal(value), f"${name}"]} for name, value in position_at(token).items()},
+        "spilled": {"$cond": [{"$and": [moves, reached]}, REMOVED, "$spilled"]},
     }
-    over = {
-        "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]},
-        "fencingToken": next_number("fencingToken"),
-        **dict.fromkeys(("claim", "retry", "head")),
-    }
+    over = {**_UNTRIED, "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]}}
     over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
     return [*_winning(version), {"$set": {**place, **over}}]
 

@@ -40,8 +40,8 @@ from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED
 from mongo_celery.bridge.state.partitions import attempts_forgotten, moved_stages
 from mongo_celery.bridge.state.stored import ids_under, past
-from mongo_celery.bridge.state.subscriptions import start_moved
-from mongo_celery.mongo.expressions import literal, next_number
+from mongo_celery.bridge.state.subscriptions import start_moved, watermark_at
+from mongo_celery.mongo.expressions import REMOVED, literal, next_number
 from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.opening import open_session
 
@@ -182,7 +182,7 @@ class Positions:
         partitions.update_many(scope, moved_stages(version, to.token, forward=to.forward, only=chosen), session=session)
         indexes = sorted(int(each["_id"].rpartition("/")[2]) for each in moving)
         claims = [
-            each.get("claim") or {} for each in found if each in moving or not (to.forward or each["resumeToken"])
+            each.get("claim") or {} for each in found if each in moving or not (to.forward or each.get("resumeToken"))
         ]
         interrupted = [claim["replay"] for claim in claims if claim.get("replay")]
         withdrawn = 0 if to.forward or not indexes else self._withdraw(to, indexes, session)
@@ -278,7 +278,7 @@ def is_locked(error: PyMongoError) -> bool:
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:
     """Whether a move sends a partition somewhere; what is handled counts as committed."""
-    token = (partition.get("handled") or {}).get("resumeToken") or partition["resumeToken"]
+    token = (partition.get("handled") or {}).get("resumeToken") or partition.get("resumeToken")
     own = str(token["_data"]) if token else ""
     return own < data if forward else own > data
 
@@ -295,7 +295,8 @@ def _subscription_moved(to: Move, version: Int64) -> list[dict[str, Any]]:
     }
     if to.forward and to.partition is not None:
         moves = False  # the others have not done what this one passes over
-    place: dict[str, Any] = {"resumeToken": literal(dict(to.token)), "clusterTime": to.time, "fingerprint": None}
+    place: dict[str, Any] = {name: literal(value) for name, value in watermark_at(to.token, to.time).items()}
+    place["fingerprint"] = REMOVED
     if to.forward:
         # The watermark has passed what is stored, and not handled.
         gap = {"from": {"$min": [own, to.since]}, "until": to.time, "policy": "now", "at": "$$NOW"}

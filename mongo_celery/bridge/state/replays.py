@@ -73,7 +73,7 @@ from mongo_celery.bridge.state.dead_letters import (
     replay_of,
     signed,
 )
-from mongo_celery.mongo.expressions import after, literal, next_number
+from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -180,7 +180,7 @@ class Replays:
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
         mine = {"_id": partition_id, "fencingToken": replay.fence, "claim.replay": replay.letter}
         has_lapsed = {"$expr": {"$lte": ["$claim.until", "$$NOW"]}}
-        end = [{"$set": {"fencingToken": next_number("fencingToken"), "claim": None}}]
+        end = [{"$set": {"fencingToken": next_number("fencingToken"), "claim": REMOVED}}]
         return not self._partitions.update({**mine, **has_lapsed}, end) and bool(self._partitions.find_one(mine))
 
     # -- what an execution does --------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Replays:
                 "state": STARTED,
                 "crashes": {"$add": [{"$ifNull": ["$replay.crashes", 0]}, is_again]},
                 "fencingToken": Int64(claim.fence),
-                "notBefore": "$$REMOVE",
+                "notBefore": REMOVED,
             },
         }
         guard = {"_id": letter, "replays": starts, "replay.state": {"$in": [REQUESTED, STARTED]}}
@@ -249,7 +249,7 @@ class Replays:
             "attempts": {"$add": ["$attempts", attempts]},
             "replayedAt": "$$NOW",
             "cause": {"$cond": [is_behind, PARKED, "$cause"]},
-            "replay": {"state": REPLAY_FAILED, "error": literal(error), "fencingToken": "$$REMOVE"},
+            "replay": {"state": REPLAY_FAILED, "error": literal(error), "fencingToken": REMOVED},
         }
         return self._record(claim, replay.letter, change)
 
@@ -259,7 +259,7 @@ class Replays:
         """Set a replay aside until its retry time, and count the attempt; arguments and answer as of `Claims.park`."""
         due = after(delay) if delay is not None else literal(not_before)
         retries = {"$add": [{"$ifNull": ["$replay.retries", 0]}, 1]}
-        counts = {"retries": retries, "waits": "$$REMOVE", "doubts": "$$REMOVE"}
+        counts = {"retries": retries, "waits": REMOVED, "doubts": REMOVED}
         return self._postpone(claim, letter, {"notBefore": due, "error": literal(error), **counts})
 
     def wait(self, claim: Claim, letter: str, cause: str, *, delay: float, doubtful: bool) -> bool:
@@ -311,7 +311,7 @@ class Replays:
             return named and _in_transaction(session, lambda _: self._end(claim, write, session) or _aborted(session))
 
     def _end(self, claim: Claim, write: Callable[[ClientSession], object], session: ClientSession) -> bool:
-        ended = self._partitions.collection.update_one(own(claim), {"$set": {"claim": None}}, session=session)
+        ended = self._partitions.collection.update_one(own(claim), {"$unset": {"claim": ""}}, session=session)
         if ended.matched_count:
             write(session)
         return bool(ended.matched_count)
@@ -422,7 +422,7 @@ def _request(starts: int, generation: int, partition: int, hash_: int, *, over_n
 
 def _postponed(change: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the update after which a dead letter that was started may be started again."""
-    return [{"$set": {"replay": {**change, "state": REQUESTED, "fencingToken": "$$REMOVE"}}}]
+    return [{"$set": {"replay": {**change, "state": REQUESTED, "fencingToken": REMOVED}}}]
 
 
 def _as_seen(letter: Letter) -> dict[str, Any]:

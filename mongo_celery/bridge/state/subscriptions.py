@@ -29,14 +29,6 @@ from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import Table, Update, call_timeout
 
-_DEFAULTS: dict[str, Any] = {
-    "term": Int64(0),
-    "resumeToken": None,
-    "clusterTime": None,
-    "fingerprint": None,
-    "startAtOperationTime": None,
-}
-
 _GAPS_KEPT = 20
 
 OWED = "owed"
@@ -97,7 +89,7 @@ class Subscriptions:
             The documents by name. One whose epoch is not `version` was not won.
         """
         writes = [
-            UpdateOne({"_id": self._id(name)}, _winning(version, layout), upsert=True)
+            UpdateOne({"_id": self._id(name)}, self._winning(name, version, layout), upsert=True)
             for name, layout in layouts.items()
         ]
         self._table.write_all(writes)
@@ -110,8 +102,8 @@ class Subscriptions:
         return self._read(names)
 
     def _read(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        wanted = {self._id(name): name for name in names}
-        return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
+        found = self._table.find({"_id": {"$in": [self._id(name) for name in names]}})
+        return {name_in(document): document for document in found}
 
     def put_in_force(self, name: str, layout: Layout, version: int) -> bool:
         """
@@ -143,7 +135,7 @@ class Subscriptions:
         if with_snapshot:
             change |= {"snapshot": OWED, "snapshotFrom": start}
         if position is not None:
-            change |= {"resumeToken": position["resumeToken"], "clusterTime": position["clusterTime"]}
+            change |= watermark_at(position["resumeToken"], position["clusterTime"])
         guard = {"_id": self._id(name), "term": version, "startAtOperationTime": None}
         return self._table.update(guard, {"$set": change})
 
@@ -180,7 +172,7 @@ class Subscriptions:
 
     def clear_lost(self, name: str, version: int) -> bool:
         """The place can be read after all; False when the epoch has moved on."""
-        return self._table.update({"_id": self._id(name), "term": version}, {"$set": {"lost": None}})
+        return self._table.update({"_id": self._id(name), "term": version}, {"$unset": {"lost": ""}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
@@ -201,8 +193,7 @@ class Subscriptions:
             "term": to.version,
             "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": to.token["_data"]}}],
         }
-        change = {"resumeToken": dict(to.token), "clusterTime": to.cluster_time, "fingerprint": fingerprint}
-        return guard, {"$set": change}
+        return guard, {"$set": {**watermark_at(to.token, to.cluster_time), "fingerprint": fingerprint}}
 
     def read_all(self) -> list[dict[str, Any]]:
         """All subscriptions of the bridge, also those that no handler serves any more."""
@@ -211,14 +202,19 @@ class Subscriptions:
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
 
+    def _winning(self, name: str, version: int, layout: Layout) -> Update:
+        """Return the update of a take-over: my term, and what is missing."""
+        missing = {"bridge": self._bridge, "handler": name, "partitioning": layout.document()}
+        return [
+            {"$replaceWith": {"$mergeObjects": [literal(missing), "$$ROOT"]}},
+            {"$set": {"term": {"$max": ["$term", Int64(version)]}}},
+        ]
 
-def _winning(version: int, layout: Layout) -> Update:
-    """The update of a take-over: my epoch, and what is missing."""
-    defaults = {**_DEFAULTS, "partitioning": layout.document()}
-    return [
-        {"$replaceWith": {"$mergeObjects": [literal(defaults), "$$ROOT"]}},
-        {"$set": {"term": {"$max": ["$term", Int64(version)]}}},
-    ]
+
+def watermark_at(token: Mapping[str, Any], cluster_time: Timestamp | None) -> dict[str, Any]:
+    """Return the fields of a watermark: its token, the cluster time of that, and the same for people."""
+    at = {} if cluster_time is None else {"clusterTime": cluster_time, "positionAt": cluster_time.as_datetime()}
+    return {"resumeToken": dict(token), **at}
 
 
 def start_moved(start: Timestamp, policy: str) -> list[dict[str, Any]]:
@@ -230,8 +226,9 @@ def start_moved(start: Timestamp, policy: str) -> list[dict[str, Any]]:
     """
     return [
         {"$set": {"gaps": _with_gap(start, policy)}},
-        {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
-        {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
+        {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}}},
+        {"$set": {"clusterTime": "$startAtOperationTime", "positionAt": {"$toDate": "$startAtOperationTime"}}},
+        {"$unset": ["lost", "resumeToken", "fingerprint"]},
     ]
 
 
@@ -277,5 +274,5 @@ def layouts_in_force(documents: Iterable[Mapping[str, Any]]) -> dict[str, Layout
 
 
 def name_in(document: Mapping[str, Any]) -> str:
-    """The subscription's name, without its bridge's, in a stored document."""
-    return str(document["_id"]).partition("/")[2]
+    """Return the name of a stored handler."""
+    return str(document["handler"])

@@ -12,6 +12,7 @@ from pymongo import MongoClient
 
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import APP, Chain
+from tests.fixtures.mongo import sparse
 from tests.fixtures.process import ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -63,7 +64,7 @@ class Rolling(Chain):
 
     def subscription(self, name: str) -> Document:
         """The stored document of a subscription."""
-        return self.state["handlers"].find_one({"_id": f"chain/{name}"}) or {}
+        return sparse(self.state["handlers"]).find_one({"_id": f"chain/{name}"}) or {}
 
     def watermark(self, name: str) -> Timestamp:
         """Time of the stored watermark of a subscription; the beginning of time before the first."""

@@ -27,7 +27,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.partitioning import document_hash, partition_hash
 from mongo_celery.embedded import RedisServer
-from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty, sparse
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -114,11 +114,7 @@ class Rig:
 
     def partitions(self, handler: str) -> list[Document]:
         """The partitions of a handler, by index."""
-        found = {
-            int(each["_id"].rpartition("/")[2]): each
-            for each in self.state["partitions"].find({"_id": {"$regex": f"^poison/{handler}/"}})
-        }
-        return [found[index] for index in sorted(found)]
+        return list(sparse(self.state["partitions"]).find({"handler": handler}).sort("partition"))
 
     def wait_halted(self, handler: str, indexes: set[int]) -> None:
         """Wait until exactly these partitions of a handler are halted."""
@@ -366,7 +362,7 @@ def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_lose
         assert [letter["attempts"] for letter in letters] == [0, 0, 0]
         shown = {each["index"]: each for each in rig.status()["partitions"] if each["subscription"] == "halt"}
         assert "partition_by of handler halt failed: KeyError" in shown[0]["retry"]["error"]
-        assert shown[0]["head"]["key"] == f"{rig.data.name}.halt insert {poison['halt'][0]}"
+        assert shown[0]["halted"]["key"] == f"{rig.data.name}.halt insert {poison['halt'][0]}"
         assert listener.text.count("is refused before handler halt") == 1
 
         # A restart makes nothing better and nothing worse; neither does a retry.
