@@ -302,8 +302,8 @@ def test_a_rename_concerns_both_names() -> None:
         ({}, "ns.db, ns.coll"),
         ({"db": "shop"}, "ns.coll"),
         ({"viewOn": "x"}, "ns.db, ns.coll"),
-        ("shop.orders", "ns"),
-        (None, "ns"),
+        ("shop.orders", "ns.db, ns.coll"),
+        (None, "ns.db, ns.coll"),
     ],
 )
 def test_a_namespace_without_what_a_handler_is_chosen_by_is_refused(ns: object, missing: str) -> None:

@@ -9,7 +9,7 @@ The reader is bounded: it hands over a batch only while the listener has granted
 the stream. A post-batch token is handed over only if a read returned nothing, as an item at its place.
 
 After an error that may be about one event each read brings one event. When that fails too, events are read one by one
-(`isolator`). An event that the server can give whole is handed over as always, one that it cannot give with a read error.
+(`isolator`): one that the server can give whole is handed over as always, another one with a read error.
 """
 
 from __future__ import annotations
