@@ -40,7 +40,7 @@ from mongo_celery.bridge.stream.cursor import (
     wait_for,
 )
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
-from mongo_celery.bridge.stream.isolator import EventIsolator, Reread
+from mongo_celery.bridge.stream.isolator import ClientFactory, EventIsolator, Reread
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError, credit_cost
 from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, shorten
 from mongo_celery.bridge.stream.reactions import (
@@ -74,9 +74,6 @@ _SMALL_READS_MAX = 2048
 """Reads of one event each, after which the cause of an error is taken to be passed."""
 _ISOLATED_MAX = 200
 _READ_ERRORS_AT_ONCE = 100
-
-
-ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
 
 
 @dataclass(slots=True)

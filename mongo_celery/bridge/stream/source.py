@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
+from mongo_celery.arguments import check_flags
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.bridge.stream.bookkeeping import (
@@ -50,7 +51,8 @@ from mongo_celery.errors import ConfigurationError
 if TYPE_CHECKING:
     from pymongo import MongoClient
 
-_IMAGES = ("full_document", "full_document_before_change")
+_IMAGES = ("fullDocument", "fullDocumentBeforeChange")
+_DEFAULTS = ("default", "off")
 _RESERVED = frozenset({"admin", "config", "local"})
 
 
@@ -218,8 +220,7 @@ def filter_of(
     objection = find_objection(match) if match is not None else None
     if objection is not None:
         raise ConfigurationError(f"match={match!r} {objection}")
-    if not isinstance(bookkeeping, bool):
-        raise ConfigurationError(f"bookkeeping={bookkeeping!r} must be True or False.")
+    check_flags(bookkeeping=bookkeeping)
     if fields is not None and not asked & {"update", ALL}:
         raise ConfigurationError(
             "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
@@ -373,7 +374,7 @@ class Scope:
         database: None for the whole cluster.
         collection: None for a whole database.
         selection: stages of ours that filter. They look at nothing but what the oplog fixes.
-        options: `full_document`, `full_document_before_change` and `show_expanded_events`, where they are set.
+        options: those of the stage `$changeStream` that are not the server's default.
         flags: the expressions of `match`, by handler.
         given: the user's stages, after ours.
     """
@@ -464,19 +465,16 @@ def scope_of(
         _match(selectors, opened, state_database),
         *exclusion_stages(_find_unasked(selectors, bookkeeping or Bookkeeping())),
     )
-    options: dict[str, str | bool] = {}
-    if full_document not in (None, "default"):
-        options["full_document"] = str(full_document)
-    if before_change not in (None, "off"):
-        options["full_document_before_change"] = str(before_change)
-    if expanded:
-        options["show_expanded_events"] = True
+    asked = {"fullDocument": full_document, "fullDocumentBeforeChange": before_change, "showExpandedEvents": expanded}
+    options = {name: value for name, value in asked.items() if value and value not in _DEFAULTS}
     given = tuple(stage for stage in pipeline if stage)
     return Scope(database, collection, selection, options, _flags(selectors, opened), given)
 
 
-def placed(selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None) -> list[Selector]:
-    """The selectors of a bridge, once it is known what its stream is open on, and what is bookkeeping there."""
+def resolve_selectors(
+    selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None
+) -> list[Selector]:
+    """Return the selectors of a bridge as its scope and its bookkeeping make them."""
     can_judge = keeps_descriptions(scope.given)
     return [
         replace(
