@@ -19,10 +19,10 @@ from mongo_celery.bridge.change import namespace_of
 from mongo_celery.bridge.stream.bookkeeping import (
     DESCRIPTION,
     DOCUMENTS,
-    KNOWN_BY_VALUE,
+    KNOWN_BY_FORM,
     Bookkeeping,
-    fields_touched,
-    shown,
+    find_touched_fields,
+    hide_fields,
 )
 from mongo_celery.bridge.stream.source import Filter
 from mongo_celery.mongo.redaction import short
@@ -106,11 +106,11 @@ class HandlerView:
         value = event[name]
         if self.filter.bookkeeping or name not in DOCUMENTS or not isinstance(value, Mapping):
             return value
-        fields, namespace = fields_touched(value) if name == DESCRIPTION else value, namespace_of(event)
+        fields, namespace = find_touched_fields(value) if name == DESCRIPTION else value, namespace_of(event)
         outboxes = [outbox.field.name for outbox in self.outboxes.on(namespace, fields)]
-        if not outboxes and KNOWN_BY_VALUE.isdisjoint(fields):
+        if not outboxes and KNOWN_BY_FORM.isdisjoint(fields):
             return value
-        return shown(event, name, outboxes, self.filter.asks_of)
+        return hide_fields(event, name, outboxes, self.filter.asks_for_field)
 
     def outboxes_on(self, namespace: str) -> Sequence[Outbox]:
         """Return the app's outboxes that keep their entries in the documents of a collection."""

@@ -31,7 +31,7 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import OPTION_NAMES, SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, resolve_selectors, scope_of
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
@@ -294,7 +294,7 @@ class Wiring:
             expanded=options.show_expanded_events,
             bookkeeping=bookkeeping,
         )
-        return placed(selectors, scope, bookkeeping), scope
+        return resolve_selectors(selectors, scope, bookkeeping), scope
 
     def view_of(self, handler: Handler) -> HandlerView:
         """Return a handler's view of the fields that this package keeps in documents."""

@@ -27,7 +27,7 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.operations import snapshot_commands
 from mongo_celery.bridge.state.snapshots import DONE, RUNNING
-from mongo_celery.bridge.stream.refused_matches import find_refused_matches
+from mongo_celery.bridge.stream.isolator import find_refused_matches
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import LeaseLostError, StreamRefusedError
 from mongo_celery.mongo.opening import strict

@@ -18,7 +18,7 @@ from pymongo.database import Database
 from mongo_celery.bridge.change import FLAGS, token_data
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.bridge.stream.operation_types import ALL, EXPANDED_OPERATIONS, MOVES
-from mongo_celery.bridge.stream.source import Selector, placed, scope_of
+from mongo_celery.bridge.stream.source import Selector, resolve_selectors, scope_of
 from mongo_celery.mongo.oplog import operation_time, time_of_token
 from tests.integration.stream_rig import Reading, now, scope_on, selector_of
 
@@ -163,7 +163,7 @@ def test_the_servers_filter_lets_everything_pass_that_a_handler_wants(
 
     filtered = world.read(scope.opened_on(world.client), scope.pipeline, expanded=expanded)
 
-    for selector in placed(selectors, scope):
+    for selector in resolve_selectors(selectors, scope):
         wanted = _places(event for event in whole if selector.selects(event) and not _is_own(world, event))
         assert _places(event for event in filtered if selector.selects(event)) == wanted
         assert wanted or "nothing" in str(selector.sources)

@@ -150,7 +150,7 @@ def test_who_gets_an_event_does_not_depend_on_those_before_it(
     events: list[dict[str, Any]], chosen: Filter, source: Source, alone: bool
 ) -> None:
     """P12: a selector is asked once about changes of one operation and namespace, and would say the same of each."""
-    selector = Selector("summarise", (source,), chosen, alone=alone)
+    selector = Selector("summarise", (source,), chosen, is_single_collection=alone)
     admission = Admission(selector, partitioner(None, None, None), Layout(0, 16, "blake2b-64:_id"), {})
     for fields in [*events, *events]:
         raw = bson.encode(fields)

@@ -91,7 +91,7 @@ def test_a_rule_that_fails_refuses_one_change_in_the_partition_of_its_document(r
 @pytest.mark.parametrize(
     ("without", "filters", "named"),
     [
-        ("ns", {}, "ns"),
+        ("ns", {}, "ns.db, ns.coll"),
         ("operationType", {}, "operationType"),
         ("documentKey", {}, "documentKey"),
         (FLAGS, {"match": MATCH}, FLAGS),

@@ -30,9 +30,9 @@ from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_judged_behind, is_receipt
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_receipt, keeps_descriptions
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
-from mongo_celery.bridge.stream.source import Selector, Source, filter_of, placed, scope_of, source_of
+from mongo_celery.bridge.stream.source import Selector, Source, filter_of, resolve_selectors, scope_of, source_of
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.testing.change import inserted
 from mongo_celery.twophase import receipts
@@ -92,6 +92,10 @@ THEIRS: dict[str, dict[str, Any]] = {
     "a fenced write": {"updatedFields": {"total": 7, "_fence.shop/summarise.p.0": 813}},
     "a user's own _fence": {"updatedFields": {"_fence": {"height": 2}}},
     "a part of it": {"updatedFields": {"_fence.height": 2}},
+    "a _fence of routes": {"updatedFields": {"_fence": {"north/south": {"height": 2}}}},
+    "a part of one": {"updatedFields": {"_fence.north/south.height": 2}},
+    "a number of one": {"updatedFields": {"_fence": {"north/south": 2}}},
+    "a part of a stamp is removed": {"removedFields": ["_fence.shop/summarise.p.0"]},
     "stamps are removed": {"removedFields": ["_fence.shop/summarise"]},
     "null in the place of stamps": {"updatedFields": {"_fence": None}},
     "nothing": {},
@@ -175,7 +179,7 @@ def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool)
         "summarise", (ORDERS,), filter_of(**{"operations": None, "fields": None, "match": None, **conditions})
     )
     scope = scope_of([one], state_database="state", bookkeeping=KNOWN)
-    [one] = placed([one], scope, KNOWN)
+    [one] = resolve_selectors([one], scope, KNOWN)
     assert one.selects(updated({"updatedFields": {"pendingEvents.count": 1}})) is is_given
     is_left_to_the_server = any("updateDescription" in repr(stage) for stage in scope.pipeline)
     assert is_left_to_the_server is not is_given
@@ -210,10 +214,10 @@ def test_the_server_leaves_out_only_what_no_handler_asks_for() -> None:
 )
 def test_behind_a_pipeline_that_may_change_descriptions_all_is_given(stage: dict[str, Any], is_judged: bool) -> None:
     """What is left of a description when a user's own fields are taken out would look like bookkeeping."""
-    assert is_judged_behind([stage]) is is_judged
+    assert keeps_descriptions([stage]) is is_judged
     one = Selector("summarise", (ORDERS,), filter_of(None, None, None))
     scope = scope_of([one], state_database="state", pipeline=[stage], bookkeeping=KNOWN)
-    [one] = placed([one], scope, KNOWN)
+    [one] = resolve_selectors([one], scope, KNOWN)
     assert one.selects(updated({"removedFields": ["pendingEvents"]})) is not is_judged
     assert "updateDescription" in repr(scope.pipeline[1])  # the server judges in front of it
 
@@ -325,7 +329,7 @@ def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[st
         filter_ = filter_of(**{"operations": "*", "fields": None, "match": None, **conditions})
         one = Selector("all", tuple(source_of(each, None) for each in sources), filter_)
         scope = scope_of([one], state_database="state", bookkeeping=known)
-        [one] = placed([one], scope, known)
+        [one] = resolve_selectors([one], scope, known)
         assert one.selects(raw(change)) is one.selects(change) is one.may_select(change)
         return one.selects(change)
 
@@ -372,6 +376,7 @@ OF_USERS: dict[str, dict[str, Any]] = {
     "a lock with an id alone": {"_lock": {"id": ObjectId()}},
     "a fence of another kind": {"_fence": {"height": 2}},
     "an empty fence": {"_fence": {}},
+    "a fence of routes": {"_fence": {"north/south": {"height": 2}, "shop/bill": {"g": 1, "p": {"0": 1}}}},
     "markers without a version": {"pendingTransactions": [7]},
     "another version": {"transactionFence": 7, "pendingTransactions": [7]},
     "a field with a longer name": {"pendingEventsOf": PENDING},

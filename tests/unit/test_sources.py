@@ -22,7 +22,7 @@ from mongo_celery.bridge.stream.source import (
     Selector,
     Source,
     filter_of,
-    placed,
+    resolve_selectors,
     scope_of,
     source_of,
     strip_flags,
@@ -302,8 +302,8 @@ def test_a_rename_concerns_both_names() -> None:
         ({}, "ns.db, ns.coll"),
         ({"db": "shop"}, "ns.coll"),
         ({"viewOn": "x"}, "ns.db, ns.coll"),
-        ("shop.orders", "ns"),
-        (None, "ns"),
+        ("shop.orders", "ns.db, ns.coll"),
+        (None, "ns.db, ns.coll"),
     ],
 )
 def test_a_namespace_without_what_a_handler_is_chosen_by_is_refused(ns: object, missing: str) -> None:
@@ -322,10 +322,10 @@ def test_an_operation_type_that_is_no_text_is_refused(operation: object) -> None
 def test_the_only_source_of_a_stream_needs_no_namespace() -> None:
     """The stream is open on nothing else, whatever the pipeline makes of `ns`."""
     only = selector("shop.orders")
-    (alone,) = placed([only], scope(only))
+    (alone,) = resolve_selectors([only], scope(only))
     assert alone.selects({**event(), "ns": {"viewOn": "x"}})
     two = [only, selector("shop.invoices", name="b")]
-    assert placed(two, scope(*two)) == two
+    assert resolve_selectors(two, scope(*two)) == two
 
 
 @pytest.mark.parametrize(
@@ -591,9 +591,9 @@ def test_no_filter_of_ours_reads_what_the_oplog_does_not_fix() -> None:
     [
         (None, None, {}),
         ("default", "off", {}),
-        ("updateLookup", None, {"full_document": "updateLookup"}),
-        (None, "whenAvailable", {"full_document_before_change": "whenAvailable"}),
-        ("required", "required", {"full_document": "required", "full_document_before_change": "required"}),
+        ("updateLookup", None, {"fullDocument": "updateLookup"}),
+        (None, "whenAvailable", {"fullDocumentBeforeChange": "whenAvailable"}),
+        ("required", "required", {"fullDocument": "required", "fullDocumentBeforeChange": "required"}),
     ],
 )
 def test_only_options_that_say_something_are_sent(

@@ -138,7 +138,7 @@ class Admission:
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            known = self._known[origin] = self._selector.asks_for(document)
+            known = self._known[origin] = self._selector.wants(document)
         return known and not self._selector.is_bookkeeping(document)
 
     def _is_judged(self, event: ChangeEvent) -> bool:

@@ -23,7 +23,7 @@ from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.audit import make_record, user_at_host
 from mongo_celery.bridge.state.leases import Leases, Term
-from mongo_celery.bridge.stream.refused_matches import find_refused_matches
+from mongo_celery.bridge.stream.isolator import find_refused_matches
 from mongo_celery.bridge.stream.source import Scope, Selector
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import (

@@ -91,7 +91,7 @@ def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Ma
 
 def judge_feedback(handler: Handler, selector: Selector, default_database: str | None) -> Iterator[Finding]:
     """Warn of a handler whose code fences its own source by name; what it writes otherwise is not known."""
-    if selector.filter.fields is not None or not selector.filter.wants("update"):
+    if selector.filter.fields is not None or not selector.filter.wants_operation("update"):
         return
     names, texts = _words_of(inspect.unwrap(handler.function).__code__)
     for source in selector.sources:

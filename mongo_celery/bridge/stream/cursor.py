@@ -61,7 +61,7 @@ def open_cursor(
         first_batch: how many events the `aggregate` itself may return; who wants some does not wait for them.
         comment: of the command and its `getMore`s.
     """
-    stage = {_server_name(name): value for name, value in scope.options.items()} | _beginning(start)
+    stage = {**scope.options, **_beginning(start)}
     target = scope.opened_on(client)
     if scope.database is None:
         target, stage = client.admin, {"allChangesForCluster": True} | stage
@@ -128,9 +128,3 @@ def _beginning(start: Position) -> dict[str, Any]:
     if start.token is not None:  # unlike `resumeAfter`, this may be the token of an invalidate
         return {"startAfter": dict(start.token)}
     return {} if start.time is None else {"startAtOperationTime": start.time}
-
-
-def _server_name(option: str) -> str:
-    """`full_document` is the `fullDocument` of the `$changeStream` stage, and so with all others."""
-    head, *rest = option.split("_")
-    return head + "".join(part.capitalize() for part in rest)

@@ -25,7 +25,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import bson
+import pymongo
 from bson.raw_bson import RawBSONDocument
+from pymongo import MongoClient
 from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import token_data
@@ -33,19 +35,22 @@ from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
     Position,
     limit_batch,
+    open_cursor,
     post_batch_token,
     token_of,
     wait_for,
 )
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED, explain_oversized, find_oversized, naming_stages
-from mongo_celery.bridge.stream.reactions import closes_connection, concerns_an_event
-from mongo_celery.mongo.verdicts import Code, Verdict, quote, verdict_on
+from mongo_celery.bridge.stream.reactions import Reaction, closes_connection, concerns_an_event, reaction_to
+from mongo_celery.mongo.verdicts import Code, Verdict, brief, quote, verdict_on
 
 if TYPE_CHECKING:
     from pymongo.command_cursor import CommandCursor
 
     from mongo_celery.bridge.stream.source import Scope
+
+ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
 
 OpenStream = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
 """Opens a scope at a position; the number is that of the events in its first batch."""
@@ -58,6 +63,7 @@ _IMAGES = ["fullDocument", "fullDocumentBeforeChange"]
 _WITHOUT_IMAGES = {"$unset": _IMAGES}
 _WITHOUT_DOCUMENTS = {"$unset": [*_IMAGES, "updateDescription"]}
 _NAMES_MAX = 5
+_REFUSAL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +252,34 @@ def join_fragments(fragments: Iterable[RawBSONDocument], token: Token) -> RawBSO
         if position["of"] == expected:
             return RawBSONDocument(bson.encode(whole))
     return None
+
+
+def find_refused_matches(make_client: ClientFactory, scope: Scope) -> dict[str, str]:
+    """
+    Open the stream with each `match` alone, if the server refuses it with all of them, whatever the change.
+
+    Args:
+        make_client: makes a client for the stream, with a socket timeout in seconds.
+
+    Returns:
+        What the server said, by handler; empty where the stream can be opened, or fails for another reason.
+    """
+    if not scope.flags:
+        return {}
+    bare = replace(scope, selection=(), options={}, given=())
+    with make_client(_REFUSAL_SECONDS) as client, pymongo.timeout(_REFUSAL_SECONDS):
+        if _find_refusal(client, bare) is None:
+            return {}
+        refusals = {name: _find_refusal(client, bare.with_flags([name])) for name in scope.flags}
+        return {name: refusal for name, refusal in refusals.items() if refusal is not None}
+
+
+def _find_refusal(client: MongoClient[RawBSONDocument], scope: Scope) -> str | None:
+    try:
+        with closing(open_cursor(client, scope, Position(None, None))):
+            return None
+    except PyMongoError as error:
+        return brief(error) if reaction_to(error, opening=True) is Reaction.REFUSED else None
 
 
 def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | None:

@@ -29,16 +29,24 @@ UNKNOWN_LIMIT = 5
 
 
 class Reaction(Enum):
-    """The kinds of reactions."""
+    """
+    The kinds of reactions.
 
-    REOPEN = "reopen"
-    REOPEN_BY_TIME = "reopen by time"
-    UNKNOWN = "unknown"
-    HISTORY_LOST = "history lost"
-    REFUSED = "refused"
-    TOPOLOGY = "topology"
-    ACCESS = "access"
-    UNREADABLE = "unreadable"
+    Attributes:
+        error: of ours, with which the stream ends if there is no other way.
+    """
+
+    REOPEN = "reopen", StreamRefusedError
+    REOPEN_BY_TIME = "reopen by time", HistoryLostError
+    UNKNOWN = "unknown", StreamRefusedError
+    HISTORY_LOST = "history lost", HistoryLostError
+    REFUSED = "refused", StreamRefusedError
+    TOPOLOGY = "topology", TopologyError
+    ACCESS = "access", AccessError
+    UNREADABLE = "unreadable", UnreadableEventError
+
+    def __init__(self, _name: str, error: type[MongoCeleryError]) -> None:
+        self.error = error
 
 
 _REACTIONS = {
@@ -51,15 +59,6 @@ _REACTIONS = {
     Verdict.TOO_LARGE: Reaction.UNREADABLE,
     Verdict.IMAGE_MISSING: Reaction.UNREADABLE,
     Verdict.REFUSED: Reaction.REFUSED,
-}
-_ERRORS: dict[Reaction, type[MongoCeleryError]] = {
-    Reaction.HISTORY_LOST: HistoryLostError,
-    Reaction.REOPEN_BY_TIME: HistoryLostError,
-    Reaction.REFUSED: StreamRefusedError,
-    Reaction.UNKNOWN: StreamRefusedError,
-    Reaction.TOPOLOGY: TopologyError,
-    Reaction.ACCESS: AccessError,
-    Reaction.UNREADABLE: UnreadableEventError,
 }
 _ABOUT_AN_EVENT = frozenset({Reaction.UNREADABLE, Reaction.REFUSED, Reaction.UNKNOWN})
 _RESUMABLE = "ResumableChangeStreamError"
@@ -132,7 +131,7 @@ def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCe
     code = getattr(error, "code", None)
     if verdict_on(error) is Verdict.LOGIN:
         return AccessError(login_refused(error), code=code)
-    kind = _ERRORS[reaction]
+    kind = reaction.error
     if kind is AccessError:
         sentence = (
             f"The MongoDB user may not open a change stream on {scope}: grant the actions changeStream and find there, "

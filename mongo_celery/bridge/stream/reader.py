@@ -9,8 +9,7 @@ The reader is bounded: it hands over a batch only while the listener has granted
 the stream. A post-batch token is handed over only if a read returned nothing, as an item at its place.
 
 After an error that may be about one event each read brings one event. When that fails too, events are read one by one
-(`isolator`). An event that the server can give whole is handed over as always, one that it cannot give with a read
-error.
+(`isolator`): one that the server can give whole is handed over as always, another one with a read error.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from mongo_celery.bridge.stream.cursor import (
     wait_for,
 )
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
-from mongo_celery.bridge.stream.isolator import EventIsolator, Reread
+from mongo_celery.bridge.stream.isolator import ClientFactory, EventIsolator, Reread
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError, credit_cost
 from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, shorten
 from mongo_celery.bridge.stream.reactions import (
@@ -75,9 +74,6 @@ _SMALL_READS_MAX = 2048
 """Reads of one event each, after which the cause of an error is taken to be passed."""
 _ISOLATED_MAX = 200
 _READ_ERRORS_AT_ONCE = 100
-
-
-ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
 
 
 @dataclass(slots=True)

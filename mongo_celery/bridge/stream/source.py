@@ -25,14 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
+from mongo_celery.arguments import check_flags
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.bridge.stream.bookkeeping import (
+    DESCRIPTION,
     RECEIPTS,
     Bookkeeping,
-    is_judged_behind,
+    exclusion_stages,
     is_receipt,
-    left_out,
+    keeps_descriptions,
+    list_touched,
 )
 from mongo_celery.bridge.stream.condition import find_objection, paths_in
 from mongo_celery.bridge.stream.operation_types import (
@@ -48,7 +51,8 @@ from mongo_celery.errors import ConfigurationError
 if TYPE_CHECKING:
     from pymongo import MongoClient
 
-_IMAGES = ("full_document", "full_document_before_change")
+_IMAGES = ("fullDocument", "fullDocumentBeforeChange")
+_DEFAULTS = ("default", "off")
 _RESERVED = frozenset({"admin", "config", "local"})
 
 
@@ -188,13 +192,13 @@ class Filter:
         is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
         return is_open and self.fields is None and self.match is None
 
-    def asks_of(self, field: str) -> bool:
+    def asks_for_field(self, field: str) -> bool:
         """Return True if the handler asks for updates that touch nothing but one of our fields."""
         if self.fields is None:
             return self.bookkeeping
         return any(path.partition(".")[0] == field for path in self.fields)
 
-    def wants(self, operation: str) -> bool:
+    def wants_operation(self, operation: str) -> bool:
         """Return True if an operation type is asked for."""
         return operation in self.operations or ALL in self.operations
 
@@ -216,8 +220,7 @@ def filter_of(
     objection = find_objection(match) if match is not None else None
     if objection is not None:
         raise ConfigurationError(f"match={match!r} {objection}")
-    if not isinstance(bookkeeping, bool):
-        raise ConfigurationError(f"bookkeeping={bookkeeping!r} must be True or False.")
+    check_flags(bookkeeping=bookkeeping)
     if fields is not None and not asked & {"update", ALL}:
         raise ConfigurationError(
             "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
@@ -248,18 +251,18 @@ class Selector:
     The sources and the filter of one handler, which choose its events.
 
     Attributes:
-        alone: the stream is open on the one collection that is the source, so that every event of it belongs
-            here, whatever the bridge's pipeline has made of the namespace.
-        bookkeeping: by which it is told; None where it is asked for.
-        tells_updates: whether an update can be told by what it touches, and nothing else says which are wanted.
+        is_single_collection: the stream is open on the one collection that is the source, so that every event of it
+            belongs here, whatever the bridge's pipeline has made of the namespace.
+        bookkeeping: of the app; None for a handler that asks for it.
+        can_judge_updates: whether updates have their descriptions, by which bookkeeping is known, and no `fields`.
     """
 
     name: str
     sources: tuple[Source, ...]
     filter: Filter
-    alone: bool = False
+    is_single_collection: bool = False
     bookkeeping: Bookkeeping | None = None
-    tells_updates: bool = True
+    can_judge_updates: bool = True
 
     def selects(self, event: Mapping[str, Any]) -> bool:
         """
@@ -269,25 +272,32 @@ class Selector:
             ConfigurationError: the bridge's pipeline has removed what this is judged by. To pass over the
                 event would be a silent loss.
         """
-        return self.asks_for(event) and not self.is_bookkeeping(event)
+        return self.wants(event) and not self.is_bookkeeping(event)
 
-    def asks_for(self, event: Mapping[str, Any]) -> bool:
+    def wants(self, event: Mapping[str, Any]) -> bool:
         """
-        As `selects`, of an event that is no bookkeeping.
+        Return True if an event belongs to this subscription unless it is bookkeeping.
 
         Raises:
             ConfigurationError: as there.
         """
-        if not self._may_ask_for(event):
+        if not self._may_want(event):
             return False
-        self._check_is_whole(event)
+        missing = self._find_missing(event)
+        if missing:
+            raise ConfigurationError(
+                f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
+                "chosen; keep these fields, or leave out the projection. Then rewind the handler to before this "
+                "change.",
+            )
         return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
 
     def is_bookkeeping(self, event: Mapping[str, Any]) -> bool:
         """Return True if an event is about nothing but bookkeeping, which is not asked for. Never raises."""
         if self.bookkeeping is None:
             return False
-        if self.tells_updates and self.bookkeeping.is_all_of(event, str(self.sources[0]) if self.alone else None):
+        namespace = str(self.sources[0]) if self.is_single_collection else None
+        if self.can_judge_updates and self.bookkeeping.is_all_of(event, namespace):
             return True
         return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
 
@@ -298,71 +308,59 @@ class Selector:
 
     def may_select(self, event: Mapping[str, Any]) -> bool:
         """Return True if nothing that the event has, whole or not, rules out that it belongs to this subscription."""
-        return self._may_ask_for(event) and not self.is_bookkeeping(event)
+        return self._may_want(event) and not self.is_bookkeeping(event)
 
-    def _may_ask_for(self, event: Mapping[str, Any]) -> bool:
+    def _may_want(self, event: Mapping[str, Any]) -> bool:
         operation = event.get("operationType")
-        if isinstance(operation, str) and not self.filter.wants(operation):
+        if isinstance(operation, str) and not self.filter.wants_operation(operation):
             return False
-        if not (self.alone or self._covers(event)):
+        if not (self.is_single_collection or self._covers(event)):
             return False
         fields = self.filter.fields
-        return fields is None or operation != "update" or "updateDescription" not in event or _touches(event, fields)
+        return fields is None or operation != "update" or DESCRIPTION not in event or _touches(event, fields)
 
     def _covers(self, event: Mapping[str, Any]) -> bool:
-        """A rename concerns the collection that it takes away, and the one that it puts in its place."""
+        """
+        Return True if an event is of one of the sources. A wide one has none of the collections that are bookkeeping.
+
+        A rename concerns the collection that it takes away, and the one that it puts in its place.
+        """
+        ours = self.bookkeeping.collections if self.bookkeeping is not None else ()
         places = [at for at in (event.get("ns"), event.get("to")) if isinstance(at, Mapping)] or [{}]
-        return any(self._covers_place(at, source) for at in places for source in self.sources)
+        return any(
+            source.covers(at.get("db"), at.get("coll"))
+            and (source.collection is not None or f"{at.get('db')}.{at.get('coll')}" not in ours)
+            for at in places
+            for source in self.sources
+        )
 
-    def _covers_place(self, at: Mapping[str, Any], source: Source) -> bool:
-        """Of the collections that hold nothing but bookkeeping those alone that are named."""
-        database, collection = at.get("db"), at.get("coll")
-        if source.collection is None and self.bookkeeping is not None and collection is not None:
-            return f"{database}.{collection}" not in self.bookkeeping.collections and source.covers(
-                database, collection
-            )
-        return source.covers(database, collection)
-
-    def _check_is_whole(self, event: Mapping[str, Any]) -> None:
+    def _find_missing(self, event: Mapping[str, Any]) -> list[str]:
+        """Return what a pipeline has removed of the paths by which the event is judged."""
         operation = event.get("operationType")
-        missing = []
         if not isinstance(operation, str):
-            missing, operation = ["operationType"], ""
-        if operation in WITH_NAMESPACE and not self.alone:
-            missing += self._missing_of_namespace(event.get("ns"), operation)
-        needed = ["documentKey"] if operation in DOCUMENT_OPERATIONS else []
+            return ["operationType"]
+        is_of_document = operation in DOCUMENT_OPERATIONS
+        needed = ["documentKey"] if is_of_document else []
+        if operation in WITH_NAMESPACE and not self.is_single_collection:
+            needed.append("ns.db" if any(source.database for source in self.sources) else "ns")
+            if is_of_document and any(source.collection for source in self.sources):
+                needed.append("ns.coll")  # which an event of a whole collection may lack
         if self.filter.fields is not None and operation == "update":
-            needed.append("updateDescription")
+            needed.append(DESCRIPTION)
         if self.filter.match is not None:
             needed.append(FLAGS)
-        missing += [name for name in needed if name not in event]
-        if missing:
-            raise ConfigurationError(
-                f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
-                "chosen; keep these fields, or leave out the projection. Then rewind the handler to before this "
-                "change.",
-            )
+        return [path for path in needed if not _has_path(event, path)]
 
-    def _missing_of_namespace(self, ns: object, operation: str) -> list[str]:
-        """A collection-wide event may lack the collection; no other is judged by less than its source names."""
-        if not isinstance(ns, Mapping):
-            return ["ns"]
-        needed = ["db"] if any(source.database for source in self.sources) else []
-        if operation in DOCUMENT_OPERATIONS and any(source.collection for source in self.sources):
-            needed.append("coll")
-        return [f"ns.{part}" for part in needed if part not in ns]
+
+def _has_path(event: Any, path: str) -> bool:
+    name, _, rest = path.partition(".")
+    return isinstance(event, Mapping) and name in event and (not rest or _has_path(event[name], rest))
 
 
 def _touches(event: Mapping[str, Any], fields: frozenset[str]) -> bool:
-    description = event.get("updateDescription") or {}
-    touched = [
-        *description.get("updatedFields", ()),
-        *description.get("removedFields", ()),
-        *(array["field"] for array in description.get("truncatedArrays") or ()),
-    ]
     return any(
         path == field or path.startswith(f"{field}.") or field.startswith(f"{path}.")
-        for path in touched
+        for path, _ in list_touched(event.get(DESCRIPTION) or {})
         for field in fields
     )
 
@@ -376,7 +374,7 @@ class Scope:
         database: None for the whole cluster.
         collection: None for a whole database.
         selection: stages of ours that filter. They look at nothing but what the oplog fixes.
-        options: `full_document`, `full_document_before_change` and `show_expanded_events`, where they are set.
+        options: those of the stage `$changeStream` that are not the server's default.
         flags: the expressions of `match`, by handler.
         given: the user's stages, after ours.
     """
@@ -465,46 +463,43 @@ def scope_of(
     opened = Source(database, collection)
     selection = (
         _match(selectors, opened, state_database),
-        *left_out(_unasked(selectors, bookkeeping), is_alone=collection is not None),
+        *exclusion_stages(_find_unasked(selectors, bookkeeping or Bookkeeping())),
     )
-    options: dict[str, str | bool] = {}
-    if full_document not in (None, "default"):
-        options["full_document"] = str(full_document)
-    if before_change not in (None, "off"):
-        options["full_document_before_change"] = str(before_change)
-    if expanded:
-        options["show_expanded_events"] = True
+    asked = {"fullDocument": full_document, "fullDocumentBeforeChange": before_change, "showExpandedEvents": expanded}
+    options = {name: value for name, value in asked.items() if value and value not in _DEFAULTS}
     given = tuple(stage for stage in pipeline if stage)
     return Scope(database, collection, selection, options, _flags(selectors, opened), given)
 
 
-def placed(selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None) -> list[Selector]:
-    """The selectors of a bridge, once it is known what its stream is open on, and what is bookkeeping there."""
-    is_judged = is_judged_behind(scope.given)
+def resolve_selectors(
+    selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None
+) -> list[Selector]:
+    """Return the selectors of a bridge as its scope and its bookkeeping make them."""
+    can_judge = keeps_descriptions(scope.given)
     return [
         replace(
             selector,
-            alone=scope.collection is not None,
+            is_single_collection=scope.collection is not None,
             bookkeeping=None if selector.filter.bookkeeping else bookkeeping,
-            tells_updates=is_judged and selector.filter.fields is None,
+            can_judge_updates=can_judge and selector.filter.fields is None,
         )
         for selector in selectors
     ]
 
 
-def _unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping | None) -> dict[str, list[str]]:
-    """Collections with an outbox whose bookkeeping no handler asks for, by its field."""
-    found: dict[str, list[str]] = {}
-    for name, fields in sorted(bookkeeping.outboxes.items()) if bookkeeping is not None else ():
-        database, _, collection = name.partition(".")
+def _find_unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping) -> list[tuple[str, str]]:
+    """Return collection and field of each outbox for whose bookkeeping no handler asks, of those that listen there."""
+    found = []
+    for name, fields in bookkeeping.outboxes.items():
         takers = [
             each.filter
             for each in selectors
-            if each.filter.wants("update") and any(source.covers(database, collection) for source in each.sources)
+            if each.filter.wants_operation("update")
+            and any(source.covers(*name.split(".", 1)) for source in each.sources)
         ]
-        for name_of_field in sorted(fields):
-            if takers and not any(filter_.asks_of(name_of_field) for filter_ in takers):
-                found.setdefault(name_of_field, []).append(name)
+        found += [
+            (name, field) for field in fields if takers and not any(each.asks_for_field(field) for each in takers)
+        ]
     return found
 
 
@@ -533,7 +528,7 @@ def _documents(selectors: Sequence[Selector], opened: Source) -> list[dict[str, 
     """
     wanted: dict[frozenset[Source], list[str]] = {}
     for operation in sorted(DOCUMENT_OPERATIONS):
-        takers = [selector for selector in selectors if selector.filter.wants(operation)]
+        takers = [selector for selector in selectors if selector.filter.wants_operation(operation)]
         sources = frozenset(source for selector in takers for source in selector.sources)
         if sources:
             wanted.setdefault(sources, []).append(operation)
