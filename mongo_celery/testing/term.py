@@ -88,7 +88,7 @@ class SteppedTerm:
             leader = Leader(
                 wiring, renewal, selectors, scope, threading.Event(), wiring.options.on_history_lost, activity
             )
-            leader.is_hurried = True
+            leader.hurry()
             with leader.led():
                 self._leader = leader
                 yield
@@ -158,7 +158,7 @@ class SteppedTerm:
 
     def look(self) -> None:
         """One turn, with all partitions as they are by now."""
-        self.leader.look_now()
+        self.leader.sweep_now()
         self.turn()
 
     def is_busy(self) -> bool:

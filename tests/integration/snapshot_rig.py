@@ -188,8 +188,7 @@ class Term:
     def close(self) -> None:
         """End it, as if it were killed."""
         leader = self.leader
-        if leader._reader is not None:
-            leader._reader.stop()
+        leader._intake.stop()
         leader._snapshots.close()
         leader._spilling.close()
         self.wiring.client.close()
@@ -237,7 +236,7 @@ class _Stepped(Leader):
             for partition, dispatch in list(subscription.due(now)):
                 partition.note_sent(now)
                 self._term.run(dispatch.run)
-        self._looked_at = 0.0
+        self._poller.times.polled_at = 0.0
 
 
 def _renewal(world: World, wiring: Wiring) -> tuple[Renewal]:

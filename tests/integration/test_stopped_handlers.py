@@ -92,3 +92,34 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
 
     status = lead(bridge((moved, None), (other, None), (third, region)), lambda status: status["buffered"])
     assert [each["stopped"] for each in status["subscriptions"]] == [None, None, None]
+
+
+def test_a_stopped_handler_is_led_once_nothing_is_under_way_by_its_old_rule(
+    database: Database[Document], mongo_url: str, redis_url: str, state_database: str
+) -> None:
+    """P17: without a restart, as after `changes resume`."""
+
+    def bridge(rule: Any) -> Bridge:
+        app = Celery("rules", broker=redis_url, set_as_current=False)
+        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)
+        for handler in (moved, other):
+            made.on_change(f"{database.name}.items", partition_by=rule if handler is moved else None)(handler)
+        return made
+
+    lead(bridge(region), lambda status: all(each["partitions"] for each in status["subscriptions"]))
+    paused = database.client[state_database]["partitions"]
+    mine = {"_id": {"$regex": "^shop/moved/"}}
+    paused.update_many(mine, {"$set": {"state": "paused"}})
+
+    stopped: list[Document] = []
+
+    def is_led(status: Document) -> bool:
+        first, second = status["subscriptions"]
+        assert second["stopped"] is None
+        if not stopped and first["stopped"]:
+            stopped.append(status)
+            paused.update_many(mine, {"$set": {"state": "flowing"}})
+        return bool(stopped) and first["stopped"] is None
+
+    status = lead(bridge(None), is_led)
+    assert status["subscriptions"][0]["state"] != "stopped"

@@ -39,7 +39,7 @@ from mongo_celery.bench.tables import show
 from mongo_celery.bench.takeover import TakeOver
 from mongo_celery.bench.usage import Usage, available_mb, machine_seconds
 from mongo_celery.bench.workload import Workload, content_of
-from mongo_celery.bridge.listener import leader
+from mongo_celery.bridge.listener import stream_intake
 
 WIDTH = 80
 NOWHERE = ["--mongo-url", "mongodb://127.0.0.1:1", "--redis-url", "redis://127.0.0.1:1/0"]
@@ -369,8 +369,8 @@ def test_the_modes_are_those_of_the_published_figures() -> None:
 def test_what_is_read_ahead_is_little() -> None:
     """Of the changes that count, where a listener is as much as that ahead of the first handler."""
     for name in ("bridge_runs", "bridge_bulk"):
-        assert leader._READ_AHEAD / MODES[name].changes(FULL.changes) <= 0.05
-        assert leader._READ_AHEAD / MODES[name].changes(QUICK.changes) <= 0.17
+        assert stream_intake._READ_AHEAD / MODES[name].changes(FULL.changes) <= 0.05
+        assert stream_intake._READ_AHEAD / MODES[name].changes(QUICK.changes) <= 0.17
 
 
 def test_a_run_begins_nothing_for_which_there_is_no_time() -> None:

@@ -31,11 +31,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bson import Timestamp
 from pymongo import MongoClient
+from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time, starts_now
 from mongo_celery.bridge.listener.subscription import Subscription
@@ -43,7 +45,9 @@ from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import HistoryLostError, LeaseLostError
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
+from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 from mongo_celery.quantities import moment
 
 if TYPE_CHECKING:
@@ -56,6 +60,12 @@ logger = logging.getLogger("mongo_celery.listener")
 _DECISION_SECONDS = 1.0
 
 Subscriptions = Mapping[str, Subscription]
+
+
+class Reopening(NamedTuple):
+    """From where to read on; None for nowhere, since nobody can be read."""
+
+    position: Position | None
 
 
 @dataclass(slots=True)
@@ -99,6 +109,7 @@ class LostHistory:
         client: of the watched data; its oplog is asked how far it reaches back.
         decision: `halt`, `oldest` or `now`.
         fingerprint: of the stream that is read.
+        concern: whom an error of the state database concerns.
     """
 
     def __init__(
@@ -110,9 +121,11 @@ class LostHistory:
         *,
         decision: str,
         fingerprint: str,
+        concern: Concern,
         line: CommandLine = ANY_APP,
     ) -> None:
         self._store = store
+        self._concern = concern
         self._line = line
         self._client = client
         self._renewal = renewal
@@ -121,6 +134,8 @@ class LostHistory:
         self._fingerprint = fingerprint
         self._looked_at = 0.0
         self._error = HistoryLostError()
+        self._refusal: HistoryLostError | None = None
+        self._retry = RetryGate()
         self._gap: _Gap | None = None
 
     # -- when it is judged -------------------------------------------------------------------------
@@ -149,6 +164,45 @@ class LostHistory:
         if not lost:
             return open_position(starts, self._fingerprint)
         return self._settle(_Gap(lost, starts, oplog, HistoryLostError()), subscriptions)
+
+    def note_refusal(self, error: HistoryLostError) -> None:
+        """Note that the server refuses the place at which the stream is read, so that nothing is read any more."""
+        self._refusal = error
+
+    @property
+    def is_unread(self) -> bool:
+        """Return True while nothing is read, since a refusal is not settled."""
+        return self._refusal is not None
+
+    def tick(self, subscriptions: Subscriptions, watermarks: Watermarks, now: float) -> Reopening | None:
+        """
+        Settle a refusal, or see whether a command has moved those that have lost something.
+
+        Returns:
+            From where to read on; None if that stays as it is.
+
+        Raises:
+            HistoryLostError, LeaseLostError, AccessError: as `look` and `go_on`.
+        """
+        if not self._retry.is_open(now):
+            return None
+        try:
+            if self._refusal is not None:
+                reopening = Reopening(self.go_on(self._refusal, subscriptions, watermarks))
+                self._refusal = None
+                return reopening
+            position = self.look(subscriptions, now)
+        except PyMongoError as error:
+            renew_connections(self._client, error)
+            raise_if_final(error, self._concern)
+            self._retry.note_failure()
+            logger.warning(
+                "resuming after an oplog gap failed, trying again: %s",
+                brief(error),
+                extra={"event": "history_unsettled"},
+            )
+            return None
+        return Reopening(position) if position is not None else None
 
     def go_on(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> Position | None:
         """

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import pytest
 
-from mongo_celery.bridge.listener.looks import BUSY_LOOK, SWEEP_SECONDS, Looks
-from mongo_celery.bridge.listener.partition import GracePeriods, Partition
-from tests.fixtures.samples import image
+from mongo_celery.bridge.listener.poller import BUSY_SECONDS, SWEEP_SECONDS, PollTimes
 
 START = 1000.0
 SOON = 0.005
 
 
-class Led:
-    """A subscription with so many runs out."""
-
-    def __init__(self, count: int) -> None:
-        graces = GracePeriods(60.0, 60.0)
-        self.in_flight = [Partition(f"shop/a/0/{n}", image(index=n), 1, graces, START) for n in range(count)]
-
-
 def pause(*out: int, taken: tuple[float, ...] = (), idle: float = 0.0) -> float:
     """The pause behind a failed reading, with runs out of each handler; those before took so long."""
-    looks = Looks(cast("Any", None), cast("Any", None))
+    times = PollTimes()
     for number, seconds in enumerate(taken):
         for _ in range(50):
-            looks.ended(str(number), START - seconds, START)
-    looks.moved_at = START
-    looks.failed(START + idle)
-    led = cast("dict[str, Any]", {str(number): Led(count) for number, count in enumerate(out)})
-    return looks.due(led, START + idle) - START - idle
+            times.note_end(str(number), START - seconds, START)
+    times.moved_at = START
+    times.polled_at = times.swept_at = START + idle
+    return times.due_at({str(number): count for number, count in enumerate(out)}, START + idle) - START - idle
 
 
 def test_with_nothing_out_only_the_sweep_is_due() -> None:
@@ -49,10 +36,10 @@ def test_a_single_run_is_looked_at_soon_and_then_more_and_more_seldom() -> None:
 
 def test_while_much_is_out_a_look_waits_for_a_part_of_what_a_run_takes() -> None:
     """Workers have enough to do meanwhile. The quickest handler with something out decides."""
-    assert pause(14) == pytest.approx(BUSY_LOOK)
+    assert pause(14) == pytest.approx(BUSY_SECONDS)
     assert pause(14, taken=(0.2,)) == pytest.approx(0.05)
     assert pause(14, taken=(90.0,)) == pytest.approx(0.1)
     assert pause(14, 14, taken=(0.3, 0.2)) == pytest.approx(0.05)
     assert pause(14, 0, taken=(0.3, 0.2)) == pytest.approx(0.075)
     assert pause(14, taken=(0.2,), idle=100.0) == pytest.approx(0.25), "nothing moves"
-    assert pause(14, 14, taken=(0.4,)) == pytest.approx(BUSY_LOOK), "of the other nothing is known yet"
+    assert pause(14, 14, taken=(0.4,)) == pytest.approx(BUSY_SECONDS), "of the other nothing is known yet"

@@ -1,0 +1,214 @@
+"""
+What the leading thread takes in: the items of one reader after the other, in the order of the stream.
+
+A full buffer is normal under backlog. Then the stream is not read until workers have made room.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.bridge.listener.inbox import Inbox
+from mongo_celery.bridge.listener.pacing import LogThrottle
+from mongo_celery.bridge.stream.items import Failed
+from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
+
+if TYPE_CHECKING:
+    from bson import Timestamp
+
+    from mongo_celery.bridge.listener.snapshotting import Snapshotting
+    from mongo_celery.bridge.listener.spilling import Spilling
+    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.stream.source import Scope
+    from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.errors import MongoCeleryError
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_ITEMS_A_TURN = 2000
+_ITEMS_A_CHECK = 16
+_READ_AHEAD = 2000
+_SILENCE_SECONDS = 5
+_FULL_SECONDS = 0.03
+
+
+class StreamIntake:
+    """
+    The intake of one term. Used by the leading thread; `wake` and `report` by any.
+
+    Args:
+        wiring: of the bridge.
+        scope: the stream.
+        led: the subscriptions of this term.
+        spilling: says whether the buffer is full.
+        snapshots: whose documents come between the items.
+        note_progress: called now and then, so that a long backlog does not look like a thread that hangs.
+
+    Attributes:
+        at_end: whether the stream had no more to give at the last item.
+        is_held_up: whether the last turn has left items, since the buffer is full.
+        is_hurried: whether the stream says soon how far it is, also where nothing comes: while somebody waits for it.
+        full: why nothing is taken in; empty while it is.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        scope: Scope,
+        led: Mapping[str, Subscription],
+        spilling: Spilling,
+        snapshots: Snapshotting,
+        note_progress: Callable[[], None],
+    ) -> None:
+        self.at_end = self.is_held_up = self.is_hurried = False
+        self.full = ""
+        self._wiring = wiring
+        self._scope = scope
+        self._led = led
+        self._spilling = spilling
+        self._snapshots = snapshots
+        self._note_progress = note_progress
+        self._inbox = Inbox()
+        self._reader: StreamReader | None = None
+        self._status: StreamStatus | None = None
+        self._full_at = math.inf
+        self._opened_at = 0.0
+        self._throttle = LogThrottle()
+
+    @property
+    def has_stream(self) -> bool:
+        """Return True if the stream is read."""
+        return self._reader is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Return True unless the reader has ended and everything that it read was taken in."""
+        return self._reader is None or self._reader.is_running or self._inbox.peek() is not None
+
+    @property
+    def reopenings(self) -> int:
+        """How often the stream had to be opened again in this term."""
+        return self._reader.status.reopenings if self._reader is not None else 0
+
+    def has_read_to(self, place: Timestamp) -> bool:
+        """Return True if everything up to a cluster time was read and taken in."""
+        read_to = self._reader.read_to if self._reader is not None else None
+        return read_to is not None and read_to >= place and not self.is_held_up and self._inbox.peek() is None
+
+    def read_from(self, position: Position | None) -> None:
+        """Read from there, and nothing more of what was read before; or not at all, if nobody can be read."""
+        self.stop()
+        # A place that the reader before hands over at this very moment must not be taken for the new one's.
+        self._inbox, self.at_end = Inbox(), False
+        self._snapshots.reopened()
+        if position is None:
+            return
+        logger.info(
+            "reading from %s",
+            "a stored token" if position.token else position.time,
+            extra={"event": "stream_opening"},
+        )
+        self._opened_at = time.monotonic()
+        self._reader = StreamReader(
+            self._wiring.stream_client,
+            self._scope,
+            position,
+            deliver=self._inbox.put,
+            room=_READ_AHEAD,
+            batch_size=self._wiring.options.batch_size,
+            comment=self._wiring.options.comment,
+            status=self._status,
+        )
+        self._reader.set_low_latency(self.is_hurried)
+        self._reader.start()
+
+    def stop(self) -> None:
+        """Read nothing more."""
+        if self._reader is not None:
+            self._reader.stop()
+            self._status, self._reader = replace(self._reader.status), None
+
+    def hurry(self) -> None:
+        """Have the stream say soon how far it is, while somebody waits for that."""
+        if self._reader is not None:
+            self._reader.set_low_latency(self.is_hurried or self._snapshots.is_busy)
+
+    def take_in(self, now: float) -> MongoCeleryError | None:
+        """
+        Take in what was read, as much as a turn has time and the buffer has room for.
+
+        Returns:
+            The error with which the reader has ended, once everything before it is taken in.
+        """
+        self.is_held_up = False
+        for number in range(_ITEMS_A_TURN):
+            item = self._inbox.peek()
+            if item is None:
+                return None
+            if isinstance(item, Failed):
+                self._inbox.take()
+                return item.error
+            if number % _ITEMS_A_CHECK == 0:
+                self._note_progress()
+                if self._spilling.is_full:
+                    self._note_full(now)
+                    return None
+            self.full, self._full_at = "", math.inf
+            self._snapshots.comes_to(item)  # existing documents come before it
+            self.at_end = not hasattr(item, "raw")
+            for subscription in self._led.values():
+                change = subscription.take_in(item)
+                if change is not None:
+                    self._snapshots.took_change(subscription, item, change)
+            self._snapshots.took_in(item)
+            batch = self._inbox.take()
+            if batch and self._reader is not None:
+                self._reader.grant_credit(batch)
+        return None
+
+    def _note_full(self, now: float) -> None:
+        """Say that the buffer is full; loudly if nothing more may be stored of what is blocked."""
+        largest = max(self._led.values(), key=lambda subscription: subscription.window.size)
+        is_held = bool(self._spilling.waits)
+        self.is_held_up, self.at_end = True, False
+        self._full_at = min(self._full_at, now)
+        waits = f"; {self._spilling.waits}" if is_held else ""
+        most = f"{largest.name} ({largest.window.count})"
+        self.full = f"the buffer is full, most of it with changes of handler {most}{waits}"
+        if self._throttle.may_log():
+            logger.log(
+                logging.ERROR if is_held else logging.INFO,
+                "%s. The stream is not read until workers have made room",
+                self.full,
+                extra={"event": "buffer_full"},
+            )
+
+    def wake(self) -> None:
+        """End the current wait; callable from any thread."""
+        self._inbox.put(())
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the next items. While the buffer is full they cannot be taken in: then for a moment."""
+        if self.is_held_up:
+            time.sleep(min(seconds, _FULL_SECONDS))
+        else:
+            self._inbox.wait(seconds)
+
+    def report(self) -> dict[str, Any]:
+        """Return how reading goes. A silence counts after some seconds; before that each report would differ."""
+        if self._reader is None:
+            return {"unreadSeconds": 0, "readingWaits": None, "reopenings": 0}
+        status = self._reader.status
+        last_read = status.last_read or self._opened_at
+        silent = int(time.monotonic() - (min(last_read, self._full_at) if self.full else last_read))
+        waits = self.full or status.last_error
+        return {
+            "unreadSeconds": silent if silent >= _SILENCE_SECONDS else 0,
+            "readingWaits": waits,
+            "reopenings": status.reopenings,
+        }
