@@ -41,6 +41,7 @@ _IMAGES = ("whenAvailable", "required")
 _FIND = ("find",)
 _UPDATE = ("find", "update")
 _UPSERT = ("find", "insert", "update")
+_FIND_REMOVE = ("find", "remove")
 _FIND_UPDATE_REMOVE = ("find", "update", "remove")
 _RECORD = ("insert", "createIndex")  # nobody changes or removes an audit record
 _ALL = ("find", "insert", "update", "remove")
@@ -189,7 +190,7 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, DROPS, _FIND, "status: what workers have dropped"),
         Right(state, "handlers", _FIND_UPDATE_REMOVE, "status; `go-on` and `rewind` write it, `forget` removes one"),
         Right(state, "partitions", _FIND_UPDATE_REMOVE, "status; commands write it, `forget` removes some"),
-        Right(state, "backlog", _ALL, "`head` shows what stands, `set-aside` keeps it; `forget` removes it"),
+        Right(state, "backlog", _FIND_REMOVE, "`head`, `skip` and `set-aside` read a change; `forget` removes some"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `forget` removes some"),
         Right(state, AUDIT, ("find", *_RECORD), "`history`; whatever changes the state leaves an audit record"),
