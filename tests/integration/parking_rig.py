@@ -70,7 +70,7 @@ class Parking:
     @property
     def keys(self) -> frozenset[int]:
         """The hashes of the keys that are parked."""
-        return frozenset(each % (1 << 64) for each in self.rig.document.get("parkedKeys", ()))
+        return frozenset(each["hash"] % (1 << 64) for each in self.rig.document.get("parkedKeys", ()))
 
     @property
     def letters(self) -> list[tuple[str, int, str]]:

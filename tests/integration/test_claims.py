@@ -22,7 +22,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.existing import token_at
 from mongo_celery.bridge.state.claims import Claim
-from mongo_celery.bridge.state.dead_letters import FAILED, Place, Selection, dead_letter
+from mongo_celery.bridge.state.dead_letters import FAILED, KeptChange, Place, Selection, dead_letter
 from mongo_celery.bridge.state.partitions import state_of
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
@@ -46,13 +46,12 @@ def a_dead_letter(number: int = 1, error: str = "ValueError: no") -> Document:
         subscription=SUBSCRIPTION,
         token=token(number),
         key="insert shop.orders 1",
-        change={},
+        kept=KeptChange({}, "event"),
         error=error,
         traceback="Traceback",
         attempts=1,
         place=Place(0, 0, number, 1, 0),
         cause=FAILED,
-        kept="event",
     )
 
 

@@ -161,7 +161,7 @@ def test_each_policy_hits_the_failing_change(
     assert (image.state, image.committed) == (state, committed)
     assert lists.letters == ([] if cause is None else [(2, cause)])
     if policy == "park_key":
-        assert [each % (1 << 64) for each in lists.rig.document["parkedKeys"]] == [hash_of("b")]
+        assert [each["hash"] % (1 << 64) for each in lists.rig.document["parkedKeys"]] == [hash_of("b")]
     if policy == "halt":
         assert lists.rig.document["halted"]["resumeToken"] == token(2)
 

@@ -77,7 +77,7 @@ def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_part
 
 def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parking: Parking) -> None:
     """P9: loud, and nothing is passed over; what is released makes room."""
-    parking.rig.spoil(parkedKeys=[Int64(number) for number in range(PARKED_MAX)])
+    parking.rig.spoil(parkedKeys=[{"hash": Int64(number)} for number in range(PARKED_MAX)])
     parking.bad = {"bad"}
     with pytest.raises(WantedError):
         parking.run(1, "bad")
@@ -88,7 +88,7 @@ def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parki
     assert f"changes dead-letters list {SUBSCRIPTION}`" in image.error
     assert f"changes retry {SUBSCRIPTION}`" in image.error
     assert "WantedError: as asked" in image.error
-    parking.rig.spoil(parkedKeys=[Int64(number) for number in range(PARKED_MAX - 1)])
+    parking.rig.spoil(parkedKeys=[{"hash": Int64(number)} for number in range(PARKED_MAX - 1)])
     assert parking.rig.partitions.retry(image, 0)
     parking.flow("bad")
     assert parking.letters == [("bad", 1, "parked")]

@@ -136,7 +136,7 @@ def _pause(term: Term) -> Callable[[], object]:
 
 def _park_key(term: Term) -> Callable[[], object]:
     where = {"_id": term.rig.partition_id(NAME, 2)}
-    term.rig.partitions.update_one(where, {"$set": {"parkedKeys": [Int64(7)]}})
+    term.rig.partitions.update_one(where, {"$set": {"parkedKeys": [{"hash": Int64(7)}]}})
     return lambda: term.rig.partitions.update_one(where, {"$set": {"parkedKeys": []}})
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
 from typing import Any
@@ -64,22 +65,28 @@ def event(number: int, key: object = None) -> bytes:
 
 
 def letter_of(
-    number: int, fence: int, *, key: object = None, hash_: int = 7, partition: int = 0, name: str | None = None
+    number: int,
+    fence: int,
+    *,
+    key: object = None,
+    hash_: int = 7,
+    partition: int = 0,
+    name: str | None = None,
+    raw: bytes = b"",
 ) -> Document:
     """A dead letter as an execution with this fence leaves it."""
-    found = kept(event(number, key))
+    found = kept(raw or event(number, key))
     return dead_letter(
         bridge=BRIDGE,
         subscription=SUBSCRIPTION,
         token=token(number),
         key=f"shop.orders insert {key or number}",
-        change=found.change,
+        kept=found,
         error="ValueError: no",
         traceback="Traceback",
         attempts=1,
         place=Place(0, partition, number, fence, hash_),
         cause=FAILED,
-        kept=found.kind,
         name=name,
     )
 
@@ -601,7 +608,16 @@ def test_what_cannot_be_replayed_is_said_and_nothing_is_changed(
     assert [each.result for each in discarded] == ["discarded", "discarded"]
 
 
-def test_an_event_that_is_too_large_for_a_letter_keeps_its_name_only() -> None:
-    """It is told from the event of a delete, which has hardly more."""
-    large = bson.encode({**bson.decode(event(1)), "fullDocument": {"_id": 1, "x": b"\0" * CHANGE_BYTES}})
-    assert (kept(large).kind, kept(event(1)).kind) == ("name", "event")
+@pytest.mark.parametrize("fill", [bytes, os.urandom], ids=["compressed", "as it is"])
+def test_an_event_that_is_too_large_to_be_kept_readable_keeps_its_bytes(rig: Rig, fill: Callable[[int], bytes]) -> None:
+    """P1: it names its document, and can be replayed."""
+    large = bson.encode({**bson.decode(event(1)), "fullDocument": {"_id": 1, "x": fill(CHANGE_BYTES + (1 << 19))}})
+    assert rig.claims.set_aside(rig.claim(), token(1), {**letter_of(1, 1, raw=large), "_id": "shop/record/82"})
+
+    found = rig.store.dead_letters.read("shop/record/82")
+
+    assert found is not None
+    assert (found[0].kept, found[1]) == ("bytes", large)
+    stored = rig.letters.find_one({}, {"raw": 0})
+    assert stored is not None
+    assert stored["change"]["documentKey"] == {"_id": 1}

@@ -670,7 +670,12 @@ def test_of_those_that_have_ended_the_last_ones_are_kept(world: World) -> None:
     records = world.client[world.state]["snapshots"]
     states = {"done": 25, "stopped": 5, "failed": 3, "source gone": 2}
     records.insert_many(
-        {"_id": f"shop/{HANDLER}/{state} {number}", "state": state, "since": datetime(2026, 1, 1 + number, tzinfo=UTC)}
+        {
+            "_id": f"shop/{HANDLER}/{state} {number}",
+            "handler": HANDLER,
+            "state": state,
+            "since": datetime(2026, 1, 1 + number, tzinfo=UTC),
+        }
         for state, count in states.items()
         for number in range(count)
     )

@@ -21,6 +21,7 @@ from mongo_celery.bridge.partitioning import document_hash, document_key, partit
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, kept
+from mongo_celery.bridge.state.stored import unpacked
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
@@ -173,18 +174,17 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
         subscription="summarise",
         token=TOKEN,
         key=text,
-        change=found.change,
+        kept=found,
         error="",
         traceback="",
         attempts=0,
         place=Place(2, 7, 41, 5, 0),
         cause=FAILED,
-        kept=found.kind,
     )
     encoded = bson.encode(letter)
     assert bson.decode(encoded)["_id"] == letter["_id"], "a client without options must be able to list dead letters"
-    change = bson.decode(encoded, CodecOptions(document_class=RawBSONDocument))["change"]
-    assert raw == (change["bytes"] if found.kind == "bytes" else change.raw)
+    decoded = bson.decode(encoded, CodecOptions(document_class=RawBSONDocument))
+    assert raw == (unpacked(decoded) if found.kind == "bytes" else decoded["change"].raw)
 
 
 @given(values)

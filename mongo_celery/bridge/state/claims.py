@@ -26,7 +26,8 @@ The partition's document is the authority on who may run what::
    each after any lapse, charged or not.
 6. What is counted of an existing document is its own (`retry.of`, its token). One that was not stored when its term
    ended comes again elsewhere, behind other changes: these begin anew.
-7. `parkedKeys` has the hashes of keys whose changes wait for a person. It grows by the outcome of a claim alone, so
+7. `parkedKeys` names the keys whose changes wait for a person, by `hash` and, for people, by the `key` of the change
+   that was parked. It grows by the outcome of a claim alone, so
    what a claim has read of it holds, or is released, until the claim ends: a change of such a key is set aside
    unstarted, whoever has sent it (`replays` says how a key is released).
 8. Where no commit task follows a run, its execution writes the position itself, in one write under its own guard (3):
@@ -78,6 +79,7 @@ TRANSACTION_SECONDS = 5.0
 PARKED_MAX = 1000
 """How many keys of one partition may be parked at a time: they are read with each of its claims."""
 
+_PARKED_CHARS = 200
 _LAPSED_MAX = 16
 _REPLACED: dict[str, Any] = {"$gt": ["$claim", None]}
 _CHARGED: dict[str, Any] = {"$and": [_REPLACED, {"$ne": ["$claim.leaving", True]}]}
@@ -241,7 +243,7 @@ class Claims:
                     }
                 },
             ],
-            {"fencingToken": 1, "retry": 1, "parkedKeys": 1, "claim.at": 1, "rewound": 1},
+            {"fencingToken": 1, "retry": 1, "parkedKeys.hash": 1, "claim.at": 1, "rewound": 1},
         )
         if document is None:
             return None
@@ -511,9 +513,10 @@ class Claims:
             guard, change = own(claim), _passed(claim, token)
             change["$set"]["fencingToken"] = Int64(claim.fence + REPLAYS_MAX)
             if parks:
-                change["$addToSet"] = {"parkedKeys": dead_letter["parked"]}
+                key = dead_letter["key"][:_PARKED_CHARS]
+                change["$addToSet"] = {"parkedKeys": {"key": key, "hash": dead_letter["parked"]}}
             elif dead_letter.get("parked") is not None:
-                guard["parkedKeys"] = dead_letter["parked"]
+                guard["parkedKeys.hash"] = dead_letter["parked"]
             if self._table.collection.update_one(guard, change, session=session).matched_count == 0:
                 session.abort_transaction()
                 return False
@@ -592,10 +595,7 @@ def own(claim: Claim) -> dict[str, Any]:
 
 def parked_in(document: Mapping[str, Any]) -> frozenset[int]:
     """The keys that are parked in a partition: their hashes, from 0 to 2^64 - 1."""
-    found = document.get("parkedKeys")
-    return (
-        frozenset(unsigned(each) for each in found if isinstance(each, int)) if isinstance(found, list) else frozenset()
-    )
+    return frozenset(unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
 
 
 def _own_or_handled(claim: Claim) -> dict[str, Any]:
@@ -651,7 +651,7 @@ def _took(claim: Claim) -> Int64:
     return millis(time.monotonic() - claim.taken)
 
 
-_REPLAY_FIELDS = {"fencingToken": 1, "committed": 1, "parkedKeys": 1, "rewound": 1}
+_REPLAY_FIELDS = {"fencingToken": 1, "committed": 1, "parkedKeys.hash": 1, "rewound": 1}
 _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1}
 
 

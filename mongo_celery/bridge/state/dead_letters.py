@@ -16,7 +16,8 @@ that was handled after it was set aside (see `replays`).
 | `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside`, |
 |         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
 | `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
-| `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
+| `kept` | `event`: `change` is all of it. `bytes`: it is in `raw`, as the server sent it, since it is too large or no |
+|        | client can decode it, and `change` names it. `name`: that alone |
 | `replays` | how often it was started again |
 | `replay` | only while it is to be replayed: how far that is (see `ReplayRequest`) |
 | `passedOver` | earlier changes of its document for which it stood (its handler coalesces): `count`, last `tokens` |
@@ -25,6 +26,7 @@ that was handled after it was set aside (see `replays`).
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,7 +35,6 @@ from typing import Any
 import bson
 import pymongo
 from bson import ObjectId
-from bson.binary import Binary
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
 from pymongo import IndexModel
@@ -43,12 +44,13 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.change import event_of, token_data
 from mongo_celery.bridge.existing import END, LETTER, is_unread, place_of
 from mongo_celery.bridge.raw_event import EVENT_TYPES
+from mongo_celery.bridge.state.stored import packed, unpacked
 from mongo_celery.mongo.expressions import remaining
 from mongo_celery.mongo.index_creation import create_indexes, reading_seconds
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
-"""Up to here an event fits into a dead letter whole."""
+"""Up to here an event is kept readable."""
 
 REPLAYS_MAX = 1 << 14
 """Fencing tokens that are kept free for the replays of one dead letter."""
@@ -86,7 +88,15 @@ _FIELDS: dict[str, Any] = {
         "partition", "partitioningTerm", "seq", "fencingToken", "hash", "error", "traceback", "attempts", "at", "cause",
         "kept", "passedOver",
     ), 1),
-    "bytes": {"$cond": [{"$eq": [{"$type": "$change"}, "object"]}, {"$bsonSize": "$change"}, None]},
+    "bytes": {
+        "$switch": {
+            "branches": [
+                {"case": {"$eq": [{"$type": "$raw"}, "binData"]}, "then": {"$binarySize": "$raw"}},
+                {"case": {"$eq": [{"$type": "$change"}, "object"]}, "then": {"$bsonSize": "$change"}},
+            ],
+            "default": None,
+        },
+    },
 }  # fmt: skip
 _SAID = dict.fromkeys(("cause", "error", "traceback", "attempts"), 1)
 _REQUEST_KINDS: Mapping[str, Any] = {
@@ -324,9 +334,9 @@ class DeadLetters:
         with self._table.limit():
             document = self._table.collection.find_one({"_id": document_id}, _FIELDS)
             raw = self._table.collection.with_options(codec_options=EVENT_TYPES).find_one(
-                {"_id": document_id}, {"change": 1}
+                {"_id": document_id}, {"change": 1, "raw": 1, "zip": 1}
             )
-        return None if document is None or raw is None else (_letter(document), _event_in(raw.get("change"), document))
+        return None if document is None or raw is None else (_letter(document), _event_in(raw, document.get("kept")))
 
     def parked(self, letters: Iterable[Letter]) -> dict[tuple[str, int], ParkedKey]:
         """The parked keys of some letters, by subscription and hash."""
@@ -505,13 +515,14 @@ def _place(document: Mapping[str, Any]) -> Place | None:
     return Place(term, partition, seq, fencing_token, unsigned(hash_))
 
 
-def _event_in(change: object, document: Mapping[str, Any]) -> bytes | None:
-    if not isinstance(change, RawBSONDocument) or document.get("kept") == "name":
-        return None
-    if document.get("kept") == "bytes":
-        found = change.get("bytes")
-        return bytes(found) if isinstance(found, bytes) else None
-    return bytes(change.raw)
+def _event_in(document: Mapping[str, Any], kept: object) -> bytes | None:
+    if kept == "bytes":
+        try:
+            return unpacked(document)
+        except (KeyError, TypeError, zlib.error):
+            return None
+    change = document.get("change")
+    return bytes(change.raw) if isinstance(change, RawBSONDocument) and kept != "name" else None
 
 
 def dead_letter(
@@ -520,13 +531,12 @@ def dead_letter(
     subscription: str,
     token: Mapping[str, Any],
     key: str,
-    change: Mapping[str, Any],
+    kept: KeptChange,
     error: str,
     traceback: str,
     attempts: int,
     place: Place,
     cause: str,
-    kept: str,
     name: str | None = None,
     passed_over: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -552,12 +562,13 @@ def dead_letter(
         "hash": hash_,
         "resumeToken": dict(token),
         "key": key,
-        "change": change,
+        "change": kept.change,
         "error": error,
         "traceback": traceback,
         "attempts": attempts,
         "cause": cause,
-        "kept": kept,
+        "kept": kept.kind,
+        **({} if kept.raw is None else packed(kept.raw)),
         "replays": Int64(0),
         **waits,
         **({"passedOver": dict(passed_over)} if passed_over else {}),
@@ -585,36 +596,36 @@ def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], s
 
 @dataclass(frozen=True, slots=True)
 class KeptChange:
-    """What a dead letter holds of an event, and how much of it that is: `event`, `bytes` or `name`."""
+    """What a dead letter holds of an event, and how much of it that is: `event`, `bytes` (in `raw`) or `name`."""
 
     change: Mapping[str, Any]
     kind: str
+    raw: bytes | None = None
 
 
 def forms_of(change: bytes) -> Iterator[Callable[[], KeptChange]]:
-    """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
+    """Yield how a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
     yield lambda: kept(change)
-    if len(change) <= CHANGE_BYTES:
-        yield lambda: KeptChange({**naming(change, "documentKey"), "bytes": Binary(change)}, "bytes")
+    yield lambda: KeptChange(_named(change, "documentKey"), "bytes", change)
     yield lambda: KeptChange({}, "name")  # the letter has the token, which may be of some megabytes
 
 
 def kept(change: bytes) -> KeptChange:
     """
-    All of an event, as the server sent it, where that fits.
+    Return all of an event, as the server sent it.
 
-    Whoever lists dead letters must be able to read each of them: an event that clients could not decode is kept as
-    `bytes`, with what names it.
+    Whoever lists dead letters must be able to read each of them: of an event that is too large for that, or that
+    clients could not decode, the bytes are kept beside what names it.
     """
-    if len(change) > CHANGE_BYTES:  # it must fit into a document
-        return KeptChange(_named(change), "name")
     try:
         bson.decode(change)
-        return (
-            KeptChange(naming(change), "name") if _is_unread(change) else KeptChange(RawBSONDocument(change), "event")
-        )
+        if _is_unread(change):
+            return KeptChange(naming(change), "name")
+        if len(change) <= CHANGE_BYTES:
+            return KeptChange(RawBSONDocument(change), "event")
     except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
-        return KeptChange({**_named(change, "documentKey"), "bytes": Binary(change)}, "bytes")
+        return KeptChange(_named(change, "documentKey"), "bytes", change)
+    return KeptChange(_named(change), "bytes", change)
 
 
 def _is_unread(change: bytes) -> bool:

@@ -29,7 +29,7 @@ from pymongo.collection import Collection
 
 from mongo_celery.bridge.existing import version_in
 from mongo_celery.bridge.state.claims import COMMIT, TRANSACTION_SECONDS, parked_in, position_at
-from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
+from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store, unsigned
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
@@ -317,7 +317,7 @@ class Partitions:
     def parked_keys(self, subscription: str, generation: int, session: ClientSession | None = None) -> frozenset[int]:
         """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
         scope = {**self._scope({subscription: generation}), "parkedKeys": {"$ne": None}}
-        found = self._table.find(scope, {"parkedKeys": 1}, session=session)
+        found = self._table.find(scope, {"parkedKeys.hash": 1}, session=session)
         return frozenset().union(*map(parked_in, found))
 
     def largest_epoch(self) -> int:
@@ -378,14 +378,14 @@ class Partitions:
         change["fencingToken"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fencingToken")]}
 
         def both(session: ClientSession) -> bool:
-            keys = {"parkedKeys": 1}
+            keys = {"parkedKeys.hash": 1}
             passed = self._table.collection.find_one_and_update(guard, [{"$set": change}], keys, session=session)
             if passed is None:
                 session.abort_transaction()
                 return False
-            hash_ = dead_letter["hash"]
-            waits = hash_ is not None and hash_ in (passed.get("parkedKeys") or ())
-            store(letters, {**dead_letter, "parked": hash_, "cause": PARKED_BEHIND} if waits else dead_letter, session)
+            waits = {"parked": dead_letter["hash"], "cause": PARKED_BEHIND}
+            is_parked = unsigned(dead_letter["hash"]) in parked_in(passed)
+            store(letters, {**dead_letter, **waits} if is_parked else dead_letter, session)
             return True
 
         with (

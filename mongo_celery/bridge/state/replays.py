@@ -351,14 +351,14 @@ class Replays:
         """Match the partition in which the key of a letter is parked."""
         assert letter.parked is not None, "it waits for its key"
         prefix = f"{self._bridge}/{letter.subscription}"
-        return {"_id": {"$gt": f"{prefix}/", "$lt": f"{prefix}0"}, "parkedKeys": Int64(signed(letter.parked))}
+        return {"_id": {"$gt": f"{prefix}/", "$lt": f"{prefix}0"}, "parkedKeys.hash": Int64(signed(letter.parked))}
 
     def _count_removed(self, gone: Letter, session: ClientSession, *, is_last: bool) -> None:
         """Write where the key of a letter is parked; behind its last letter it is released."""
         holding = self._holding(gone)
         change: dict[str, Any] = {"$inc": {"removed": Int64(1)}}
         if is_last:
-            change["$pull"] = {"parkedKeys": holding["parkedKeys"]}
+            change["$pull"] = {"parkedKeys": {"hash": holding["parkedKeys.hash"]}}
         self._partitions.collection.update_many(holding, change, session=session)
 
     def _ask_next(

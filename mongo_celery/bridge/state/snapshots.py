@@ -62,8 +62,8 @@ _LASTING = [RUNNING, STOPPED, FAILED, GONE]
 
 _ID_BYTES = 6
 _FIELDS = dict.fromkeys((
-    "term", "source", "uuid", "at", "match", "rate", "begun", "moved", "done", "estimated", "state", "sentence",
-    "since", "startedAt", "movedAt", "by",
+    "handler", "term", "source", "uuid", "at", "match", "rate", "begun", "moved", "done", "estimated", "state",
+    "sentence", "since", "startedAt", "movedAt", "by",
 ), 1)  # fmt: skip
 
 
@@ -119,7 +119,8 @@ class Snapshots:
         numbers = {name: Int64(0) for name in ("term", "begun", "moved", "passed", "done")}
         for record in records:
             given = {name: value for name, value in record.items() if value is not None and name != "_id"}
-            change = {"$setOnInsert": {**numbers, **given, "state": RUNNING}, "$currentDate": {"since": True}}
+            whose = {"bridge": self._bridge, "handler": record["_id"].split("/")[1]}
+            change = {"$setOnInsert": {**whose, **numbers, **given, "state": RUNNING}, "$currentDate": {"since": True}}
             with suppress(DuplicateKeyError):
                 self._table.update({"_id": record["_id"], "since": {"$exists": False}}, change, upsert=True)
 
@@ -253,7 +254,7 @@ def _snapshot(document: Mapping[str, Any], last: DocumentId | None = None, until
     estimated = document.get("estimated")
     return Snapshot(
         id=document["_id"],
-        subscription=document["_id"].split("/")[1],
+        subscription=document["handler"],
         source=str(document.get("source", "")),
         epoch=int(document.get("term", 0)),
         uuid=document.get("uuid"),

@@ -115,24 +115,36 @@ def part_ids(head: Mapping[str, Any]) -> list[str]:
 
 def documents_of(partition_id: str, changes: Iterable[StoredChange], version: int) -> Iterator[Document]:
     """The documents of some changes; the parts of one before itself, so that where it is they are."""
+    bridge, handler, term, index = partition_id.split("/")
+    where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(term), "partition": int(index)}
     for change in changes:
         head: Document = {
             "_id": id_of(partition_id, change.data),
+            **where,
             "term": Int64(version),
             "hash": Int64(change.hash - _HASHES if change.hash >= _HASHES // 2 else change.hash),
             **_rare(change),
         }
-        raw = change.raw
-        if len(raw) > _ZIPPED_FROM:
-            zipped = zlib.compress(raw, 1)
-            if len(zipped) < _WORTH_IT * len(raw):
-                raw, head["zip"] = zipped, True
+        kept = packed(change.raw)
+        raw = bytes(kept.pop("raw"))
+        head |= kept
         if len(raw) + _overhead(head) > _DOCUMENT_BYTES:
             head["parts"] = -(-len(raw) // _PART_BYTES)
             head["digest"] = hashlib.blake2b(raw, digest_size=8).hexdigest()
             yield from _parts(head, raw)
             raw = b""
         yield _sized(head, raw)
+
+
+def packed(raw: bytes) -> Document:
+    """Return the fields that keep an event's bytes: `raw`, and `zip` where these are compressed."""
+    zipped = zlib.compress(raw, 1) if len(raw) > _ZIPPED_FROM else raw
+    return {"raw": Binary(zipped), "zip": True} if len(zipped) < _WORTH_IT * len(raw) else {"raw": Binary(raw)}
+
+
+def unpacked(document: Mapping[str, Any]) -> bytes:
+    """Return the bytes that `packed` has kept."""
+    return zlib.decompress(document["raw"]) if document.get("zip") else bytes(document["raw"])
 
 
 def bulks_of(documents: Iterable[Document]) -> Iterator[list[Document]]:
