@@ -79,7 +79,7 @@ _READ_ERRORS_AT_ONCE = 100
 @dataclass(slots=True)
 class StreamStatus:
     """
-    The state of reading. The reader alone writes it; any thread may read it.
+    The state of reading. The reader alone writes it, and any thread may read it.
 
     Attributes:
         reopenings: errors after which the stream was opened again, or which ended it.
@@ -184,7 +184,7 @@ class StreamReader:
 
     @property
     def read_to(self) -> Timestamp | None:
-        """Up to which cluster time everything was handed over; None before the first. Callable from any thread."""
+        """The cluster time up to which everything was handed over; None before the first. Callable from any thread."""
         return self._position.time if self.status.last_read is not None else None
 
     @property
@@ -269,11 +269,11 @@ class StreamReader:
 
     def _count_failure(self, error: Exception, *, is_search: bool) -> float:
         """
-        Count an error, and return the seconds to wait before the next opening; none after the first in a row.
+        Count an error, and return the seconds to wait before the next opening.
 
-        A row ends with a stream that was read for as long as the longest pause. One that breaks again and again is
-        opened about once a second as long as it gets on, and ever more rarely if it does not. The search for a single
-        event that may be the reason is free.
+        The first error in a row costs no pause, nor does the search for a single event that may be the reason. A row
+        ends with a stream that was read for as long as the longest pause. A stream that breaks again and again is
+        opened about once a second as long as it makes progress, and ever more rarely if it does not.
         """
         status = self.status
         if self._attempt.seconds >= self._pauses.longest:
@@ -331,7 +331,9 @@ class StreamReader:
         if self._read_errors >= _READ_ERRORS_AT_ONCE:
             self._stopping.wait(self._pauses.nth())
         isolator = EventIsolator(
-            self._scope, lambda scope, start, first: self._open(client, scope, start, first), client.server_info
+            self._scope,
+            lambda scope, start, first: self._open(client, scope, start, first),
+            lambda: client.admin.command("ping"),
         )
         self._attempt.open()
         for number, event in enumerate(isolator.read_events(self._start(), self._last_stand_in), start=1):
@@ -380,7 +382,7 @@ class StreamReader:
                 self._hand_over_batch(batch, cost)
 
     def _batch_limit(self) -> int:
-        """Return the most credits of the next batch; there are no fewer when it is handed over."""
+        """Return the most credits of the next batch. There are no fewer when it is handed over."""
         return min(_BATCH_CREDITS, self._room - self._handed_over)
 
     def _event_of(self, document: RawBSONDocument, error: ReadError | None) -> ChangeEvent:
