@@ -62,7 +62,7 @@ def open_cursor(
         comment: of the command and its `getMore`s.
     """
     stage = {**scope.options, **_beginning(start)}
-    target = scope.opened_on(client)
+    target = scope.find_target(client)
     if scope.database is None:
         target, stage = client.admin, {"allChangesForCluster": True} | stage
     # No text or time in an event may stop those behind it.
@@ -97,7 +97,7 @@ def next_batch(cursor: CommandCursor[RawBSONDocument]) -> Sequence[RawBSONDocume
     return found
 
 
-def wait_for(cursor: CommandCursor[RawBSONDocument], seconds: float) -> None:
+def set_await(cursor: CommandCursor[RawBSONDocument], seconds: float) -> None:
     """Let the server wait so long for the next event, from the next `getMore` on."""
     cursor._max_await_time_ms = int(seconds * 1000)  # noqa: SLF001 - as above: what it was opened with counts once
 

@@ -76,15 +76,15 @@ def find_oversized(error: OperationFailure) -> RawBSONDocument | None:
         return None
     database, _, collection = namespace.partition(".")
     ns = {"db": database, "coll": collection} if collection else {"db": database}
-    return _stand_in(beginning, operation, ns if database else {})
+    return _make_stand_in(beginning, operation, ns if database else {})
 
 
 def shorten(event: Mapping[str, Any], data: str) -> RawBSONDocument:
     """Return the stand-in of an event that was read and whose token `data` is too large to be kept."""
-    return _stand_in(data, str(event.get("operationType")), dict(event.get("ns") or {}))
+    return _make_stand_in(data, str(event.get("operationType")), dict(event.get("ns") or {}))
 
 
-def _stand_in(data: str, operation: str, ns: Mapping[str, Any]) -> RawBSONDocument:
+def _make_stand_in(data: str, operation: str, ns: Mapping[str, Any]) -> RawBSONDocument:
     time_ = time_of_token({"_data": data}, Timestamp(1, 1))
     event = {"_id": {"_data": unread_place(data)}, "operationType": operation, "clusterTime": time_, "ns": ns}
     return RawBSONDocument(bson.encode(event))

@@ -36,8 +36,8 @@ from mongo_celery.bridge.stream.cursor import (
     next_batch,
     open_cursor,
     post_batch_token,
+    set_await,
     token_of,
-    wait_for,
 )
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
 from mongo_celery.bridge.stream.isolator import ClientFactory, EventIsolator, Reread
@@ -46,10 +46,10 @@ from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, s
 from mongo_celery.bridge.stream.reactions import (
     UNKNOWN_LIMIT,
     Reaction,
+    classify_error,
     closes_connection,
     concerns_an_event,
     final_error,
-    reaction_to,
 )
 from mongo_celery.bridge.stream.source import Scope, Source
 from mongo_celery.bridge.window import Mark
@@ -243,7 +243,7 @@ class StreamReader:
             The seconds to wait before the next opening; None if the error is final, and was handed over.
         """
         attempt = self._attempt
-        reaction = reaction_to(error, opening=attempt.opened_at is None)
+        reaction = classify_error(error, opening=attempt.opened_at is None)
         may_concern_an_event = attempt.may_concern_an_event(error)
         self._timeouts = self._timeouts + 1 if isinstance(error, NetworkTimeout) and not attempt.has_read else 0
         self._unknown = self._unknown + 1 if reaction is Reaction.UNKNOWN and not attempt.has_read else 0
@@ -311,7 +311,7 @@ class StreamReader:
             for number in itertools.count(1):
                 if self._stopping.is_set() or not cursor.alive:
                     return
-                wait_for(cursor, LOW_LATENCY_SECONDS if self._has_low_latency else AWAIT_SECONDS)
+                set_await(cursor, LOW_LATENCY_SECONDS if self._has_low_latency else AWAIT_SECONDS)
                 documents = next_batch(cursor)
                 self._note_read()
                 if documents:
@@ -368,7 +368,7 @@ class StreamReader:
         cost, limit = 0, self._batch_limit()
         try:
             for document in documents:
-                event = self._event_of(document, error)
+                event = self._make_event(document, error)
                 batch.append(event)
                 cost += credit_cost(event)
                 if cost >= limit:
@@ -385,7 +385,7 @@ class StreamReader:
         """Return the most credits of the next batch. There are no fewer when it is handed over."""
         return min(_BATCH_CREDITS, self._room - self._handed_over)
 
-    def _event_of(self, document: RawBSONDocument, error: ReadError | None) -> ChangeEvent:
+    def _make_event(self, document: RawBSONDocument, error: ReadError | None) -> ChangeEvent:
         event = event_of(document.raw)
         if len(event.raw) > TOKEN_MAX and len(token_data(token_of(event))) > TOKEN_MAX:
             event = event_of(shorten(event, token_data(token_of(event))).raw)
