@@ -53,7 +53,7 @@ OriginsOf = Callable[["Collection[dict[str, Any]]"], Callable[[Any], Origin | No
 class ChangeView(Protocol):
     """A handler's view of the fields that this package keeps in documents."""
 
-    def shown(self, event: Mapping[str, Any], name: str) -> Any:
+    def get_field(self, event: Mapping[str, Any], name: str) -> Any:
         """Return a field of an event; where it holds fields of a document, without those the handler does not see."""
 
     def outboxes_on(self, namespace: str) -> Sequence[Outbox]:
@@ -197,7 +197,7 @@ class Change:
             object.__setattr__(self, "_shown", {})
         shown: Any = self._shown
         if name not in shown:
-            shown[name] = self._view.shown(self.raw, name)
+            shown[name] = self._view.get_field(self.raw, name)
         return shown[name]
 
     def _get(self, name: str) -> Any:

@@ -29,7 +29,7 @@ from mongo_celery.bridge.options import (
 from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
 from mongo_celery.bridge.signatures import HandlerOptions, TaskOptions
 from mongo_celery.bridge.stream.operation_types import check_are_sent
-from mongo_celery.bridge.stream.source import Filter, Selector, filter_of, source_of
+from mongo_celery.bridge.stream.source import Filter, Selector, make_filter, parse_source
 from mongo_celery.errors import ConfigurationError
 
 TASK_OPTIONS = frozenset(TaskOptions.__annotations__)
@@ -146,7 +146,7 @@ class Handler:
 
     def selector(self, default_database: str | None) -> Selector:
         """Sources and filter, with the sources resolved."""
-        sources = tuple(source_of(target, default_database) for target in self.targets)
+        sources = tuple(parse_source(target, default_database) for target in self.targets)
         return Selector(self.name, sources, self.filter)
 
     def policy(self, options: BridgeOptions) -> str:
@@ -263,7 +263,7 @@ def make_handler(
         task_name=task_name,
         function=function,
         targets=targets,
-        filter=filter_of(**{option: given[option] for option in _OF_FILTER & given.keys()}),
+        filter=make_filter(**{option: given[option] for option in _OF_FILTER & given.keys()}),
         batch_size=batch_size,
         **{option: given[option] for option in _KEPT & given.keys()},
     )
@@ -283,7 +283,7 @@ def make_handler(
         check_are_sent(handler.filter.operations, expanded=options.show_expanded_events)
     for target in targets:
         if _is_complete(target):
-            source_of(target, None)
+            parse_source(target, None)
     return handler
 
 

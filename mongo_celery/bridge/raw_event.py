@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import ItemsView, Iterator, KeysView, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -190,10 +190,6 @@ class RawEvent(RawBSONDocument):
 
     __hash__ = None
 
-    def keys(self) -> KeysView[str]:
-        """Names of its fields."""
-        return (self._places if self._decoder is None else self._decoder).keys()
-
     def items(self) -> ItemsView[str, Any]:
         """Names and values of its fields."""
         return self._decoded.items()
@@ -225,7 +221,7 @@ class RawEvent(RawBSONDocument):
 
 def plain(raw: bytes) -> Plain | None:
     """
-    What is looked at in an event that has the usual form; None for any other.
+    Return what is looked at in an event that has the usual form; None for any other.
 
     Each field is where the one before it ends by its own length. Nothing is searched for, and every byte that is not
     within a document belongs to a field that was expected there.

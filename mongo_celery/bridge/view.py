@@ -91,7 +91,7 @@ class AppOutboxes:
 @dataclass(frozen=True, slots=True)
 class HandlerView:
     """
-    What one handler sees of fields that this package keeps.
+    A handler's view of the fields that this package keeps.
 
     Args:
         outboxes: of the app.
@@ -101,7 +101,7 @@ class HandlerView:
     outboxes: AppOutboxes
     filter: Filter
 
-    def shown(self, event: Mapping[str, Any], name: str) -> Any:
+    def get_field(self, event: Mapping[str, Any], name: str) -> Any:
         """Return a field of an event; where it holds fields of a document, without those the handler does not see."""
         value = event[name]
         if self.filter.bookkeeping or name not in DOCUMENTS or not isinstance(value, Mapping):

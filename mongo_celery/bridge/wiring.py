@@ -31,7 +31,7 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import OPTION_NAMES, SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.stream.source import Scope, Selector, resolve_selectors, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, make_scope, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
@@ -285,7 +285,7 @@ class Wiring:
         bookkeeping = AppOutboxes(self.app).bookkeeping()
         if any(source.collection is None for selector in selectors for source in selector.sources):
             bookkeeping = replace(bookkeeping, collections=bookkeeping.collections | _own_collections(self.app))
-        scope = scope_of(
+        scope = make_scope(
             selectors,
             state_database=options.database,
             pipeline=options.pipeline,

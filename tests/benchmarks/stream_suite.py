@@ -15,7 +15,7 @@ from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import Scene, Stage
 from mongo_celery.bridge.stream.operation_types import DOCUMENT_OPERATIONS
-from mongo_celery.bridge.stream.source import Filter, Scope, Selector, Source, scope_of
+from mongo_celery.bridge.stream.source import Filter, Scope, Selector, Source, make_scope
 from mongo_celery.mongo.oplog import time_of_token
 from tests.benchmarks.readings import RATE, Reading, reading
 from tests.benchmarks.sizes import Sizes
@@ -108,13 +108,13 @@ def _scopes(database: str, state_database: str, count: int) -> Mapping[str, Scop
 def _of_bridge(sources: Sequence[Source], state_database: str) -> Scope:
     """The stream of a bridge with one handler for each source."""
     selectors = [Selector(f"handler_{number}", (source,), Filter()) for number, source in enumerate(sources)]
-    return scope_of(selectors, state_database=state_database)
+    return make_scope(selectors, state_database=state_database)
 
 
 def _read(client: MongoClient[Any], scope: Scope, start: Timestamp, end: Timestamp, watched: int) -> float:
     """Seconds from opening a stream until it has passed the end."""
     began, seen = time.monotonic(), 0
-    with scope.opened_on(client).watch(
+    with scope.find_target(client).watch(
         list(scope.pipeline), start_at_operation_time=start, max_await_time_ms=1
     ) as stream:
         while time.monotonic() - began < _STALL_SECONDS:

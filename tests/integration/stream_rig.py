@@ -13,7 +13,7 @@ from pymongo.monitoring import CommandListener
 
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError
 from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
-from mongo_celery.bridge.stream.source import Scope, Selector, filter_of, scope_of, source_of
+from mongo_celery.bridge.stream.source import Scope, Selector, make_filter, make_scope, parse_source
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import operation_time
@@ -27,8 +27,8 @@ SHORT_PAUSES = Pauses(first=0.1, longest=5.0, growth=1.5)
 
 def selector_of(*targets: str, name: str = "record", **conditions: Any) -> Selector:
     """What one handler wants."""
-    wanted = filter_of(conditions.get("operations"), conditions.get("fields"), conditions.get("match"))
-    return Selector(name, tuple(source_of(target, None) for target in targets), wanted)
+    wanted = make_filter(conditions.get("operations"), conditions.get("fields"), conditions.get("match"))
+    return Selector(name, tuple(parse_source(target, None) for target in targets), wanted)
 
 
 def scope_on(
@@ -39,7 +39,7 @@ def scope_on(
     **conditions: Any,
 ) -> Scope:
     """The stream of a bridge with one handler."""
-    return scope_of(
+    return make_scope(
         [selector_of(*targets, **conditions)],
         state_database="state_of_nobody",
         pipeline=pipeline,

@@ -32,7 +32,7 @@ from mongo_celery import (
 from mongo_celery.bridge.operations import letter_commands as letters
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
-from mongo_celery.bridge.stream.source import Scope, Selector, resolve_selectors, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, make_scope, resolve_selectors
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
@@ -58,7 +58,7 @@ def known(database: Database[Document], field: str = "pendingEvents") -> Bookkee
 def stream(database: Database[Document], bookkeeping: Bookkeeping, *names: str) -> tuple[Selector, Scope]:
     """What a bridge with one handler on these collections opens."""
     asked = selector_of(*(f"{database.name}.{name}" for name in names))
-    scope = scope_of([asked], state_database="none", full_document="updateLookup", bookkeeping=bookkeeping)
+    scope = make_scope([asked], state_database="none", full_document="updateLookup", bookkeeping=bookkeeping)
     [asked] = resolve_selectors([asked], scope, bookkeeping)
     return asked, scope
 
@@ -275,7 +275,7 @@ def test_who_watches_the_database_gets_no_parcels(rig: Rig, database: Database[D
     assert leaving.sweep(older_than=0).dispatched == 1
     database["orders"].insert_one({"_id": LAST})
     asked = selector_of(f"{database.name}.*")
-    [asked] = resolve_selectors([asked], scope_of([asked], state_database="none"), Bookkeeping({}, collections))
+    [asked] = resolve_selectors([asked], make_scope([asked], state_database="none"), Bookkeeping({}, collections))
 
     whole = read(database, [], start)
 

@@ -19,7 +19,7 @@ from pymongo.database import Database
 from mongo_celery.bridge.listener.starts import start_time
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.stream.reader import Position, StreamReader
-from mongo_celery.bridge.stream.source import scope_of
+from mongo_celery.bridge.stream.source import make_scope
 from mongo_celery.bridge.window import Mark
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import (
@@ -376,7 +376,7 @@ def test_a_stream_of_the_cluster_leaves_out_the_bridges_own_state(
     """P6: else each commit would be a change that leads to a commit."""
     client = database.client
     other = client[f"{database.name}_other"]
-    scope = scope_of([selector_of("*")], state_database=state_database)
+    scope = make_scope([selector_of("*")], state_database=state_database)
     assert (scope.database, scope.collection) == (None, None)
     with Reading(mongo_url, scope, now(client)) as reading:
         insert(database["items"], "first")
@@ -391,13 +391,13 @@ def test_a_stream_of_the_cluster_leaves_out_the_bridges_own_state(
 def test_the_state_database_cannot_be_watched() -> None:
     """P6: refused with the cure."""
     with pytest.raises(ConfigurationError, match="Choose another database"):
-        scope_of([selector_of("state.*")], state_database="state")
+        make_scope([selector_of("state.*")], state_database="state")
 
 
 def test_a_condition_becomes_a_flag_and_no_filter(mongo_url: str, items: Collection[Document]) -> None:
     """A filter on a looked-up field would make tokens unresumable: all changes arrive, flagged for their handler."""
     wants = selector_of(items.full_name, match={"$gt": ["$fullDocument.total", 5]})
-    scope = scope_of([wants, selector_of(items.full_name, name="all")], state_database="none")
+    scope = make_scope([wants, selector_of(items.full_name, name="all")], state_database="none")
     with Reading(mongo_url, scope, now(items.database.client)) as reading:
         items.insert_many([{"_id": 1, "total": 9}, {"_id": 2, "total": 1}, {"_id": 3}, {"_id": 4, "total": 6}])
         reading.wait_for_keys(1, 2, 3, 4)

@@ -26,7 +26,7 @@ from mongo_celery.bridge.change import Change, decoded
 from mongo_celery.bridge.partitioning import Partitioner, document_key
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.stream.reader import StreamReader
-from mongo_celery.bridge.stream.source import resolve_selectors, scope_of
+from mongo_celery.bridge.stream.source import make_scope, resolve_selectors
 from mongo_celery.errors import ConfigurationError
 from tests.fixtures.process import wait_for
 from tests.integration.stream_rig import APP_NAME, Reading, now, selector_of
@@ -70,7 +70,7 @@ class Watching(Reading):
     ) -> None:
         client = collection.database.client
         asked = [selector_of(target or collection.full_name, operations=operations)]
-        scope = scope_of(asked, state_database="state_of_nobody", **options)
+        scope = make_scope(asked, state_database="state_of_nobody", **options)
         self.commands = Commands()
         self._collection = collection
         (self.selector,) = resolve_selectors(asked, scope)

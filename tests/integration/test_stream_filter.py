@@ -18,7 +18,7 @@ from pymongo.database import Database
 from mongo_celery.bridge.change import FLAGS, token_data
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.bridge.stream.operation_types import ALL, EXPANDED_OPERATIONS, MOVES
-from mongo_celery.bridge.stream.source import Selector, resolve_selectors, scope_of
+from mongo_celery.bridge.stream.source import Selector, make_scope, resolve_selectors
 from mongo_celery.mongo.oplog import operation_time, time_of_token
 from tests.integration.stream_rig import Reading, now, scope_on, selector_of
 
@@ -157,11 +157,11 @@ def test_the_servers_filter_lets_everything_pass_that_a_handler_wants(
         world.selector(*each["targets"], name=f"h{number}", **{"operations": operations, **_conditions(each)})
         for number, each in enumerate(handlers)
     ]
-    scope = scope_of(selectors, state_database=world.names["STATE"], expanded=expanded)
+    scope = make_scope(selectors, state_database=world.names["STATE"], expanded=expanded)
     flagged = [stage for stage in scope.pipeline if "$addFields" in stage]
     whole = world.read(world.client, flagged, expanded=expanded)
 
-    filtered = world.read(scope.opened_on(world.client), scope.pipeline, expanded=expanded)
+    filtered = world.read(scope.find_target(world.client), scope.pipeline, expanded=expanded)
 
     for selector in resolve_selectors(selectors, scope):
         wanted = _places(event for event in whole if selector.selects(event) and not _is_own(world, event))
@@ -191,11 +191,11 @@ def test_every_event_that_passes_can_be_resumed_from(world: World, kind: str) ->
         world.selector(*each["targets"], name=f"h{number}", **_conditions(each))
         for number, each in enumerate(SOURCES[kind])
     ]
-    scope = scope_of(selectors, state_database=world.names["STATE"])
-    found = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False)
+    scope = make_scope(selectors, state_database=world.names["STATE"])
+    found = world.read(scope.find_target(world.client), scope.pipeline, expanded=False)
 
     for place, event in enumerate(found, 1):
-        rest = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False, after=event["_id"])
+        rest = world.read(scope.find_target(world.client), scope.pipeline, expanded=False, after=event["_id"])
         assert _places(rest) == _places(found[place:])
 
 
@@ -205,9 +205,9 @@ def test_changes_that_only_another_handler_wants_of_another_collection_do_not_pa
         world.selector("A.orders", name="a", operations={"insert"}),
         world.selector("A.invoices", name="b", operations={"update"}),
     ]
-    scope = scope_of(selectors, state_database=world.names["STATE"])
+    scope = make_scope(selectors, state_database=world.names["STATE"])
 
-    found = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False)
+    found = world.read(scope.find_target(world.client), scope.pipeline, expanded=False)
 
     kinds = {(event["ns"].get("coll"), event["operationType"]) for event in found}
     assert {(name, kind) for name, kind in kinds if kind not in MOVES} == {("orders", "insert"), ("invoices", "update")}
@@ -220,7 +220,7 @@ def test_a_match_is_computed_for_the_changes_of_its_own_handler_only(
     match = {"$gt": [{"$add": ["$fullDocument.n", 1]}, 5]}
     sums = selector_of(f"{database.name}.orders", name="sums", operations={"insert"}, match=match)
     others = selector_of(f"{database.name}.orders", f"{database.name}.names", name="others")
-    scope = scope_of([sums, others], state_database="none")
+    scope = make_scope([sums, others], state_database="none")
     with Reading(mongo_url, scope, now(mongo_client)) as reading:
         database["names"].insert_one({"_id": 1, "n": "a text, to which nothing can be added"})
         database["orders"].insert_one({"_id": 2, "n": 7})
@@ -237,9 +237,9 @@ def test_the_servers_filter_passes_no_document_of_a_neighbour(world: World) -> N
     What moves a whole collection is rare, and passes wherever it is: a snapshot must not take it for an end.
     """
     selectors = [world.selector("A.orders", name="a"), world.selector("B.orders", name="b", match=MATCH)]
-    scope = scope_of(selectors, state_database=world.names["STATE"])
+    scope = make_scope(selectors, state_database=world.names["STATE"])
 
-    found = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False)
+    found = world.read(scope.find_target(world.client), scope.pipeline, expanded=False)
 
     of_documents = [event for event in found if event["operationType"] not in MOVES]
     assert {event["ns"]["coll"] for event in of_documents} == {"orders"}
@@ -251,7 +251,7 @@ def test_the_servers_filter_passes_no_document_of_a_neighbour(world: World) -> N
 def test_the_server_applies_the_filter_to_the_oplog_itself(world: World, count: int) -> None:
     """P12: what is filtered behind the oplog is first made an event of, which costs more than the filter."""
     selectors = [world.selector(f"A.c{number}", f"B.c{number}", name=f"h{number}") for number in range(count)]
-    (stage,) = scope_of(selectors, state_database=world.names["STATE"]).pipeline
+    (stage,) = make_scope(selectors, state_database=world.names["STATE"]).pipeline
     command = {"aggregate": 1, "pipeline": [{"$changeStream": {"allChangesForCluster": True}}, stage], "cursor": {}}
 
     explained = world.client.admin.command("explain", command)

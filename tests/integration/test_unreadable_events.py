@@ -22,7 +22,7 @@ from mongo_celery.bridge.change import FLAGS, namespace_of
 from mongo_celery.bridge.operations.places import PassedPlace, read_from
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.reader import Position
-from mongo_celery.bridge.stream.source import Scope, scope_of
+from mongo_celery.bridge.stream.source import Scope, make_scope
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
 from tests.integration.stream_rig import Reading, now, scope_on, selector_of
@@ -233,7 +233,7 @@ def test_a_match_that_fails_leaves_the_flags_of_others(read: Read, items: Collec
         "any": {"$literal": True},
     }
     selectors = [selector_of(items.full_name, name=name, match=match) for name, match in conditions.items()]
-    with read(scope_of(selectors, state_database="none")) as reading:
+    with read(make_scope(selectors, state_database="none")) as reading:
         items.insert_one({"_id": 1, "n": 0})
         items.insert_one({"_id": 2, "n": 1, "list": [1]})
         reading.wait_for_keys(1, 2)

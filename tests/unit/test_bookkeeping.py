@@ -32,7 +32,7 @@ from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_receipt, keeps_descriptions
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
-from mongo_celery.bridge.stream.source import Selector, Source, filter_of, resolve_selectors, scope_of, source_of
+from mongo_celery.bridge.stream.source import Selector, Source, make_filter, make_scope, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.testing.change import inserted
 from mongo_celery.twophase import receipts
@@ -113,13 +113,13 @@ def raw(document: Mapping[str, Any]) -> RawEvent:
 
 def selector(*, bookkeeping: Bookkeeping | None = KNOWN, alone: bool = False, **conditions: Any) -> Selector:
     wanted = {"operations": None, "fields": None, "match": None, **conditions}
-    return Selector("summarise", (ORDERS,), filter_of(**wanted), alone, bookkeeping)
+    return Selector("summarise", (ORDERS,), make_filter(**wanted), alone, bookkeeping)
 
 
 @pytest.mark.parametrize("description", OURS.values(), ids=OURS.keys())
 def test_what_nobody_else_has_written_is_bookkeeping(description: dict[str, Any]) -> None:
     for form in (updated(description), raw(updated(description))):
-        assert KNOWN.is_all_of(form)
+        assert KNOWN.covers_event(form)
         assert not selector().selects(form)
         assert not selector().may_select(form)
         assert selector(bookkeeping=None).selects(form)
@@ -129,25 +129,25 @@ def test_what_nobody_else_has_written_is_bookkeeping(description: dict[str, Any]
 def test_what_may_be_a_users_is_given(description: dict[str, Any]) -> None:
     """A name alone says nothing but in a collection with an outbox; to leave a change out would be a silent loss."""
     for form in (updated(description), raw(updated(description))):
-        assert not KNOWN.is_all_of(form)
+        assert not KNOWN.covers_event(form)
         assert selector().selects(form)
 
 
 def test_an_outboxs_field_is_bookkeeping_in_its_own_collection_only() -> None:
     """Elsewhere the name is a user's; a stream on one collection knows which it is, whatever became of `ns`."""
     removal = {"removedFields": ["waiting"]}
-    assert KNOWN.is_all_of(updated(removal, "shop.bills"))
-    assert not KNOWN.is_all_of(updated(removal))
+    assert KNOWN.covers_event(updated(removal, "shop.bills"))
+    assert not KNOWN.covers_event(updated(removal))
     entries = updated({"removedFields": ["pendingEvents"]})
     del entries["ns"]
-    assert not KNOWN.is_all_of(entries)
+    assert not KNOWN.covers_event(entries)
     assert not selector(alone=True).selects(entries)
 
 
 @pytest.mark.parametrize("operation", ["insert", "replace", "delete", "drop"])
 def test_no_other_operation_is_bookkeeping(operation: str) -> None:
     description = updated({"removedFields": ["pendingEvents"]})["updateDescription"]
-    assert not KNOWN.is_all_of(raw(event(operation, updateDescription=description)))
+    assert not KNOWN.covers_event(raw(event(operation, updateDescription=description)))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_what_a_pipeline_has_made_of_a_description_is_given(description: Any) ->
 def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool) -> None:
     """By name, or as a whole: nothing else decides."""
     one = Selector(
-        "summarise", (ORDERS,), filter_of(**{"operations": None, "fields": None, "match": None, **conditions})
+        "summarise", (ORDERS,), make_filter(**{"operations": None, "fields": None, "match": None, **conditions})
     )
-    scope = scope_of([one], state_database="state", bookkeeping=KNOWN)
+    scope = make_scope([one], state_database="state", bookkeeping=KNOWN)
     [one] = resolve_selectors([one], scope, KNOWN)
     assert one.selects(updated({"updatedFields": {"pendingEvents.count": 1}})) is is_given
     is_left_to_the_server = any("updateDescription" in repr(stage) for stage in scope.pipeline)
@@ -187,17 +187,17 @@ def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool)
 
 def test_the_server_leaves_out_only_what_no_handler_asks_for() -> None:
     """One handler of a collection that wants to know keeps it in the stream for all; others' collections count not."""
-    plain = Selector("plain", (ORDERS,), filter_of(None, None, None))
-    curious = Selector("curious", (ORDERS,), filter_of(None, None, None, bookkeeping=True))
-    inserts = Selector("inserts", (ORDERS,), filter_of({"insert"}, None, None))
-    bills = Selector("bills", (Source("shop", "bills"),), filter_of(None, None, None, bookkeeping=True))
+    plain = Selector("plain", (ORDERS,), make_filter(None, None, None))
+    curious = Selector("curious", (ORDERS,), make_filter(None, None, None, bookkeeping=True))
+    inserts = Selector("inserts", (ORDERS,), make_filter({"insert"}, None, None))
+    bills = Selector("bills", (Source("shop", "bills"),), make_filter(None, None, None, bookkeeping=True))
 
     def stages(*selectors: Selector) -> int:
-        return len(scope_of(selectors, state_database="state", bookkeeping=KNOWN).pipeline)
+        return len(make_scope(selectors, state_database="state", bookkeeping=KNOWN).pipeline)
 
     assert stages(plain) == stages(plain, bills) == stages(plain, inserts) == 2
     assert stages(plain, curious) == stages(inserts) == stages(bills) == stages(curious, bills) == 1
-    assert len(scope_of([plain], state_database="state", bookkeeping=Bookkeeping()).pipeline) == 1
+    assert len(make_scope([plain], state_database="state", bookkeeping=Bookkeeping()).pipeline) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_the_server_leaves_out_only_what_no_handler_asks_for() -> None:
 def test_behind_a_pipeline_that_may_change_descriptions_all_is_given(stage: dict[str, Any], is_judged: bool) -> None:
     """What is left of a description when a user's own fields are taken out would look like bookkeeping."""
     assert keeps_descriptions([stage]) is is_judged
-    one = Selector("summarise", (ORDERS,), filter_of(None, None, None))
-    scope = scope_of([one], state_database="state", pipeline=[stage], bookkeeping=KNOWN)
+    one = Selector("summarise", (ORDERS,), make_filter(None, None, None))
+    scope = make_scope([one], state_database="state", pipeline=[stage], bookkeeping=KNOWN)
     [one] = resolve_selectors([one], scope, KNOWN)
     assert one.selects(updated({"removedFields": ["pendingEvents"]})) is not is_judged
     assert "updateDescription" in repr(scope.pipeline[1])  # the server judges in front of it
@@ -326,9 +326,9 @@ def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[st
     name = f"{change['ns']['db']}.{change['ns']['coll']}"
 
     def is_given(*sources: str, **conditions: Any) -> bool:
-        filter_ = filter_of(**{"operations": "*", "fields": None, "match": None, **conditions})
-        one = Selector("all", tuple(source_of(each, None) for each in sources), filter_)
-        scope = scope_of([one], state_database="state", bookkeeping=known)
+        filter_ = make_filter(**{"operations": "*", "fields": None, "match": None, **conditions})
+        one = Selector("all", tuple(parse_source(each, None) for each in sources), filter_)
+        scope = make_scope([one], state_database="state", bookkeeping=known)
         [one] = resolve_selectors([one], scope, known)
         assert one.selects(raw(change)) is one.selects(change) is one.may_select(change)
         return one.selects(change)
@@ -405,7 +405,7 @@ def seen(outboxes: AppOutboxes) -> Seen:
 
     def change(raw: Mapping[str, Any], **conditions: Any) -> Change:
         wanted = {"operations": None, "fields": None, "match": None, **conditions}
-        return Change(raw, _view=HandlerView(outboxes, filter_of(**wanted)))
+        return Change(raw, _view=HandlerView(outboxes, make_filter(**wanted)))
 
     return change
 

@@ -12,7 +12,7 @@ from bson.errors import InvalidBSON
 from pymongo import errors as driver
 
 from mongo_celery import errors
-from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
+from mongo_celery.bridge.stream.reactions import Reaction, classify_error, final_error
 from mongo_celery.errors import (
     AccessError,
     DocumentLockedError,
@@ -146,13 +146,13 @@ def test_only_what_may_pass_by_itself_is_retryable() -> None:
 @pytest.mark.parametrize("opening", [True, False], ids=["opening", "reading"])
 def test_each_code_of_the_server_has_its_reaction(code: int, reaction: Reaction, opening: bool) -> None:
     """P9: what waiting cures reopens the stream, everything else stops loudly."""
-    assert reaction_to(refused(code), opening=opening) is reaction
+    assert classify_error(refused(code), opening=opening) is reaction
 
 
 @pytest.mark.parametrize(("error", "reaction"), DRIVER, ids=lambda value: type(value).__name__)
 def test_each_class_of_the_driver_has_its_reaction(error: BaseException, reaction: Reaction) -> None:
     """P9: nothing that PyMongo raises is left without a decision."""
-    assert reaction_to(error, opening=False) is reaction
+    assert classify_error(error, opening=False) is reaction
 
 
 def test_no_class_of_the_driver_is_missing_from_the_table() -> None:
@@ -177,20 +177,20 @@ def test_no_class_of_the_driver_is_missing_from_the_table() -> None:
 )
 def test_labels_decide_where_the_code_does_not(code: int, label: str, reaction: Reaction) -> None:
     """A newer server names with a label what our table cannot know; a known code counts more."""
-    assert reaction_to(refused(code, "no", label), opening=False) is reaction
+    assert classify_error(refused(code, "no", label), opening=False) is reaction
 
 
 def test_an_assertion_of_the_parser_is_final_only_while_opening() -> None:
     """P9: a pipeline that the server cannot parse is refused at once; the same number later may be passing."""
-    assert reaction_to(refused(31325), opening=True) is Reaction.REFUSED
-    assert reaction_to(refused(31325), opening=False) is Reaction.UNKNOWN
+    assert classify_error(refused(31325), opening=True) is Reaction.REFUSED
+    assert classify_error(refused(31325), opening=False) is Reaction.UNKNOWN
 
 
 def test_a_pipeline_that_changes_the_token_is_not_taken_for_lost_history() -> None:
     """P9: code 280 has two causes; opening again by time would meet the second one for ever."""
     text = "Encountered an event whose _id field, which contains the resume token, was modified by the pipeline."
-    assert reaction_to(refused(280, text), opening=False) is Reaction.REFUSED
-    assert reaction_to(refused(280, "the resume token was not found"), opening=False) is Reaction.REOPEN_BY_TIME
+    assert classify_error(refused(280, text), opening=False) is Reaction.REFUSED
+    assert classify_error(refused(280, "the resume token was not found"), opening=False) is Reaction.REOPEN_BY_TIME
 
 
 @pytest.mark.parametrize("reaction", [each for each in Reaction if each is not Reaction.REOPEN], ids=str)

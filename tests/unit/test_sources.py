@@ -21,10 +21,10 @@ from mongo_celery.bridge.stream.source import (
     Scope,
     Selector,
     Source,
-    filter_of,
+    make_filter,
+    make_scope,
+    parse_source,
     resolve_selectors,
-    scope_of,
-    source_of,
     strip_flags,
 )
 from mongo_celery.errors import ConfigurationError
@@ -37,11 +37,13 @@ ORDERS = Source("shop", "orders")
 def selector(
     *targets: str, name: str = "summarise", operations: Any = None, fields: Any = None, match: Any = None
 ) -> Selector:
-    return Selector(name, tuple(source_of(target, None) for target in targets), filter_of(operations, fields, match))
+    return Selector(
+        name, tuple(parse_source(target, None) for target in targets), make_filter(operations, fields, match)
+    )
 
 
 def scope(*selectors: Selector, **options: Any) -> Scope:
-    return scope_of(selectors, state_database=STATE, **options)
+    return make_scope(selectors, state_database=STATE, **options)
 
 
 def update(**description: Any) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def update(**description: Any) -> dict[str, Any]:
 )
 def test_a_source_is_written_as_a_namespace(text: str, source: Source) -> None:
     """A bare collection belongs to the database in the URL."""
-    assert source_of(text, "main") == source
+    assert parse_source(text, "main") == source
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_source_is_written_as_a_namespace(text: str, source: Source) -> None:
 def test_a_source_reads_as_it_is_written(source: Source, text: str) -> None:
     """Messages show what the user wrote."""
     assert str(source) == text
-    assert source_of(text, None) == source
+    assert parse_source(text, None) == source
 
 
 def summarise(change: Change) -> None:
@@ -103,7 +105,7 @@ def test_a_source_may_be_given_by_a_lambda_that_is_asked_late() -> None:
 )
 def test_a_lambda_that_gives_no_source_is_refused(source: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        source_of(source, None)
+        parse_source(source, None)
 
 
 def test_a_collection_of_a_derived_class_is_a_source() -> None:
@@ -113,13 +115,13 @@ def test_a_collection_of_a_derived_class_is_a_source() -> None:
         bridge = Bridge(name="derived", autodiscover=False)
         bridge.on_change(collection, name="summarise")(summarise)
         assert bridge.handlers[0].targets == (collection,)
-        assert source_of(collection, None) == ORDERS
+        assert parse_source(collection, None) == ORDERS
 
 
 def test_a_bare_collection_needs_a_database_in_the_url() -> None:
     """P9: the message writes out both readings."""
     with pytest.raises(ConfigurationError, match=r"write 'db\.orders' or 'orders\.\*'"):
-        source_of("orders", None)
+        parse_source("orders", None)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_bare_collection_needs_a_database_in_the_url() -> None:
 def test_a_source_of_another_form_is_refused(text: str) -> None:
     """P9: a pattern that the server would take literally would never match."""
     with pytest.raises(ConfigurationError, match="source"):
-        source_of(text, None)
+        parse_source(text, None)
 
 
 @pytest.mark.parametrize("database", ["admin", "config", "local"])
@@ -137,14 +139,14 @@ def test_mongodbs_own_databases_cannot_be_watched(database: str) -> None:
     """P9: the server refuses such streams."""
     for collection in ("*", "x"):
         with pytest.raises(ConfigurationError, match=f"MongoDB's own database '{database}'"):
-            source_of(f"{database}.{collection}", None)
+            parse_source(f"{database}.{collection}", None)
 
 
 def test_collections_and_databases_of_the_driver_are_sources() -> None:
     """Only their names count: the bridge opens clients of its own."""
     with MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False) as client:
-        assert source_of(client["shop"]["orders"], None) == ORDERS
-        assert source_of(client["shop"], None) == Source("shop", None)
+        assert parse_source(client["shop"]["orders"], None) == ORDERS
+        assert parse_source(client["shop"], None) == Source("shop", None)
 
 
 @pytest.mark.parametrize(
@@ -153,20 +155,20 @@ def test_collections_and_databases_of_the_driver_are_sources() -> None:
 def test_anything_else_is_no_source(target: object) -> None:
     """P9: the message says what is one."""
     with pytest.raises(ConfigurationError, match=r"is not a source|neither a Django model nor a MongoEngine document"):
-        source_of(target, "main")
+        parse_source(target, "main")
 
 
 def test_a_django_model_is_the_table_of_its_concrete_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Django says the database and the table; a proxy model has the table of the model behind it."""
     _pretend_django(monkeypatch)
-    assert source_of(Proxy, None) == Source("shop", "shop_order")
+    assert parse_source(Proxy, None) == Source("shop", "shop_order")
 
 
 def test_a_django_model_of_a_relational_database_is_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a collection that bears the table's name nothing would ever come, without a word."""
     _pretend_django(monkeypatch)
     with pytest.raises(ConfigurationError, match=r"Order is stored in 'default', a database of SQLite, and only"):
-        source_of(Order, None)
+        parse_source(Order, None)
 
 
 def _pretend_django(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,13 +221,13 @@ class Abstract(Invoice):
 
 def test_a_mongoengine_class_is_its_collection() -> None:
     """Whatever class-level settings say: the library itself is asked."""
-    assert source_of(Invoice, None) == Source("shop", "invoices")
+    assert parse_source(Invoice, None) == Source("shop", "invoices")
 
 
 def test_a_class_without_a_collection_is_refused() -> None:
     """P9: an abstract document names no collection."""
     with pytest.raises(ConfigurationError, match="class Abstract is neither"):
-        source_of(Abstract, None)
+        parse_source(Abstract, None)
 
 
 # Which events a handler wants
@@ -397,13 +399,13 @@ def test_the_flags_are_taken_off_before_a_handler_sees_the_event() -> None:
 def test_a_filter_of_names_is_a_set_of_names(name: str, value: Any) -> None:
     """P9: `fields="customer"` would be eight fields of one letter each, and an empty set nothing at all."""
     with pytest.raises(ConfigurationError, match=f"{name}=.* must be a set of names"):
-        filter_of(**{"operations": None, "fields": None, "match": None, name: value})
+        make_filter(**{"operations": None, "fields": None, "match": None, name: value})
 
 
 def test_an_unknown_operation_names_the_nearest() -> None:
     """P9: a misspelt operation would never come."""
     with pytest.raises(ConfigurationError, match=r"operation 'updated' is unknown \(did you mean 'update'\?\)"):
-        filter_of({"insert", "updated"}, None, None)
+        make_filter({"insert", "updated"}, None, None)
 
 
 @pytest.mark.parametrize(
@@ -413,28 +415,28 @@ def test_an_unknown_operation_names_the_nearest() -> None:
 def test_a_name_that_is_nearly_known_is_a_misspelt_one(name: str, meant: str) -> None:
     """P9: in capitals or not."""
     with pytest.raises(ConfigurationError, match=rf"did you mean '{meant}'\?\).*operations='\*'"):
-        filter_of({name}, None, None)
+        make_filter({name}, None, None)
 
 
 def test_a_name_of_a_later_server_is_taken() -> None:
     """What cannot be a misspelt one may be one that this version has never heard of; what is no name cannot."""
-    assert filter_of({"vacuum", "insert"}, None, None).operations == {"vacuum", "insert"}
+    assert make_filter({"vacuum", "insert"}, None, None).operations == {"vacuum", "insert"}
     with pytest.raises(ConfigurationError, match="operation 'a b' is unknown"):
-        filter_of({"a b"}, None, None)
+        make_filter({"a b"}, None, None)
 
 
 def test_all_operations_stand_alone() -> None:
     """P9: `"*"` and `{"*"}` are the same; beside a name it would make the name mean nothing."""
-    assert filter_of("*", None, None) == filter_of({"*"}, None, None)
+    assert make_filter("*", None, None) == make_filter({"*"}, None, None)
     with pytest.raises(ConfigurationError, match="give it alone"):
-        filter_of({"*", "insert"}, None, None)
+        make_filter({"*", "insert"}, None, None)
 
 
 @pytest.mark.parametrize("match", ["$x", [], 5, True, ["$gt", 1]])
 def test_a_match_is_an_expression(match: object) -> None:
     """P9: with an example."""
     with pytest.raises(ConfigurationError, match="is no condition"):
-        filter_of(None, None, match)
+        make_filter(None, None, match)
 
 
 # The stream
@@ -659,11 +661,11 @@ def test_tombstones_of_fenced_deletes_are_no_changes_of_a_database() -> None:
 @pytest.mark.parametrize(
     ("removed", "filtered"),
     [
-        ("operationType", filter_of(None, None, None)),
-        ("ns", filter_of(None, None, None)),
-        ("documentKey", filter_of(None, None, None)),
-        ("updateDescription", filter_of(None, {"customer"}, None)),
-        ("_mongoCelery", filter_of(None, None, {"$eq": ["$fullDocument.status", "paid"]})),
+        ("operationType", make_filter(None, None, None)),
+        ("ns", make_filter(None, None, None)),
+        ("documentKey", make_filter(None, None, None)),
+        ("updateDescription", make_filter(None, {"customer"}, None)),
+        ("_mongoCelery", make_filter(None, None, {"$eq": ["$fullDocument.status", "paid"]})),
     ],
 )
 def test_a_pipeline_that_removes_what_handlers_are_chosen_by_is_refused(removed: str, filtered: Filter) -> None:

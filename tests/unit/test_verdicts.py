@@ -10,7 +10,7 @@ from pymongo import errors as driver
 from pymongo import helpers_shared
 from pymongo.synchronous import bulk, change_stream, client_session
 
-from mongo_celery.bridge.stream.reactions import Reaction, reaction_to
+from mongo_celery.bridge.stream.reactions import Reaction, classify_error
 from mongo_celery.mongo.verdicts import CODES, Code, is_duplicate_id, is_too_large, is_transient
 
 NUMBERS = [*range(1_000), *range(8_000, 18_000), *range(40_000, 41_000), *range(50_000, 52_000)]
@@ -44,7 +44,7 @@ def expected(code: int, *, opening: bool) -> Reaction:
 @pytest.mark.parametrize("opening", [True, False], ids=["opening", "reading"])
 def test_every_number_has_the_reaction_of_its_kind(opening: bool) -> None:
     """P9: a number that is moved from one kind to another is moved on purpose."""
-    found = {code: reaction_to(refused(code), opening=opening) for code in NUMBERS}
+    found = {code: classify_error(refused(code), opening=opening) for code in NUMBERS}
     assert found == {code: expected(code, opening=opening) for code in NUMBERS}
 
 

@@ -19,7 +19,7 @@ from mongo_celery.bridge.operations.spill_check import judge_storing
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in, position_in
 from mongo_celery.bridge.stream.cursor import Position, open_cursor
-from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
+from mongo_celery.bridge.stream.reactions import Reaction, classify_error, final_error
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
@@ -175,7 +175,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
                 f"This user has an operator's rights, and not a listener's to open it on {where}: run the check as the "
                 "listener's user, too.",
             )
-        reaction = reaction_to(failure, opening=True)
+        reaction = classify_error(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
             concern = Concern(f"a change stream on {where}", "changeStream and find there")
             return error("change_stream", f"It did not open on {where}: {sentence_on(failure, concern)}")

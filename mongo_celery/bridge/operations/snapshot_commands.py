@@ -23,7 +23,7 @@ from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surround
 from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.stream.condition import find_objection
-from mongo_celery.bridge.stream.source import source_of
+from mongo_celery.bridge.stream.source import parse_source
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
@@ -187,7 +187,7 @@ def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, 
     """What each collection is; None where nobody may say."""
     watched = handler.selector(wiring.default_database).sources
     if given:
-        chosen = [source_of(each, wiring.default_database) for each in given]
+        chosen = [parse_source(each, wiring.default_database) for each in given]
         for each in chosen:
             if each.collection is None or not any(one.covers(each.database, each.collection) for one in watched):
                 raise CommandRefusedError(

@@ -1,1 +1,1 @@
-"""Sources and filters; opening, reading and reopening the change stream that serves it."""
+"""Sources and filters of handlers, and the reader of the change stream that serves them."""

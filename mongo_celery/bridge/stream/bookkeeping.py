@@ -110,7 +110,7 @@ class Bookkeeping:
         """One of these is in each description that is bookkeeping."""
         return [name.encode() for name in set(_FORMS).union(*self.outboxes.values())]
 
-    def is_all_of(self, event: Mapping[str, Any], namespace: str | None = None) -> bool:
+    def covers_event(self, event: Mapping[str, Any], namespace: str | None = None) -> bool:
         """
         Return True if an event is an update that touches nothing else; False if that cannot be judged. Never raises.
 
@@ -181,7 +181,7 @@ def _split(path: str, value: Any, levels: int = 2) -> Iterator[tuple[str, Any]]:
 def find_touched_fields(description: Mapping[str, Any]) -> set[str]:
     """Return the fields at the top of a document that an update has touched; none if that cannot be judged."""
     try:
-        return {_field_of(path) for path, _ in list_touched(description)}
+        return {_find_field(path) for path, _ in list_touched(description)}
     except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
         return set()
 
@@ -198,11 +198,11 @@ def list_touched(description: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _group_by_field(values: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
     grouped: dict[str, dict[str, Any]] = {}
     for path, value in values:
-        grouped.setdefault(_field_of(path), {})[path] = value
+        grouped.setdefault(_find_field(path), {})[path] = value
     return grouped
 
 
-def _field_of(path: str) -> str:
+def _find_field(path: str) -> str:
     return path.partition(".")[0]
 
 
@@ -241,9 +241,9 @@ def _as_touched(document: Mapping[str, Any]) -> dict[str, Changes]:
 def _drop_paths(paths: Any, hidden: set[str]) -> Any:
     """Return a part of a description without what lies in some fields: values by path, paths, or cut arrays."""
     if isinstance(paths, Mapping):
-        return {path: value for path, value in paths.items() if _field_of(path) not in hidden}
+        return {path: value for path, value in paths.items() if _find_field(path) not in hidden}
     return [
-        each for each in paths or () if _field_of(each["field"] if isinstance(each, Mapping) else each) not in hidden
+        each for each in paths or () if _find_field(each["field"] if isinstance(each, Mapping) else each) not in hidden
     ]
 
 

@@ -31,21 +31,21 @@ def find_objection(condition: Any) -> str | None:
     for each in _operands(condition):
         if isinstance(each, Mapping) and each and not _is_expression(each):
             return f"has {dict(each)!r} in it, which is true for every change: write an expression, such as {_EXAMPLE}."
-    for path in paths_in(condition):
+    for path in find_paths(condition):
         if not path.startswith("$") and path.partition(".")[0] not in _EVENT_FIELDS:
             return f"reads '${path}', which no change has: for a field of the document write '$fullDocument.{path}'."
     return None
 
 
-def paths_in(expression: Any) -> Iterator[str]:
+def find_paths(expression: Any) -> Iterator[str]:
     """Yield the field paths that an expression reads, without their `$`; those of variables keep one."""
     if isinstance(expression, Mapping):
         for name, value in expression.items():
             if name != "$literal":
-                yield from paths_in(value)
+                yield from find_paths(value)
     elif isinstance(expression, (list, tuple)):
         for each in expression:
-            yield from paths_in(each)
+            yield from find_paths(each)
     elif isinstance(expression, str) and expression.startswith("$") and len(expression) > 1:
         yield expression[1:]
 

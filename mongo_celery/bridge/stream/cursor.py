@@ -1,7 +1,7 @@
 """
-The cursor of a change stream that resumes nothing by itself.
+The cursor of a change stream that never resumes on its own.
 
-PyMongo's own change stream opens itself again inside a read, for ever and without a word. Here every error of the
+PyMongo's own change stream opens itself again inside a read, forever and without a record. Here every error of the
 `aggregate` and of each `getMore` reaches the caller, who alone decides what follows. The client should not repeat
 reads either (`retryReads=False`).
 """
@@ -29,7 +29,7 @@ AWAIT_SECONDS = 1.0
 """How long the server waits for the next event before it answers with none."""
 
 LOW_LATENCY_SECONDS = 0.03
-"""The same while somebody waits for the stream to come past a place."""
+"""The same while a snapshot or a test waits for the stream to pass a place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,18 @@ def open_cursor(
     """
     Open a stream with one `aggregate`. Closing the cursor ends it on the server too.
 
-    With an empty first batch no event has been looked at: whatever fails is said of the stream as such, and an error of
-    an event can only come with a `getMore`.
+    With an empty first batch the server looks at no event. So an error of the `aggregate` is about the stream as such,
+    and an error about an event can only come with a `getMore`.
 
     Args:
         client: gives documents as RawBSONDocument.
         scope: where, with which stages and options.
-        start: from where; a token counts more than a time, and without both the stream begins now.
-        first_batch: how many events the `aggregate` itself may return; who wants some does not wait for them.
+        start: where to begin: after its token, else at its time, else now.
+        first_batch: how many events the `aggregate` itself may return. It does not wait for them.
         comment: of the command and its `getMore`s.
     """
     stage = {**scope.options, **_beginning(start)}
-    target = scope.opened_on(client)
+    target = scope.find_target(client)
     if scope.database is None:
         target, stage = client.admin, {"allChangesForCluster": True} | stage
     # No text or time in an event may stop those behind it.
@@ -80,36 +80,36 @@ def open_cursor(
 
 
 def post_batch_token(cursor: CommandCursor[RawBSONDocument]) -> Mapping[str, Any] | None:
-    """The token behind everything that was read so far, of the last answer; None from a server that gives none."""
-    # PyMongo has no public name for it; its own change stream takes it from here.
+    """Return the token after everything that was read so far; None from a server that gives none."""
+    # PyMongo has no public name for it. Its own change stream takes it from here.
     token: Mapping[str, Any] | None = cursor._post_batch_resume_token  # noqa: SLF001
     return token
 
 
 def next_batch(cursor: CommandCursor[RawBSONDocument]) -> Sequence[RawBSONDocument]:
     """
-    All that is read and not taken yet, else what the next `getMore` gives: nothing where there is nothing new.
+    Return all that is read and not taken yet, else what the next `getMore` gives: nothing if nothing is new.
 
-    In the answer each event is a slice of its bytes; nothing of it is decoded.
+    Each event is a slice of the answer's bytes, and nothing of it is decoded.
     """
     found: list[RawBSONDocument] = []
     cursor._next_batch(found)  # noqa: SLF001 - the public ways ask event by event, or until so many are there
     return found
 
 
-def wait_for(cursor: CommandCursor[RawBSONDocument], seconds: float) -> None:
+def set_await(cursor: CommandCursor[RawBSONDocument], seconds: float) -> None:
     """Let the server wait so long for the next event, from the next `getMore` on."""
     cursor._max_await_time_ms = int(seconds * 1000)  # noqa: SLF001 - as above: what it was opened with counts once
 
 
 def limit_batch(cursor: CommandCursor[RawBSONDocument], count: int) -> None:
-    """Let each `getMore` from the next one on return so many events at most; 0 for as many as the server likes."""
+    """Let each later `getMore` return so many events at most; 0 for as many as the server likes."""
     cursor._batch_size = count  # noqa: SLF001 - the public way makes 2 of 1
 
 
 def token_of(event: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The event's own resume token.
+    Return the event's own resume token.
 
     Raises:
         InvalidOperation: the pipeline has removed it.

@@ -37,12 +37,12 @@ from mongo_celery.bridge.stream.cursor import (
     limit_batch,
     open_cursor,
     post_batch_token,
+    set_await,
     token_of,
-    wait_for,
 )
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED, explain_oversized, find_oversized, naming_stages
-from mongo_celery.bridge.stream.reactions import Reaction, closes_connection, concerns_an_event, reaction_to
+from mongo_celery.bridge.stream.reactions import Reaction, classify_error, closes_connection, concerns_an_event
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, quote, verdict_on
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class EventIsolator:
                     yield Reread(event, ReadError(explain_oversized(event)))
                 yield token if candidate is None else self._read(candidate)
                 if is_passing and token_data(token) <= last:
-                    wait_for(cursor, AWAIT_SECONDS)  # for now the oplog ends with one that is too large
+                    set_await(cursor, AWAIT_SECONDS)  # for now the oplog ends with one that is too large
                 elif is_passing or candidate is None:
                     return
                 else:
@@ -169,7 +169,7 @@ class EventIsolator:
             if whole is not None:
                 return Reread(whole)
             # Flags are computed before these stages. So no handler is concerned whose `match` rules the event out.
-            steps += [(scope.followed_by(stage), explained) for stage in (_WITHOUT_IMAGES, _WITHOUT_DOCUMENTS)]
+            steps += [(scope.add_stage(stage), explained) for stage in (_WITHOUT_IMAGES, _WITHOUT_DOCUMENTS)]
         steps.append((scope.without_images.with_flags(()), explained))
         for narrower, read_error in steps:
             document = self._try(candidate, narrower)
@@ -189,7 +189,7 @@ class EventIsolator:
         pin = {
             "$match": {name: {"$eq": candidate.get(name)} for name in ("clusterTime", "operationType", "documentKey")}
         }
-        scope = self._scope.followed_by(_IN_FRAGMENTS)
+        scope = self._scope.add_stage(_IN_FRAGMENTS)
         start = Position(None, candidate["clusterTime"])
         try:
             with closing(self._open(replace(scope, selection=(pin, *scope.selection)), start, 1)) as cursor:
@@ -279,7 +279,7 @@ def _find_refusal(client: MongoClient[RawBSONDocument], scope: Scope) -> str | N
         with closing(open_cursor(client, scope, Position(None, None))):
             return None
     except PyMongoError as error:
-        return brief(error) if reaction_to(error, opening=True) is Reaction.REFUSED else None
+        return brief(error) if classify_error(error, opening=True) is Reaction.REFUSED else None
 
 
 def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | None:

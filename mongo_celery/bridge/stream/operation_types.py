@@ -51,7 +51,7 @@ _SNAPSHOT = (
 _ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*' or operations={'*'}."
 
 
-def operations_of(asked: Collection[str]) -> frozenset[str]:
+def check_operations(asked: Collection[str]) -> frozenset[str]:
     """
     The operation types that a handler asks for.
 

@@ -46,12 +46,12 @@ WITHOUT_OVERSIZED: Mapping[str, Any] = {"$match": {"$expr": {"$lte": [_LENGTH, T
 
 def naming_stages(after: str, until: str) -> Sequence[Mapping[str, Any]]:
     """
-    The stages that fail on the first event of a range that is too large, and have it in the text of the error.
+    Return stages that fail on the first event of a range that is too large, and name it in the text of the error.
 
-    They fail as well on the first event behind the range, so that the server reads no further.
+    They fail as well on the first event after the range, so that the server reads no further.
 
     Args:
-        after: comparable part of a token; the events behind it are asked about.
+        after: comparable part of a token; the events after it are asked about.
         until: that of the token where the range ends.
     """
     ends = {"$or": [{"$gt": [_LENGTH, TOKEN_MAX]}, {"$gte": ["$_id._data", until]}]}
@@ -76,22 +76,22 @@ def find_oversized(error: OperationFailure) -> RawBSONDocument | None:
         return None
     database, _, collection = namespace.partition(".")
     ns = {"db": database, "coll": collection} if collection else {"db": database}
-    return _stand_in(beginning, operation, ns if database else {})
+    return _make_stand_in(beginning, operation, ns if database else {})
 
 
 def shorten(event: Mapping[str, Any], data: str) -> RawBSONDocument:
     """Return the stand-in of an event that was read and whose token `data` is too large to be kept."""
-    return _stand_in(data, str(event.get("operationType")), dict(event.get("ns") or {}))
+    return _make_stand_in(data, str(event.get("operationType")), dict(event.get("ns") or {}))
 
 
-def _stand_in(data: str, operation: str, ns: Mapping[str, Any]) -> RawBSONDocument:
+def _make_stand_in(data: str, operation: str, ns: Mapping[str, Any]) -> RawBSONDocument:
     time_ = time_of_token({"_data": data}, Timestamp(1, 1))
     event = {"_id": {"_data": unread_place(data)}, "operationType": operation, "clusterTime": time_, "ns": ns}
     return RawBSONDocument(bson.encode(event))
 
 
 def explain_oversized(event: Mapping[str, Any]) -> str:
-    """Return the sentence that says which change was not read, when it was written, and what to do."""
+    """Return the sentence that names the change that was not read, and what to do."""
     written = event["clusterTime"].as_datetime().isoformat()
     return (
         f"The `_id` is too large (above 3 MB): no handler gets this {event['operationType']} in {namespace_of(event)}, "

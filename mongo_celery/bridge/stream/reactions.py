@@ -65,7 +65,7 @@ _RESUMABLE = "ResumableChangeStreamError"
 _FIRST_LOCATION = 10_000  # assertions in the aggregation parser have numbers of this size
 
 
-def reaction_to(error: BaseException, *, opening: bool) -> Reaction:
+def classify_error(error: BaseException, *, opening: bool) -> Reaction:
     """
     Classify an error.
 
@@ -92,7 +92,7 @@ def concerns_an_event(error: BaseException) -> bool:
     """
     if getattr(error, "code", None) == Code.ChangeStreamFatalError:
         return False  # a pipeline that takes tokens away leaves nothing to go on from
-    return isinstance(error, OperationFailure) and reaction_to(error, opening=False) in _ABOUT_AN_EVENT
+    return isinstance(error, OperationFailure) and classify_error(error, opening=False) in _ABOUT_AN_EVENT
 
 
 def closes_connection(error: BaseException) -> bool:

@@ -36,8 +36,8 @@ from mongo_celery.bridge.stream.cursor import (
     next_batch,
     open_cursor,
     post_batch_token,
+    set_await,
     token_of,
-    wait_for,
 )
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
 from mongo_celery.bridge.stream.isolator import ClientFactory, EventIsolator, Reread
@@ -46,10 +46,10 @@ from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, s
 from mongo_celery.bridge.stream.reactions import (
     UNKNOWN_LIMIT,
     Reaction,
+    classify_error,
     closes_connection,
     concerns_an_event,
     final_error,
-    reaction_to,
 )
 from mongo_celery.bridge.stream.source import Scope, Source
 from mongo_celery.bridge.window import Mark
@@ -79,7 +79,7 @@ _READ_ERRORS_AT_ONCE = 100
 @dataclass(slots=True)
 class StreamStatus:
     """
-    The state of reading. The reader alone writes it; any thread may read it.
+    The state of reading. The reader alone writes it, and any thread may read it.
 
     Attributes:
         reopenings: errors after which the stream was opened again, or which ended it.
@@ -184,7 +184,7 @@ class StreamReader:
 
     @property
     def read_to(self) -> Timestamp | None:
-        """Up to which cluster time everything was handed over; None before the first. Callable from any thread."""
+        """The cluster time up to which everything was handed over; None before the first. Callable from any thread."""
         return self._position.time if self.status.last_read is not None else None
 
     @property
@@ -243,7 +243,7 @@ class StreamReader:
             The seconds to wait before the next opening; None if the error is final, and was handed over.
         """
         attempt = self._attempt
-        reaction = reaction_to(error, opening=attempt.opened_at is None)
+        reaction = classify_error(error, opening=attempt.opened_at is None)
         may_concern_an_event = attempt.may_concern_an_event(error)
         self._timeouts = self._timeouts + 1 if isinstance(error, NetworkTimeout) and not attempt.has_read else 0
         self._unknown = self._unknown + 1 if reaction is Reaction.UNKNOWN and not attempt.has_read else 0
@@ -269,11 +269,11 @@ class StreamReader:
 
     def _count_failure(self, error: Exception, *, is_search: bool) -> float:
         """
-        Count an error, and return the seconds to wait before the next opening; none after the first in a row.
+        Count an error, and return the seconds to wait before the next opening.
 
-        A row ends with a stream that was read for as long as the longest pause. One that breaks again and again is
-        opened about once a second as long as it gets on, and ever more rarely if it does not. The search for a single
-        event that may be the reason is free.
+        The first error in a row costs no pause, nor does the search for a single event that may be the reason. A row
+        ends with a stream that was read for as long as the longest pause. A stream that breaks again and again is
+        opened about once a second as long as it makes progress, and ever more rarely if it does not.
         """
         status = self.status
         if self._attempt.seconds >= self._pauses.longest:
@@ -311,7 +311,7 @@ class StreamReader:
             for number in itertools.count(1):
                 if self._stopping.is_set() or not cursor.alive:
                     return
-                wait_for(cursor, LOW_LATENCY_SECONDS if self._has_low_latency else AWAIT_SECONDS)
+                set_await(cursor, LOW_LATENCY_SECONDS if self._has_low_latency else AWAIT_SECONDS)
                 documents = next_batch(cursor)
                 self._note_read()
                 if documents:
@@ -331,7 +331,9 @@ class StreamReader:
         if self._read_errors >= _READ_ERRORS_AT_ONCE:
             self._stopping.wait(self._pauses.nth())
         isolator = EventIsolator(
-            self._scope, lambda scope, start, first: self._open(client, scope, start, first), client.server_info
+            self._scope,
+            lambda scope, start, first: self._open(client, scope, start, first),
+            lambda: client.admin.command("ping"),
         )
         self._attempt.open()
         for number, event in enumerate(isolator.read_events(self._start(), self._last_stand_in), start=1):
@@ -366,7 +368,7 @@ class StreamReader:
         cost, limit = 0, self._batch_limit()
         try:
             for document in documents:
-                event = self._event_of(document, error)
+                event = self._make_event(document, error)
                 batch.append(event)
                 cost += credit_cost(event)
                 if cost >= limit:
@@ -380,10 +382,10 @@ class StreamReader:
                 self._hand_over_batch(batch, cost)
 
     def _batch_limit(self) -> int:
-        """Return the most credits of the next batch; there are no fewer when it is handed over."""
+        """Return the most credits of the next batch. There are no fewer when it is handed over."""
         return min(_BATCH_CREDITS, self._room - self._handed_over)
 
-    def _event_of(self, document: RawBSONDocument, error: ReadError | None) -> ChangeEvent:
+    def _make_event(self, document: RawBSONDocument, error: ReadError | None) -> ChangeEvent:
         event = event_of(document.raw)
         if len(event.raw) > TOKEN_MAX and len(token_data(token_of(event))) > TOKEN_MAX:
             event = event_of(shorten(event, token_data(token_of(event))).raw)

@@ -37,14 +37,14 @@ from mongo_celery.bridge.stream.bookkeeping import (
     keeps_descriptions,
     list_touched,
 )
-from mongo_celery.bridge.stream.condition import find_objection, paths_in
+from mongo_celery.bridge.stream.condition import find_objection, find_paths
 from mongo_celery.bridge.stream.operation_types import (
     ALL,
     DOCUMENT_OPERATIONS,
     MOVES,
     TAKES_DOCUMENTS,
     WITH_NAMESPACE,
-    operations_of,
+    check_operations,
 )
 from mongo_celery.errors import ConfigurationError
 
@@ -75,9 +75,9 @@ class Source:
         return f"{self.database or '*'}.{self.collection or '*'}" if self.database else "*"
 
 
-def source_of(target: object, default_database: str | None) -> Source:
+def parse_source(target: object, default_database: str | None) -> Source:
     """
-    A source from what users write.
+    Return the source that a user means.
 
     Args:
         target: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
@@ -89,7 +89,7 @@ def source_of(target: object, default_database: str | None) -> Source:
         ConfigurationError: when it is none of these.
     """
     if inspect.isfunction(target):
-        return source_of(_answer(target), default_database)
+        return parse_source(_call_lambda(target), default_database)
     if isinstance(target, str):
         return _from_text(target, default_database)
     full_name = getattr(target, "full_name", None)
@@ -99,13 +99,13 @@ def source_of(target: object, default_database: str | None) -> Source:
         return _from_class(target)
     name = getattr(target, "name", None)
     if isinstance(name, str) and hasattr(target, "list_collection_names"):
-        return _checked(Source(name, None), target)
+        return _check_source(Source(name, None), target)
     raise ConfigurationError(
         f"{target!r} is not a source; give 'db.collection', 'db.*', a PyMongo collection or a model class.",
     )
 
 
-def _answer(function: Callable[[], object]) -> object:
+def _call_lambda(function: Callable[[], object]) -> object:
     """Return the source that a lambda gives: not another lambda, which might never end."""
     try:
         answer = function()
@@ -129,10 +129,10 @@ def _from_text(text: str, default_database: str | None) -> Source:
                 f"source {text!r} names no database and the bridge's URL has none; write 'db.{text}' or '{text}.*'.",
             )
         database, collection = default_database, text
-    return _checked(Source(database, None if collection == "*" else collection), text)
+    return _check_source(Source(database, None if collection == "*" else collection), text)
 
 
-def _checked(source: Source, target: object) -> Source:
+def _check_source(source: Source, target: object) -> Source:
     if source.database in _RESERVED:
         raise ConfigurationError(f"source {target!r}: MongoDB's own database {source.database!r} cannot be watched.")
     for part in (source.database, source.collection):
@@ -142,7 +142,7 @@ def _checked(source: Source, target: object) -> Source:
 
 
 def _from_class(model: Any) -> Source:
-    """Django's and MongoEngine's own words for a model's collection; neither is imported unless it is in use."""
+    """Return the collection of a model. Neither Django nor MongoEngine is imported unless it is in use."""
     concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
     if concrete is not None:
         from django.db import connections, router
@@ -155,11 +155,11 @@ def _from_class(model: Any) -> Source:
                 "changes can be watched: give a model of django-mongodb-backend, or have a router say where it is."
             )
         database = connection.settings_dict["NAME"]
-        return _checked(Source(str(database), str(concrete._meta.db_table)), model)  # noqa: SLF001 - Django's public name
+        return _check_source(Source(str(database), str(concrete._meta.db_table)), model)  # noqa: SLF001 - Django's public name
     named = getattr(model, "_get_collection_name", None)
     if callable(named) and named():
         database = model._get_db().name  # noqa: SLF001 - MongoEngine has no other way
-        return _checked(Source(str(database), str(named())), model)
+        return _check_source(Source(str(database), str(named())), model)
     raise ConfigurationError(f"class {model.__name__} is neither a Django model nor a MongoEngine document.")
 
 
@@ -203,20 +203,20 @@ class Filter:
         return operation in self.operations or ALL in self.operations
 
 
-def filter_of(
+def make_filter(
     operations: Iterable[str] | None = None,
     fields: Iterable[str] | None = None,
     match: Any = None,
     *,
     bookkeeping: bool = False,
 ) -> Filter:
-    """A filter from a decorator's arguments, or a ConfigurationError."""
+    """Return the filter that a decorator's arguments make, or raise a ConfigurationError."""
     if operations == ALL:
         operations = {ALL}
     for name, value in (("operations", operations), ("fields", fields)):
         if value is not None and not _are_names(value):
             raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
-    asked = operations_of(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
+    asked = check_operations(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
     objection = find_objection(match) if match is not None else None
     if objection is not None:
         raise ConfigurationError(f"match={match!r} {objection}")
@@ -226,7 +226,7 @@ def filter_of(
             "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
             "or leave fields out.",
         )
-    reads_document = any(path.partition(".")[0] == "fullDocument" for path in paths_in(match))
+    reads_document = any(path.partition(".")[0] == "fullDocument" for path in find_paths(match))
     if reads_document and not asked & (TAKES_DOCUMENTS | {ALL}):
         raise ConfigurationError(
             f"match= reads $fullDocument, and a change of {', '.join(sorted(asked))} has no fullDocument: read "
@@ -236,7 +236,7 @@ def filter_of(
 
 
 def _are_names(value: object) -> bool:
-    """Not one name, not none, and nothing that can be read only once."""
+    """Return True for several names that can be read more than once; False for one name, or none."""
     return (
         isinstance(value, Collection)
         and not isinstance(value, (str, bytes))
@@ -297,7 +297,7 @@ class Selector:
         if self.bookkeeping is None:
             return False
         namespace = str(self.sources[0]) if self.is_single_collection else None
-        if self.can_judge_updates and self.bookkeeping.is_all_of(event, namespace):
+        if self.can_judge_updates and self.bookkeeping.covers_event(event, namespace):
             return True
         return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
 
@@ -394,19 +394,19 @@ class Scope:
 
     @property
     def without_images(self) -> Scope:
-        """The same stream without look-up and images."""
+        """The same stream without look-up and images, as another scope."""
         return replace(self, options={name: value for name, value in self.options.items() if name not in _IMAGES})
 
     def with_flags(self, names: Iterable[str]) -> Scope:
         """Return the same stream with no other flags than those of some handlers."""
         return replace(self, flags={name: self.flags[name] for name in names})
 
-    def followed_by(self, stage: Mapping[str, Any]) -> Scope:
+    def add_stage(self, stage: Mapping[str, Any]) -> Scope:
         """Return the same stream with one stage more after the user's."""
         return replace(self, given=(*self.given, stage))
 
-    def opened_on(self, client: MongoClient[Any]) -> Any:
-        """The client, database or collection to `watch`."""
+    def find_target(self, client: MongoClient[Any]) -> Any:
+        """Return the client, database or collection to `watch`."""
         if self.database is None:
             return client
         database = client.get_database(self.database)
@@ -414,7 +414,7 @@ class Scope:
 
     @property
     def fingerprint(self) -> str:
-        """Names this stream: a token may be given back only to a stream with the fingerprint it came from."""
+        """Digest of this stream: a token may be given back only to a stream with the fingerprint it came from."""
         document = {
             "database": self.database,
             "collection": self.collection,
@@ -425,7 +425,7 @@ class Scope:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def scope_of(
+def make_scope(
     selectors: Sequence[Selector],
     *,
     state_database: str,
@@ -436,7 +436,7 @@ def scope_of(
     bookkeeping: Bookkeeping | None = None,
 ) -> Scope:
     """
-    The narrowest stream that serves all subscriptions; the same one in whatever order they come.
+    Return the narrowest stream that serves all subscriptions, the same one in whatever order they come.
 
     Args:
         selectors: of all subscriptions.
@@ -462,13 +462,13 @@ def scope_of(
     collection = sources[0].collection if len(sources) == 1 else None
     opened = Source(database, collection)
     selection = (
-        _match(selectors, opened, state_database),
+        _match_events(selectors, opened, state_database),
         *exclusion_stages(_find_unasked(selectors, bookkeeping or Bookkeeping())),
     )
     asked = {"fullDocument": full_document, "fullDocumentBeforeChange": before_change, "showExpandedEvents": expanded}
     options = {name: value for name, value in asked.items() if value and value not in _DEFAULTS}
     given = tuple(stage for stage in pipeline if stage)
-    return Scope(database, collection, selection, options, _flags(selectors, opened), given)
+    return Scope(database, collection, selection, options, _make_flags(selectors, opened), given)
 
 
 def resolve_selectors(
@@ -503,7 +503,7 @@ def _find_unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping) -> li
     return found
 
 
-def _match(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:
+def _match_events(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:
     """
     Return our first stage, for a stream that is open on a source.
 
@@ -514,16 +514,16 @@ def _match(selectors: Sequence[Selector], opened: Source, state_database: str) -
     asked = frozenset().union(*(selector.filter.operations for selector in selectors))
     others = sorted((asked | MOVES) - DOCUMENT_OPERATIONS)
     kinds = {"operationType": {"$nin": sorted(DOCUMENT_OPERATIONS)} if ALL in asked else {"$in": others}}
-    everything = {"$or": [kinds, *_documents(selectors, opened)]}
+    everything = {"$or": [kinds, *_match_documents(selectors, opened)]}
     is_open_wide = any(source.database is None for selector in selectors for source in selector.sources)
     return {"$match": {"ns.db": {"$ne": state_database}, **everything} if is_open_wide else everything}
 
 
-def _documents(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
+def _match_documents(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
     """
-    Changes of documents, by operation and namespace: a clause for operations that are wanted of the same sources.
+    Return conditions on changes of documents: one for the operations that are wanted of the same sources.
 
-    So there are four at most, and one as a rule. The updates of a collection whose inserts alone are wanted do not pass
+    There are four at most, and one as a rule. The updates of a collection whose inserts alone are wanted do not pass
     because another handler wants those of another: for each that passes, the server looks up the document.
     """
     wanted: dict[frozenset[Source], list[str]] = {}
@@ -533,14 +533,14 @@ def _documents(selectors: Sequence[Selector], opened: Source) -> list[dict[str, 
         if sources:
             wanted.setdefault(sources, []).append(operation)
     return [
-        {"operationType": {"$in": operations}, **({} if opened in sources else _namespaces(sources))}
+        {"operationType": {"$in": operations}, **({} if opened in sources else _match_namespaces(sources))}
         for sources, operations in wanted.items()
     ]
 
 
-def _namespaces(sources: Iterable[Source]) -> dict[str, Any]:
+def _match_namespaces(sources: Iterable[Source]) -> dict[str, Any]:
     """
-    One list for all collections, and one for all databases that are watched whole.
+    Return one list for all collections, and one for all databases that are watched whole.
 
     As an expression, since the server translates that to the oplog's own namespace and looks it up in a set. A
     `$match` on `ns.db` and `ns.coll` becomes one regular expression for each name, tried one after the other.
@@ -555,26 +555,26 @@ def _namespaces(sources: Iterable[Source]) -> dict[str, Any]:
     return {"$expr": among[0] if len(among) == 1 else {"$or": among}}
 
 
-def _flags(selectors: Sequence[Selector], opened: Source) -> dict[str, Any]:
+def _make_flags(selectors: Sequence[Selector], opened: Source) -> dict[str, Any]:
     return {
-        selector.name: {"$cond": [{"$and": [*_guards(selector, opened), selector.filter.match]}, True, False]}
+        selector.name: {"$cond": [{"$and": [*_guard_match(selector, opened), selector.filter.match]}, True, False]}
         for selector in selectors
         if selector.filter.match is not None
     }
 
 
-def _guards(selector: Selector, opened: Source) -> list[dict[str, Any]]:
+def _guard_match(selector: Selector, opened: Source) -> list[dict[str, Any]]:
     """Return the conditions before a `match`: it must not fail on the documents of other handlers."""
     guards: list[dict[str, Any]] = []
     if ALL not in selector.filter.operations:
         guards.append({"$in": ["$operationType", sorted(selector.filter.operations)]})
     if opened not in selector.sources:
         of_a_document = {"$in": ["$operationType", sorted(DOCUMENT_OPERATIONS)]}
-        guards.append({"$or": [{"$not": [of_a_document]}, _namespaces(selector.sources)["$expr"]]})
+        guards.append({"$or": [{"$not": [of_a_document]}, _match_namespaces(selector.sources)["$expr"]]})
     return guards
 
 
 def strip_flags(event: dict[str, Any]) -> dict[str, Any]:
-    """The event as the server would have sent it without our flags."""
+    """Return the event as the server would have sent it without our flags."""
     event.pop(FLAGS, None)
     return event
