@@ -56,7 +56,7 @@ def written(target: Collection[Document], body: Body, token: int, name: str, *, 
                 document.where(guard, WAITING.room_for(len(entries), room)),
                 body.amended(stamps, WAITING.addition(entries)),
             )
-            for guard, stamps in mine.edits(body)
+            for guard, stamps in mine.guarded_stamps(body)
         ]
     ).matched_count
 

@@ -144,14 +144,14 @@ def _settle_misses(
 ) -> list[tuple[int, UpdateResult]]:
     found = stamps_of(documents.collection, [item.target.id for item in batch], session, bare={})
     for item, stamps in zip(batch, found, strict=True):
-        documents.demand(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
+        documents.require_fresh(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
     absent = [item for item, stamps in zip(batch, found, strict=True) if stamps is None]
     again = [
         item
         for item, stamps in zip(batch, found, strict=True)
-        if stamps is not None and not documents.fence.bears(stamps)
+        if stamps is not None and not documents.fence.has_token(stamps)
     ]
-    _demand_tombstones(documents, [item for item in absent if not item.upsert], session)
+    _check_tombstones(documents, [item for item in absent if not item.upsert], session)
     new = [item for item in absent if item.upsert]
     results = _create(documents, new, command, session)
     if results is None:
@@ -159,11 +159,11 @@ def _settle_misses(
     return results + [_alone(documents, item, session) for item in again]
 
 
-def _demand_tombstones(documents: Documents, items: Sequence[BulkItem], session: ClientSession | None) -> None:
+def _check_tombstones(documents: Documents, items: Sequence[BulkItem], session: ClientSession | None) -> None:
     if items and documents.tombstones is not None:
         ids = [item.target.id for item in items]
         for item, stamps in zip(items, documents.tombstones.read(ids, session), strict=True):
-            documents.demand(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
+            documents.require_fresh(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
 
 
 def _create(

@@ -83,7 +83,7 @@ class FencedUpdate(FencedWrite[UpdateResult]):
         """The guarded statements, of which at most one matches."""
         return [
             UpdateOne(target.where(guard), self.body.amended(stamp, kept=self.kept), **self.options)
-            for guard, stamp in fence.edits(self.body)
+            for guard, stamp in fence.guarded_stamps(self.body)
         ]
 
     def insertion(self, target: Target, stamps: Stamps) -> UpdateOne | ReplaceOne[Any]:
@@ -114,7 +114,7 @@ class FencedFindAndUpdate(FencedWrite[Any]):
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
     ) -> Returned[Any]:
         """See `FencedWrite`."""
-        for guard, stamp in fence.edits(self.body):
+        for guard, stamp in fence.guarded_stamps(self.body):
             update = self.body.amended(stamp, kept=self.kept)
             found = into.find_one_and_update(
                 target.where(guard), update, session=session, **self.options, **self.command
@@ -186,10 +186,10 @@ class Documents:
                     duplicate = error
                 # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
                 ended = session is not None and session.in_transaction
-                self.judge(target.id, fence, None if ended else session)
+                self.check_existing(target.id, fence, None if ended else session)
                 if ended:
                     break
-            elif not self.judge(target.id, fence, session):
+            elif not self.check_existing(target.id, fence, session):
                 return write.missed
             if target.rest and attempt:
                 break
@@ -197,7 +197,7 @@ class Documents:
             raise duplicate
         return write.missed
 
-    def judge(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
+    def check_existing(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
         """
         Return True if the document exists.
 
@@ -208,10 +208,10 @@ class Documents:
         exists = stamps is not None
         if not exists and self.tombstones is not None:
             [stamps] = self.tombstones.read([document_id], session)
-        self.demand(document_id, fence, stamps)
+        self.require_fresh(document_id, fence, stamps)
         return exists
 
-    def demand(self, document_id: Any, fence: Fence, stamps: Stamps | None) -> None:
+    def require_fresh(self, document_id: Any, fence: Fence, stamps: Stamps | None) -> None:
         """Raise if `stamps` are newer than the fence."""
         fence.demand(stamps, namespace=self.collection.full_name, document_id=document_id)
 
@@ -219,18 +219,19 @@ class Documents:
         """Create the document with what its tombstone remembers, or raise because that is newer."""
         tombstones, fence = self.tombstones, self.fence_for(target.id, write.body)
         if fence.origin is not None and session is not None and session.in_transaction:
-            self.judge(target.id, fence, session)  # before E11000 ends it: a handler may pass over an older change
+            # Before E11000 ends the transaction: a handler may pass over an older change.
+            self.check_existing(target.id, fence, session)
         if tombstones is None:
             return write.insert(self.collection, target, fence.stamp(None), session)
 
         def body(inside: ClientSession) -> R:
-            [buried] = tombstones.take([target.id], inside)
-            self.demand(target.id, fence, buried)
+            [buried] = tombstones.take_slots([target.id], inside)
+            self.require_fresh(target.id, fence, buried)
             result = write.insert(self.collection, target, fence.stamp(buried), inside)
-            tombstones.settle([(target.id, None)], inside)
+            tombstones.settle_slots([(target.id, None)], inside)
             return result
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
     def create_all(
         self,
@@ -244,15 +245,15 @@ class Documents:
 
         def body(inside: ClientSession) -> list[UpdateResult]:
             requests = []
-            for (write, target), buried in zip(wanted, tombstones.take(ids, inside), strict=True):
+            for (write, target), buried in zip(wanted, tombstones.take_slots(ids, inside), strict=True):
                 fence = self.fence_for(target.id, write.body)
-                self.demand(target.id, fence, buried)
+                self.require_fresh(target.id, fence, buried)
                 requests.append(write.insertion(target, fence.stamp(buried)))
             result = write_all(self.collection, requests, inside, command)
-            tombstones.settle([(i, None) for i in ids], inside)
+            tombstones.settle_slots([(i, None) for i in ids], inside)
             return [_created(result, place) for place in range(len(wanted))]
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
     def delete(self, target: Target, session: ClientSession | None, **options: Any) -> int:
         """
@@ -269,21 +270,29 @@ class Documents:
 
     def _delete(self, target: Target, session: ClientSession | None, options: Mapping[str, Any]) -> int:
         tombstones, fence = self.tombstones, self.fence_for(target.id)
+        where = target.where(fence.guard(), *self.pending.nothing)
         if tombstones is None:
-            where = target.where(fence.guard(), *self.pending.nothing)
             result = self.collection.delete_one(where, session=session, **options)
             if not result.deleted_count:
-                self.judge(target.id, fence, session)
+                self.check_existing(target.id, fence, session)
             return result.deleted_count
 
         def body(inside: ClientSession) -> int:
-            [buried] = tombstones.take([target.id], inside)
-            self.demand(target.id, fence, buried)
-            count, stamps = self._remove(target, fence, buried, inside, options)
-            tombstones.settle([(target.id, stamps)], inside)
-            return count
+            [buried] = tombstones.take_slots([target.id], inside)
+            self.require_fresh(target.id, fence, buried)
+            removed = self.collection.find_one_and_delete(where, {FIELD: 1}, session=inside, **options)
+            if removed is not None:
+                current = removed.get(FIELD)
+            else:
+                [current] = stamps_of(self.collection, [target.id], inside, bare={})
+                self.require_fresh(target.id, fence, current)
+            # Admitted, yet not matched: the user's own conditions, or something is pending; what was buried stays so.
+            is_kept = removed is None and current is not None
+            left = buried if is_kept else fence.stamp(merge(buried, current))
+            tombstones.settle_slots([(target.id, left)], inside)
+            return int(removed is not None)
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
     def delete_all(self, ids: Sequence[Any], session: ClientSession | None) -> int:
         """Delete several documents in one transaction, all or none, with tombstones; how many there were."""
@@ -292,42 +301,29 @@ class Documents:
         fences = [self.fence_for(document_id) for document_id in ids]
 
         def body(inside: ClientSession) -> int:
-            buried = tombstones.take(ids, inside)
+            buried = tombstones.take_slots(ids, inside)
             current = stamps_of(self.collection, ids, inside, bare={})
             for document_id, fence, *stamps in zip(ids, fences, buried, current, strict=True):
                 for each in stamps:
-                    self.demand(document_id, fence, each)
+                    self.require_fresh(document_id, fence, each)
             there = {"_id": {"$in": [i for i, stamps in zip(ids, current, strict=True) if stamps is not None]}}
             self.pending.refuse_any(there, inside)
             count = self.collection.delete_many(there, session=inside).deleted_count if there["_id"]["$in"] else 0
             left = [fence.stamp(merge(*stamps)) for fence, *stamps in zip(fences, buried, current, strict=True)]
-            tombstones.settle([*zip(ids, left, strict=True)], inside)
+            tombstones.settle_slots([*zip(ids, left, strict=True)], inside)
             return count
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
-    def _remove(
-        self, target: Target, fence: Fence, buried: Stamps | None, session: ClientSession, options: Mapping[str, Any]
-    ) -> tuple[int, Stamps | None]:
-        """The number of removed documents and what the tombstone must say then."""
-        guarded = target.where(fence.guard(), *self.pending.nothing)
-        removed = self.collection.find_one_and_delete(guarded, {FIELD: 1}, session=session, **options)
-        if removed is not None:
-            return 1, fence.stamp(merge(buried, removed.get(FIELD)))
-        [current] = stamps_of(self.collection, [target.id], session, bare={})
-        self.demand(target.id, fence, current)
-        # Admitted, yet not matched: the user's own conditions, or something is pending; what was buried stays so.
-        return 0, fence.stamp(buried) if current is None else buried
-
-    def _atomically(
-        self, tombstones: Tombstones, body: Callable[[ClientSession], T], session: ClientSession | None
-    ) -> T:
-        tombstones.prepare()
+    def _atomically(self, body: Callable[[ClientSession], T], session: ClientSession | None) -> T:
+        """Run a body in a transaction of its own, or in the one that is open."""
+        assert self.tombstones is not None, "without tombstones one write is enough"
+        self.tombstones.prepare()
         if session is not None and session.in_transaction:
             return body(session)
         if session is None:
             with open_session(self.collection.database.client) as own:
-                return self._atomically(tombstones, body, own)
+                return self._atomically(body, own)
         return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
 
 

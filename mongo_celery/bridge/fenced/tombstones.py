@@ -84,7 +84,7 @@ class Tombstones:
             create_indexes(self._collection, [IndexModel("expireAt", expireAfterSeconds=0)])
             done.add(self._collection.full_name)
 
-    def take(self, ids: Sequence[Any], session: ClientSession) -> list[Stamps | None]:
+    def take_slots(self, ids: Sequence[Any], session: ClientSession) -> list[Stamps | None]:
         """Write the slots of `ids` (T1) and return the stamps found there, None for no tombstone."""
         touch = {"$inc": {"writes": 1}}
         if len(ids) == 1:
@@ -102,7 +102,7 @@ class Tombstones:
         )
         return self.read(ids, session)
 
-    def settle(self, outcome: Sequence[tuple[Any, Stamps | None]], session: ClientSession) -> None:
+    def settle_slots(self, outcome: Sequence[tuple[Any, Stamps | None]], session: ClientSession) -> None:
         """For each id: leave a tombstone with these stamps, or, where they are None, none (T2)."""
         gone = [i for i, stamps in outcome if stamps is None]
         if gone:

@@ -22,6 +22,7 @@ whatever else a handler raises is its own, and counts. In doubt it waits too, bu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -36,7 +37,54 @@ _CAUSE_CHARS = 300
 _CHAIN_MAX = 16  # a chain of causes may be made to be a circle
 _CLIENTS_OF_THE_BROKER = ("kombu", "celery.backends")
 _AUTORETRY = "celery.app.autoretry"
+_NO_ERROR = Exception()
 _SERVER_SELECTION = "pymongo.synchronous.topology"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReason:
+    """
+    The reason for which a change waits.
+
+    Attributes:
+        cause: in words that can be shown.
+        doubts_max: how often in a row, since its handler may have caused it; None for as long as it lasts.
+    """
+
+    cause: str
+    doubts_max: int | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """
+    One call of the handler, as far as it says what a failure is attributed to.
+
+    Attributes:
+        offset: of the change that is given, or of the first one of a list.
+        failed: index, in the list that a bulk handler was given, of the change that has failed, as it says.
+        outage, conflict: cause of an error in the body of its transaction, long before the transaction's limit.
+        timeout: the error by which the transaction has reached its limit.
+        exhausted: the exception with which Celery's own retries have ended: it counts, whatever it is.
+        is_committed: whether its transaction has committed, and with it the outcome.
+        error: with which it has failed.
+        judged: an error, and what the change has to wait for by it.
+    """
+
+    offset: int = 0
+    failed: int | None = None
+    outage: str | None = None
+    conflict: str | None = None
+    timeout: BaseException | None = None
+    exhausted: BaseException | None = None
+    is_committed: bool = False
+    error: Exception = _NO_ERROR
+    judged: tuple[BaseException, WaitReason | None] | None = None
+
+    def note_body_error(self, error: BaseException) -> None:
+        """Note an error of the transaction's body: its limit may hide it later."""
+        self.outage = infrastructure_cause(error) or self.outage
+        self.conflict = conflict_cause(error) or self.conflict
 
 
 def infrastructure_cause(error: BaseException) -> str | None:

@@ -209,7 +209,7 @@ class Heartbeats:
                 return
         beat.lost = True
         logger.warning(
-            "claim of %s (fence %d) was taken over while its handler runs",
+            "claim of %s (fencing token %d) was taken over while its handler runs",
             beat.claim.partition_id,
             beat.claim.fence,
             extra={"event": "claim_lost"},

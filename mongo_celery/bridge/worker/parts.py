@@ -68,11 +68,11 @@ class Parts:
         """The offset behind the present part."""
         return self._ends[-1]
 
-    def given(self) -> list[int]:
+    def next_offsets(self) -> list[int]:
         """The changes of the present part that are to be given."""
         return self._last_ones(self.end)
 
-    def done(self) -> None:
+    def complete(self) -> None:
         """The present part is done."""
         self.begin = self._ends.pop()
 
@@ -118,11 +118,11 @@ class Parts:
         """Everything before this offset is done, while its part goes on."""
         self.begin = offset
 
-    def owed(self, offset: int) -> list[int]:
+    def remaining_before(self, offset: int) -> list[int]:
         """What is to be given before this change can be the first one: neither is it finished nor stands it for it."""
         return [each for each in self._last_ones(offset + 1) if each != offset]
 
-    def passed_over(self, offset: int) -> list[int]:
+    def superseded_by(self, offset: int) -> list[int]:
         """The changes that are not done and for which this one stands, the last one first."""
         found: list[int] = []
         if self._documents is None or self._documents[offset] is None:

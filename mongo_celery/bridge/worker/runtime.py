@@ -11,6 +11,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.identity import identity_of, ways_out
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
@@ -35,12 +36,12 @@ class WorkerRuntime:
         wiring: of the bridge.
 
     Attributes:
-        has_indexed: whether it has asked for the indexes of the dead letters.
+        heartbeats: of its claims.
     """
 
     def __init__(self, wiring: Wiring) -> None:
         self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
-        self.has_indexed = False
+        self._has_indexed = False
         self._wiring = wiring
         self._signing = wiring.store.signing
         self._dropper = wiring.of_process(Dropper)
@@ -50,6 +51,21 @@ class WorkerRuntime:
         self._unserved: frozenset[str] = frozenset()
         self._is_foreign = False
         self._lock = threading.Lock()
+
+    def ensure_indexes(self) -> None:
+        """Create the indexes of the dead letters, once a process, best effort: letters are found without them, too."""
+        if self._has_indexed:
+            return
+        self._has_indexed = True
+        try:
+            self._wiring.store.dead_letters.ensure_indexes()
+        except PyMongoError as error:
+            logger.warning(
+                "the collection dead_letters gets no indexes: replays of parked keys, and lists by time or key, read "
+                "all of it. Grant createIndex on it to workers: %s",
+                error_text(error),
+                extra={"event": "index_missing"},
+            )
 
     def open(self, kind: str, envelope: object, subscription: str | None, request: Any) -> Run | None:
         """
