@@ -27,7 +27,7 @@ class Driver:
         """Give everything; the change that has failed, if one has."""
         parts = self._parts
         while True:
-            if parts.failed is not None and not parts.remaining_before(parts.failed):
+            if parts.failed is not None and not parts.list_remaining(parts.failed):
                 return parts.failed
             if not parts.has_more:
                 return None
@@ -87,7 +87,7 @@ def test_what_fails_is_found_with_all_before_it_done(
     end = len(of) if failed is None else failed
     owed = _last(of, end) if coalesces else set(range(end))
     if failed is not None and coalesces:
-        owed -= set(parts.superseded_by(failed))
+        owed -= set(parts.list_superseded(failed))
     assert owed <= {*driver.done, *range(parts.begin)}
     assert all(each not in bad for each in driver.done)
     assert all(each < end for each in driver.done)
@@ -136,9 +136,9 @@ def test_a_change_stands_for_those_of_its_document_up_to_an_event_without_one() 
     """A drop parts what was before it from what comes later."""
     parts = Parts(6, [b"a", None, b"a", b"b", b"a", b"b"])
     assert parts.next_offsets() == [0, 1, 4, 5]
-    assert parts.superseded_by(4) == [2]
-    assert parts.superseded_by(5) == [3]
-    assert parts.superseded_by(1) == []
+    assert parts.list_superseded(4) == [2]
+    assert parts.list_superseded(5) == [3]
+    assert parts.list_superseded(1) == []
 
 
 @settings(max_examples=200)
@@ -167,5 +167,5 @@ def test_what_is_recorded_inside_of_a_part_changes_nothing_that_is_given(of: lis
         done.append(given[0])
         parts.finish(given[:1])
         assert _last(of, parts.reach(0)) <= set(done)
-        parts.pass_to(parts.reach(0))
+        parts.move_begin(parts.reach(0))
     assert (done, parts.begin) == (whole, len(of))

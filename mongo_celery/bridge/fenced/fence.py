@@ -212,7 +212,7 @@ class Fence:
         entry = {"$cond": [same, merged, {"$literal": self._fresh()}]}
         return {"$mergeObjects": [f"${FIELD}", {self.key: entry}]}
 
-    def guarded_stamps(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
+    def list_guards(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
         """Pairs of guard and stamp, to be tried in order; at most one matches."""
         if not isinstance(body, Operators):
             return [(self.guard(), Addition(FIELD, {}, self.expression()))]

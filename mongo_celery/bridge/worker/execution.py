@@ -65,7 +65,7 @@ from mongo_celery.bridge.worker.outcome import (
     ignore,
     retry_time,
 )
-from mongo_celery.bridge.worker.parts import Parts, document_of
+from mongo_celery.bridge.worker.parts import Parts, read_document_key
 from mongo_celery.bridge.worker.replay_subject import ReplaySubject
 from mongo_celery.bridge.worker.subject import WAITS, RunSubject, Subject
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, OutdatedChangeError, StaleFencingTokenError
@@ -313,7 +313,7 @@ class Execution:
         claim, handler, changes = self.claim, self.handler, self.subject.run.changes
         ends = (at for at in range(1, len(changes)) if claim.crashes or self.subject.is_parked(claim, at))
         count = next(ends, len(changes))
-        documents = [document_of(raw) for raw in changes[:count]] if handler.coalesce and count > 1 else None
+        documents = [read_document_key(raw) for raw in changes[:count]] if handler.coalesce and count > 1 else None
         # A listener of another deploy may have sent more than the handler takes.
         most = 1 if handler.transactional and handler.batch_size is None else handler.batch_size or count
         is_known = bool(claim.retries or claim.waits or claim.passed_over)  # what is kept of it is of no other change
@@ -328,7 +328,7 @@ class Execution:
     def _is_settled(self) -> bool:
         """True if the change that fails is known, and nothing is to be given before it."""
         failed = self._parts.failed
-        return failed is not None and not self._parts.remaining_before(failed)
+        return failed is not None and not self._parts.list_remaining(failed)
 
     def _must_end(self) -> bool:
         """Return True if nothing more of the run is to be begun."""
@@ -407,7 +407,7 @@ class Execution:
             parts.stop(following)
         elif done > parts.begin:
             self._advance(done)
-            parts.pass_to(done)
+            parts.move_begin(done)
         if self._is_limited and is_over and self._failure is not None:
             return self._split_up(self._failure.error)
         return None
@@ -427,10 +427,10 @@ class Execution:
             self._settle([Advanced(end, passed_over)])
             self._follow(end, started, passed_over)
 
-    def _advance_to(self, failed: int) -> None:
+    def _record_before(self, failed: int) -> None:
         """Record what is done before the change that failed, and name the changes for which that one stands."""
         run = self.subject.run
-        offsets = reversed(self._parts.superseded_by(failed))
+        offsets = reversed(self._parts.list_superseded(failed))
         tokens = [token_data(run.token_of(run.changes[offset])) for offset in offsets]
         self._advance(failed, {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None)
 
@@ -458,14 +458,14 @@ class Execution:
             self._supersede("renewal")
         self._beat.renewed = started
 
-    def complete_in(self, session: ClientSession) -> None:
+    def write_in_transaction(self, session: ClientSession) -> None:
         """Write the outcome of the present part as the last write of the handler's transaction, or SupersededError."""
         parts = self._parts
         outcome = self.subject.succeed(self.claim, parts.end)[0] if parts.is_last else Advanced(parts.end)
         if not self.subject.write(self.claim, outcome, session):
             raise SupersededError
 
-    def session_of(self, handler: Handler) -> ClientSession | None:
+    def find_session(self, handler: Handler) -> ClientSession | None:
         """Return the session for a transaction of this handler's; None where a handler calls another one, or itself."""
         is_free = self.session is not None and not self.session.in_transaction
         return self.session if is_free and self.handler is handler else None
@@ -542,7 +542,7 @@ class Execution:
     def _split_up(self, error: Exception) -> Decision:
         """Have the rest of the run sent one by one."""
         if self._failure is not None and self._is_settled:
-            self._advance_to(self._failure.offset)
+            self._record_before(self._failure.offset)
         logger.warning(
             "the rest of a run of %s is sent one by one: %s",
             self.claim.partition_id,
@@ -555,7 +555,7 @@ class Execution:
         """Decide about the change that failed, which becomes the claim's first."""
         assert self._failure is not None, "a change has failed"
         self.attempt, error, failed = self._failure, self._failure.error, self._failure.offset
-        self._advance_to(failed)
+        self._record_before(failed)
         if isinstance(error, Retry) and not isinstance(error, RunningElsewhereError):
             try:
                 return self.subject.retry(failed, error, retry_time(error.when))

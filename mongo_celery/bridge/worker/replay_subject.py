@@ -122,7 +122,7 @@ class ReplaySubject(Subject):
         del offset
         return f"the replay of {self._request.key}"
 
-    def number_at(self, offset: int) -> int:
+    def sequence_number(self, offset: int) -> int:
         """Return the number that the change had when it became a dead letter."""
         del offset
         return self._place.seq

@@ -136,7 +136,7 @@ class Subject(ABC):
         return Change.unread(
             lambda: strip_flags(bson.decode(raw, codec)),
             partition=self.run.index,
-            seq=self.number_at(offset),
+            seq=self.sequence_number(offset),
             fencing_token=self.token(claim),
             replayed=self.replays,
             _fence=partial(self.fence, raw, claim.rewound),
@@ -148,7 +148,7 @@ class Subject(ABC):
         """Return how logs name a change."""
         return describe(self.run.changes[offset])
 
-    def number_at(self, offset: int) -> int:
+    def sequence_number(self, offset: int) -> int:
         """Return the sequence number of a change."""
         return self.run.first + offset
 
@@ -254,7 +254,7 @@ class RunSubject(Subject):
             return waiting
         refusal = self.run.refusal
         if self.is_parked(claim, 0) and (refusal is None or not refusal.halts):  # such a one halts, whatever its key
-            return self._wait_behind()
+            return self._queue_dead_letter()
         return [] if refusal is None else self.fail(claim, 0, RefusedChangeError(refusal.reason))
 
     def _fetch(self, claim: Claim, reference: Reference) -> Decision:
@@ -306,7 +306,7 @@ class RunSubject(Subject):
         last = self.last_resort(offset, f"its failure ({type(error).__name__})", error)
         return [*decision, Halted(offset, text, raises=error), last]
 
-    def _wait_behind(self) -> Decision:
+    def _queue_dead_letter(self) -> Decision:
         """Move the first change to the dead letters, unstarted, behind those of its key."""
         forms, error = forms_of(self.run.changes[0]), Ignore()
         letters = [DeadLettered(0, form, None, PARKED_BEHIND, raises=error) for form in forms]
@@ -350,7 +350,7 @@ class RunSubject(Subject):
 
     def reach(self, end: int) -> tuple[int, dict[str, object]]:
         """Return number and token of the last change before an offset."""
-        return self.number_at(end - 1), dict(self.run.token_of(self.run.changes[end - 1]))
+        return self.sequence_number(end - 1), dict(self.run.token_of(self.run.changes[end - 1]))
 
     def _token_of_existing(self, offset: int) -> str | None:
         """Return what tells a snapshot row: what is counted of it is its own. None for a change."""

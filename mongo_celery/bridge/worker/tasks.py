@@ -82,18 +82,18 @@ PROTOCOL_METHODS = frozenset(
 """What makes a task one of ours; annotations that replace or wrap one of these run outside the claim, without count."""
 
 
-class SealedMessages:
+class SignedTask:
     """Mixed into the classes of both kinds of task: of a message, only what is signed has power."""
 
     @property
     def Request(self) -> Any:  # noqa: N802 - Celery's name
         """The class that the worker's consumer makes of a message; only workers import it."""
-        from mongo_celery.bridge.worker.request import sealed
+        from mongo_celery.bridge.worker.request import harden_request
 
-        return sealed(symbol_by_name(super().Request))  # type: ignore[misc]
+        return harden_request(symbol_by_name(super().Request))  # type: ignore[misc]
 
 
-class ChangeTask(SealedMessages):
+class ChangeTask(SignedTask):
     """
     Mixed into the app's task class: turns a message into claim, handler calls and an outcome.
 
@@ -125,7 +125,7 @@ class ChangeTask(SealedMessages):
             super().before_start(*arguments)  # type: ignore[misc]
 
     def _begin(self, *arguments: Any) -> None:
-        """What annotations have put in the place of `before_start`, or around it; else the same."""
+        """Call what annotations have put in the place of `before_start`, or around it."""
         self.before_start(*arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class ChangeTask(SealedMessages):
         )
         try:
             with received(self.request):
-                execution.execute(functools.partial(self._traced_call, run))
+                execution.execute(functools.partial(self._trace_call, run))
         except MemoryError as error:  # its outcome is written; Celery ends the whole worker by it
             raise Ignore from error
 
@@ -163,10 +163,10 @@ class ChangeTask(SealedMessages):
         may_be_several = handler.run_size(options) > 1
         return run_limits(self, options.run_seconds, is_one_call=is_one_call, may_be_several=may_be_several)
 
-    def _traced_call(self, run: Run, given: Change | Changes, retries: int) -> None:
+    def _trace_call(self, run: Run, given: Change | Changes, retries: int) -> None:
         name = f"{run.bridge}/{run.subscription}"
         with processing(name, lambda: _span_attributes(self.request, run, given, retries)):
-            self._call_with(given, retries)
+            self._call_handler(given, retries)
 
     def _patience(self) -> float:
         """Seconds to wait for MongoDB at the end: a hard time limit would kill the process, and charge the change."""
@@ -174,7 +174,7 @@ class ChangeTask(SealedMessages):
         hard = hard or self.time_limit
         return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
 
-    def _call_with(self, given: Change | Changes, retries: int) -> None:
+    def _call_handler(self, given: Change | Changes, retries: int) -> None:
         request, execution = self.request, current.get()
         assert execution is not None, "a handler runs under a claim"
         request.retries = retries
@@ -189,7 +189,7 @@ class ChangeTask(SealedMessages):
         inherited(given)
 
     def signature_from_request(self, *_args: Any, **_kwargs: Any) -> ParkedSignature:
-        """What `retry` would publish: nothing (the execution parks the change)."""
+        """Return what `retry` would publish: nothing (the execution stores the retry)."""
         return ParkedSignature(args=(self.request.argsrepr,))
 
     def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
@@ -217,9 +217,9 @@ class ChangeTask(SealedMessages):
 
     def apply_async(self, *_args: Any, **_options: Any) -> Any:
         """Refused: the listener dispatches changes."""
-        raise HandlerUsageError(self.refused_to_send())
+        raise HandlerUsageError(self.explain_refusal())
 
-    def refused_to_send(self) -> str:
+    def explain_refusal(self) -> str:
         """Return why nobody but the listener sends it; an outbox asks, too."""
         return (
             f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
@@ -236,14 +236,14 @@ class ChangeTask(SealedMessages):
 
 
 def _is_given(argument: object, *, takes_list: bool) -> bool:
-    """Whether somebody calls the handler himself, with what it takes."""
+    """Return True if the handler is called directly, with what it takes."""
     if not takes_list:
         return isinstance(argument, Change)
     return isinstance(argument, list | tuple) and all(isinstance(each, Change) for each in argument)
 
 
 def _span_attributes(request: Any, run: Run, given: Change | Changes, retries: int) -> dict[str, Any]:
-    """What a trace shows of one execution: no document's contents, and not its `_id`; of a list its first change."""
+    """Return what a trace shows of an execution: no contents and no `_id` of documents; of a list its first change."""
     change = given if isinstance(given, Change) else given[0]
     return {
         **({} if isinstance(given, Change) else {"messaging.batch.message_count": len(given)}),
@@ -345,7 +345,7 @@ def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any
         execution = current.get()
         if execution is None:  # called directly, in a unit test
             return function(*args)
-        session = execution.session_of(handler)
+        session = execution.find_session(handler)
         if session is None:
             return _join(wiring, handler, function, args)
         _commit_handled(wiring, execution, session, function, args)
@@ -367,8 +367,8 @@ def _commit_handled(
     def body(session: ClientSession) -> None:
         scope.reset_attempt()
         try:
-            _handle_in(scope, session, lambda: function(*before, change.with_session(session)))
-            execution.complete_in(session)
+            _run_body(scope, session, lambda: function(*before, change.with_session(session)))
+            execution.write_in_transaction(session)
         except Exception as error:
             if not is_at_limit():
                 execution.attempt.note_body_error(error)
@@ -402,7 +402,7 @@ def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: 
         return function(*before, change.with_session(session))
 
 
-def _handle_in(scope: TransactionScope, session: ClientSession, handle: Callable[[], object]) -> None:
+def _run_body(scope: TransactionScope, session: ClientSession, handle: Callable[[], object]) -> None:
     """Run the handler as the body of `transactional`: its joined calls and locks may have made it rollback-only."""
     try:
         handle()
@@ -430,7 +430,7 @@ def _end_later(wiring: Wiring, session: ClientSession) -> None:
     wiring.of_process(DeferredWrites).add("the end of a transaction", end)
 
 
-class CommitTask(SealedMessages):
+class CommitTask(SignedTask):
     """Mixed into the app's task class: publishes the link of a chain without what only user tasks need."""
 
     if TYPE_CHECKING:
