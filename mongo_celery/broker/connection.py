@@ -66,19 +66,19 @@ def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False, as_t
 
 
 def _is_text(app: Celery) -> bool:
-    """Whether a body is text: not if it is compressed, nor by a serializer that somebody has put in its place."""
+    """Return True if a body is text: it is not compressed, and Celery's own serializer makes it."""
     return not app.conf.task_compression and isinstance(dumps([], serializer="json")[2], str)
 
 
 def demand_answer(connection: Connection, seconds: int) -> None:
     """Have one of the broker's servers answer, each within a bound; raises what its transport raises."""
-    retries = retries_of(connection)
+    retries = count_retries(connection)
     connection.ensure_connection(
         max_retries=retries, interval_start=0, interval_step=0, timeout=seconds * max(retries - 1, 1)
     )
 
 
-def retries_of(connection: Connection) -> int:
+def count_retries(connection: Connection) -> int:
     """Return how often a connection is tried again: each server of `broker_url` has its turn, and a single one two."""
     return max(1, len(connection.alt))
 

@@ -54,7 +54,7 @@ class Occupancy:
         return self.consumers == 0 if self.unacknowledged is None else task not in self.unacknowledged
 
 
-def occupancy_of(connection: Connection, queues: Collection[str]) -> dict[str, Occupancy]:
+def read_occupancy(connection: Connection, queues: Collection[str]) -> dict[str, Occupancy]:
     """
     Return what the broker holds of these queues: one round trip on Redis, one for each queue elsewhere.
 
@@ -65,7 +65,7 @@ def occupancy_of(connection: Connection, queues: Collection[str]) -> dict[str, O
     """
     if connection.transport.driver_type == "redis":
         return _of_redis(connection.default_channel, list(queues))
-    return {queue: _declared(connection, queue) for queue in queues}
+    return {queue: _read_declared(connection, queue) for queue in queues}
 
 
 def _of_redis(channel: Any, queues: list[str]) -> dict[str, Occupancy]:
@@ -101,7 +101,7 @@ def _tasks_by_queue(names: Any) -> dict[str, set[str]] | None:
     return found
 
 
-def _declared(connection: Connection, queue: str) -> Occupancy:
+def _read_declared(connection: Connection, queue: str) -> Occupancy:
     """Ask by a passive declaration. A queue that does not exist holds nothing."""
     channel: Any = connection.channel()  # a refusal closes it
     try:

@@ -1,4 +1,4 @@
-"""Whether the broker answers, and, for Redis, what it does when its memory is full or its machine fails."""
+"""Check that the broker answers, and, for Redis, what it does when its memory is full or its machine fails."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _check_redis(connection: Connection) -> Iterator[Finding]:
 
 
 def _snapshots(client: Any) -> bool | None:
-    """Whether Redis writes snapshots; None where its configuration cannot be read."""
+    """Return True if Redis writes snapshots; None if its configuration cannot be read."""
     try:
         return bool(client.config_get("save").get("save"))
     except Exception:  # noqa: BLE001 - managed Redis refuses CONFIG in its own ways
@@ -72,7 +72,7 @@ def judge_eviction(info: Mapping[str, Any]) -> Finding:
 
 
 def judge_memory(info: Mapping[str, Any]) -> Finding:
-    """How near Redis is to its limit."""
+    """Judge how near Redis is to its limit."""
     limit, used = int(info.get("maxmemory") or 0), int(info.get("used_memory") or 0)
     if not limit:
         return ok("redis_memory", "maxmemory is not set; the machine's memory is the limit.")
@@ -88,7 +88,7 @@ def judge_memory(info: Mapping[str, Any]) -> Finding:
 
 
 def judge_persistence(info: Mapping[str, Any], snapshots: bool | None) -> Finding:
-    """What a restart of Redis loses: of a bridge only time, of other tasks everything."""
+    """Judge the loss by a restart of Redis: of a bridge only time, of other tasks everything."""
     if info.get("aof_enabled"):
         return ok("redis_persistence", "The append-only file is on.")
     if snapshots:

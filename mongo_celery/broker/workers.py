@@ -1,4 +1,4 @@
-"""What the workers that run now say of themselves, by remote control."""
+"""Answers of the workers that run now, by remote control."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUESTIONS = ("active_queues", "registered", "stats")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersSaid:
+class WorkerReplies:
     """
     Answers of workers; one that answered only one of the questions is in one of them.
 
@@ -31,7 +31,7 @@ class WorkersSaid:
     pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def ask_workers(app: Celery, seconds: float) -> WorkersSaid:
+def ask_workers(app: Celery, seconds: float) -> WorkerReplies:
     """
     Ask the workers that run now; a solo pool that is busy does not answer.
 
@@ -44,12 +44,12 @@ def ask_workers(app: Celery, seconds: float) -> WorkersSaid:
     """
     with ThreadPoolExecutor(len(_QUESTIONS)) as threads:
         queues, tasks, stats = threads.map(lambda question: _ask(app, question, seconds), _QUESTIONS)
-    return WorkersSaid(queues, tasks, {worker: said.get("pool") or {} for worker, said in stats.items()})
+    return WorkerReplies(queues, tasks, {worker: replies.get("pool") or {} for worker, replies in stats.items()})
 
 
 def ask_for_queues(app: Celery, seconds: float) -> dict[str, set[str]]:
     """Ask the workers that run now for the queues that they consume; as `ask_workers`."""
-    return consumed_queues(WorkersSaid(_ask(app, "active_queues", seconds), {}))
+    return list_queues(WorkerReplies(_ask(app, "active_queues", seconds), {}))
 
 
 def _ask(app: Celery, question: str, seconds: float) -> Mapping[str, Any]:
@@ -58,17 +58,17 @@ def _ask(app: Celery, question: str, seconds: float) -> Mapping[str, Any]:
         return getattr(inspect, question)() or {}
 
 
-def consumed_queues(said: WorkersSaid) -> dict[str, set[str]]:
-    """The names of the queues that each worker consumes."""
-    return {worker: {str(queue["name"]) for queue in queues} for worker, queues in said.queues.items()}
+def list_queues(replies: WorkerReplies) -> dict[str, set[str]]:
+    """Return the names of the queues that each worker consumes."""
+    return {worker: {str(queue["name"]) for queue in queues} for worker, queues in replies.queues.items()}
 
 
-def slots_of(said: WorkersSaid, workers: Iterable[str]) -> int | None:
+def count_slots(replies: WorkerReplies, workers: Iterable[str]) -> int | None:
     """Return how many tasks these workers can run at a time; None where one of them does not say so."""
-    sizes: list[Any] = [said.pools.get(worker, {}).get("max-concurrency") for worker in workers]
+    sizes: list[Any] = [replies.pools.get(worker, {}).get("max-concurrency") for worker in workers]
     return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
 
 
-def known_tasks(said: WorkersSaid) -> dict[str, set[str]]:
-    """The names of the tasks that each worker knows."""
-    return {worker: {text.partition(" [")[0] for text in texts} for worker, texts in said.tasks.items()}
+def list_tasks(replies: WorkerReplies) -> dict[str, set[str]]:
+    """Return the names of the tasks that each worker knows."""
+    return {worker: {text.partition(" [")[0] for text in texts} for worker, texts in replies.tasks.items()}

@@ -342,8 +342,8 @@ def _make_absolute(signature: Any, now: datetime) -> None:
 
 def _serializer(app: Celery, leaf: Any) -> str:
     task: Any = app.tasks.get(leaf.task)
-    if hasattr(task, "refused_to_send"):  # a change handler: its own `delay` says the same
-        raise OutboxRefusedError(task.refused_to_send(), task=leaf.task)
+    if hasattr(task, "explain_refusal"):  # a change handler: its own `delay` says the same
+        raise OutboxRefusedError(task.explain_refusal(), task=leaf.task)
     return str(leaf.options.get("serializer") or getattr(task, "serializer", None) or app.conf.task_serializer)
 
 

@@ -22,7 +22,7 @@ from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
 
 from mongo_celery.app import shared
-from mongo_celery.broker.connection import bounded_connection, reach_broker, retries_of
+from mongo_celery.broker.connection import bounded_connection, count_retries, reach_broker
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
@@ -381,7 +381,7 @@ def _is_about_the_entry(error: BaseException) -> bool:
 
 def _again(connection: Connection) -> dict[str, Any]:
     """Return how a connection and publishing with it are tried again: once, or at each server of `broker_url`."""
-    return {**_ONCE_AGAIN, "max_retries": retries_of(connection)}
+    return {**_ONCE_AGAIN, "max_retries": count_retries(connection)}
 
 
 def _forget(producer: Any, connection: Any) -> None:

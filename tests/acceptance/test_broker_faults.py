@@ -17,7 +17,7 @@ import pytest
 from bson import Int64
 from pymongo import MongoClient
 
-from mongo_celery.bridge.worker.envelope import Carrier, Run, seal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.messages import body_of, with_body
@@ -223,7 +223,7 @@ def _forgeries(message: dict[str, Any], key: bytes, forged: Due) -> list[bytes]:
         given = {**body, **values}
         first, last = given["n"]
         made = Run(given["b"], given["s"], given["g"], given["i"], given["v"], first, last, [given["c"]], Carrier("id"))
-        return seal(given["k"], made, key)
+        return sign_run(given["k"], made, key)
 
     odd: list[tuple[Any, ...]] = [(), ("",), ("garbage",), ("\u00fc",), (None,), (7,), ([],), ({"b": 1},)]
     odd += [(nested,), (unknown,)]

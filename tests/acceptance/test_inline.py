@@ -76,7 +76,7 @@ def test_whatever_its_handlers_do_positions_follow_without_a_second_message(make
         ("plain", {"at": "Claims.handle"}, 2),
         ("plain", {"at": "Claims.handle", "behind": True}, 1),
         ("together", {"at": "Claims.handle", "behind": True}, 2),
-        ("together", {"at": "Execution.transaction_committed"}, 1),
+        ("together", {"at": "Execution.note_commit"}, 1),
     ],
     ids=["before the write", "behind the write", "before the commit of a transaction", "behind the commit"],
 )
@@ -110,7 +110,7 @@ def test_a_frozen_handler_that_wakes_after_its_effect_moves_no_position(make_cha
         chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
-    worker.wait_for_output(rf"handled of chain/plain/\d+/0 \(fence {zombie.fence}\) was refused")
+    worker.wait_for_output(rf"handled of chain/plain/\d+/0 \(fencing token {zombie.fence}\) was refused")
     chain.allow(item)
     chain.judge()
     assert chain.of(item)["committed"] == 2

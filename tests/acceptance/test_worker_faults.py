@@ -187,7 +187,7 @@ def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(ch
         chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
-    worker.wait_for_output(rf"handled of chain/plain/\d+/0 \(fence {zombie.fence}\) was refused")
+    worker.wait_for_output(rf"handled of chain/plain/\d+/0 \(fencing token {zombie.fence}\) was refused")
     chain.allow(item)
     chain.judge()
 
@@ -204,7 +204,7 @@ def test_a_frozen_handler_that_wakes_to_fail_has_that_refused(chain: Chain, act:
         chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
-    worker.wait_for_output(rf"{outcome} of chain/plain/\d+/0 \(fence {zombie.fence}\) was refused")
+    worker.wait_for_output(rf"{outcome} of chain/plain/\d+/0 \(fencing token {zombie.fence}\) was refused")
     chain.allow(item)
     chain.judge()
     assert chain.of(item)["state"] == "flowing"

@@ -27,7 +27,7 @@ from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, Item
 from mongo_celery.bridge.stream.reader import Position, StreamReader
 from mongo_celery.bridge.stream.source import Scope, strip_flags
-from mongo_celery.bridge.worker.envelope import Carrier, Run, seal, unseal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run, verify_run
 from tests.benchmarks.readings import Reading, reading
 from tests.benchmarks.sizes import Sizes
 from tests.fixtures.samples import image, token_data
@@ -105,12 +105,12 @@ def _parts(events: Sequence[bytes], dispatcher: Dispatcher) -> Iterator[tuple[st
     yield "take_in", lambda: _take_in(items)
     yield "pass_over", lambda: _take_in(items, "shop.invoices")
     one, many = _run(events[:1]), _run(events[:RUN])
-    yield "seal", lambda: _each(range(len(events) // 4), lambda _: seal("run", one, _KEY, "here"))
-    yield "seal_run", lambda: RUN * _each(range(len(events) // RUN), lambda _: seal("run", many, _KEY, "here"))
+    yield "seal", lambda: _each(range(len(events) // 4), lambda _: sign_run("run", one, _KEY, "here"))
+    yield "seal_run", lambda: RUN * _each(range(len(events) // RUN), lambda _: sign_run("run", many, _KEY, "here"))
     yield "publish", lambda: _publish(dispatcher, one, len(events) // 4)
     yield "publish_run", lambda: RUN * _publish(dispatcher, many, len(events) // RUN)
-    sealed = seal("run", many, _KEY, "here")
-    yield "open_run", lambda: RUN * _each(range(len(events) // RUN), lambda _: unseal("run", sealed, _KEY))
+    sealed = sign_run("run", many, _KEY, "here")
+    yield "open_run", lambda: RUN * _each(range(len(events) // RUN), lambda _: verify_run("run", sealed, _KEY))
     yield "token", lambda: _each(events, one.token_of)
     yield "change", lambda: _each(events, _change)
     yield "change_read", lambda: _each(events, lambda raw: _change(raw).operation_type)

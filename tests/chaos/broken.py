@@ -24,8 +24,7 @@ from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
 from mongo_celery.bridge.window import Queue, Window
-from mongo_celery.bridge.worker.execution import Execution
-from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
+from mongo_celery.bridge.worker.subject import RunSubject
 from mongo_celery.mongo.table import Table
 from tests.chaos.plan import Plan, Step
 from tests.chaos.setting import HOT, POISON, keys_in, partition_of
@@ -157,17 +156,17 @@ def _keep_changed_documents() -> None:
 
 def _pass_parked() -> None:
     """A change is handled although its key is parked."""
-    Execution._is_parked = lambda *_: False  # type: ignore[method-assign]
+    RunSubject.is_parked = lambda *_: False  # type: ignore[method-assign]
 
 
 def _pass_whole_list() -> None:
     """Of a list that fails in its middle all is recorded as done."""
-    reached = RunOutcomes._reached
+    reach = RunSubject.reach
 
-    def whole(self: RunOutcomes, _count: int) -> tuple[int, dict[str, object]]:
-        return reached(self, len(self.run.changes))
+    def reach_end(self: RunSubject, _end: int) -> tuple[int, dict[str, object]]:
+        return reach(self, len(self.run.changes))
 
-    RunOutcomes._reached = whole  # type: ignore[method-assign, assignment]
+    RunSubject.reach = reach_end  # type: ignore[method-assign, assignment]
 
 
 BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(

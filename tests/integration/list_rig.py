@@ -74,8 +74,7 @@ class Lists:
     def execution(self, run: Run) -> Execution:
         """What a worker makes of a run."""
         (handler,) = self.bridge.wiring.handlers
-        kind: type[Execution] = self.task._kind(run)
-        return kind(self.bridge.wiring, handler, run, 5, is_limited=self.is_limited)
+        return Execution(self.bridge.wiring, handler, run, 5, is_limited=self.is_limited)
 
     def flow(self, *keys: str) -> None:
         """Changes of these keys are all there is: what a listener would do until they are passed."""
@@ -107,13 +106,7 @@ class Lists:
 
     def _call(self, given: Changes | Change, retries: int) -> None:
         self.retries.append(retries)
-        self.task.run(Changes([given]) if isinstance(given, Change) and self.takes_lists else given)
-
-    @property
-    def takes_lists(self) -> bool:
-        """Whether its handler is one of `on_changes`."""
-        (handler,) = self.bridge.handlers
-        return handler.batch_size is not None
+        self.task.run(given)
 
 
 def failing(*bad: int, tells: bool = False) -> Handle:

@@ -19,7 +19,6 @@ from mongo_celery.bridge.partitioning import document_hash
 from mongo_celery.bridge.state.dead_letters import Letter, ReplayRequest, Selection
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.execution import Execution
-from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, Rig, rig_of, token
 
 _TURNS = 50
@@ -102,7 +101,7 @@ class Parking:
             raws,
             **{"hash": hash_of(keys[0]), "hashes": tuple(map(hash_of, keys)), **options},
         )
-        self._execute(Execution, run)
+        self._execute(run)
 
     def flow(self, *keys: str, upto: int | None = None) -> None:
         """Changes of these keys are in front of the partition: what a listener would do until they are passed."""
@@ -122,7 +121,7 @@ class Parking:
             BRIDGE, SUBSCRIPTION, 0, 0, VERSION, number, number, letter=replay.letter, starts=replay.starts,
             hashes=(replay.hash,),
         )  # fmt: skip
-        self._execute(ReplayExecution, run)
+        self._execute(run)
 
     def drain(self) -> None:
         """Replay what is asked for until nothing is, as a listener would have it done."""
@@ -154,9 +153,9 @@ class Parking:
         """The command that discards letters."""
         return letter_commands.discard(self.bridge.wiring, self.find(*numbers).letters, dry_run=dry_run)
 
-    def _execute(self, kind: type[Execution], run: Run) -> None:
+    def _execute(self, run: Run) -> None:
         (handler,) = self.bridge.wiring.handlers
-        kind(self.bridge.wiring, handler, run, patience=5).execute(self._handle)
+        Execution(self.bridge.wiring, handler, run, patience=5).execute(self._handle)
 
     def _handle(self, change: Change, _retries: int) -> None:
         document = change.full_document

@@ -56,7 +56,7 @@ def written(target: Collection[Document], body: Body, token: int, name: str, *, 
                 document.where(guard, WAITING.room_for(len(entries), room)),
                 body.amended(stamps, WAITING.addition(entries)),
             )
-            for guard, stamps in mine.edits(body)
+            for guard, stamps in mine.list_guards(body)
         ]
     ).matched_count
 

@@ -13,7 +13,7 @@ from celery import Celery
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
-from mongo_celery.bridge.worker.envelope import Run, unseal
+from mongo_celery.bridge.worker.envelope import Run, verify_run
 from mongo_celery.embedded import RedisServer
 
 MakeRedis = Callable[..., RedisServer]
@@ -69,7 +69,7 @@ def test_bodies_go_to_redis_as_text_and_every_consumer_reads_them(
         for number in range(2):
             message = queue.get(timeout=30)
             (envelope,), _, _ = message.payload
-            assert unseal("run", envelope, b"k" * 32).changes == (b"x" * _SMALL,), number
+            assert verify_run("run", envelope, b"k" * 32).changes == (b"x" * _SMALL,), number
             message.requeue() if number == 0 else message.ack()
         assert queue.get(timeout=30).payload[0]
         queue.close()

@@ -10,7 +10,7 @@ from celery import Celery
 from kombu import Connection
 
 from mongo_celery.broker.connection import reach_broker
-from mongo_celery.broker.occupancy import Occupancy, occupancy_of
+from mongo_celery.broker.occupancy import Occupancy, read_occupancy
 from mongo_celery.embedded.ports import free_port
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.entries import task_entry
@@ -72,7 +72,7 @@ def test_redis_shows_what_waits_and_what_workers_have(redis_url: str) -> None:
     with app.connection_for_write() as worker, app.connection_for_write() as asking:
         take(worker, "shop.0", 2)
         take(worker, "else", 1)
-        found = occupancy_of(asking, ["shop.0", "shop.1", "shop.2"])
+        found = read_occupancy(asking, ["shop.0", "shop.1", "shop.2"])
         assert found == {
             "shop.0": Occupancy(3, unacknowledged={TASK}),
             "shop.1": Occupancy(1, unacknowledged=frozenset()),
@@ -87,7 +87,7 @@ def test_redis_counts_all_priorities_under_a_prefix_of_its_own(redis_url: str) -
     send(app, "shop.0", 1, priority=0)
     with app.connection_for_write() as worker, app.connection_for_write() as asking:
         take(worker, "shop.0")
-        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(2, unacknowledged={TASK})}
+        assert read_occupancy(asking, ["shop.0"]) == {"shop.0": Occupancy(2, unacknowledged={TASK})}
 
 
 def test_too_much_to_look_at_is_unknown(redis_url: str) -> None:
@@ -96,7 +96,7 @@ def test_too_much_to_look_at_is_unknown(redis_url: str) -> None:
     send(app, "shop.0", 2, size=5 << 20)
     with app.connection_for_write() as worker, app.connection_for_write() as asking:
         take(worker, "shop.0", 2)
-        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(0, unacknowledged=None)}
+        assert read_occupancy(asking, ["shop.0"]) == {"shop.0": Occupancy(0, unacknowledged=None)}
 
 
 def test_a_redis_that_refuses_scripts_still_says_what_waits(redis_url: str, redis_client: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_redis_that_refuses_scripts_still_says_what_waits(redis_url: str, redi
         app = an_app(redis_url.replace("redis://", "redis://restricted:any@"))
         send(app, "shop.0")
         with app.connection_for_write() as asking:
-            assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(1, unacknowledged=None)}
+            assert read_occupancy(asking, ["shop.0"]) == {"shop.0": Occupancy(1, unacknowledged=None)}
     finally:
         redis_client.acl_deluser("restricted")
 
@@ -118,10 +118,10 @@ def test_a_redis_that_is_not_there_is_an_error(make_redis: Any) -> None:
     server = make_redis()
     app = an_app(server.url)
     with app.connection_for_write() as asking:
-        assert occupancy_of(asking, ["shop.0"])
+        assert read_occupancy(asking, ["shop.0"])
         server.kill()
         with pytest.raises(asking.connection_errors):
-            occupancy_of(asking, ["shop.0"])
+            read_occupancy(asking, ["shop.0"])
 
 
 def test_another_transport_says_what_waits_and_nothing_else() -> None:
@@ -129,6 +129,6 @@ def test_another_transport_says_what_waits_and_nothing_else() -> None:
     app = an_app("memory://")
     send(app, "shop.0", 3)
     with app.connection_for_write() as asking:
-        found = occupancy_of(asking, ["shop.0", "shop.1"])
+        found = read_occupancy(asking, ["shop.0", "shop.1"])
         assert found["shop.0"] == Occupancy(3)
         assert found["shop.1"].waiting == 0

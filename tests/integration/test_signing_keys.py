@@ -15,7 +15,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.worker.dropping import Dropper, claimed_process
+from mongo_celery.bridge.worker.dropping import Dropper, parse_process
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY
 
@@ -156,4 +156,4 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
 )
 def test_of_a_senders_name_only_process_and_host_are_believed(origin: object, process: str | None) -> None:
     """What a message says of itself is anything."""
-    assert claimed_process(origin) == process
+    assert parse_process(origin) == process

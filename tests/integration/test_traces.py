@@ -22,7 +22,7 @@ from mongo_celery import Event
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
-from mongo_celery.bridge.worker.envelope import Carrier, Run, unseal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, verify_run
 from mongo_celery.outbox.entries import FIELD
 from tests.fixtures.messages import body_of
 from tests.fixtures.redis import MakeRedis
@@ -186,7 +186,7 @@ def test_a_run_and_the_link_behind_it_carry_the_listeners_span(
         "mongo_celery.last": 8,
         "mongo_celery.attempt": 2,
     }
-    assert unseal("run", message.args[0], _KEY).carrier == Carrier.of(message.id, [link])
+    assert verify_run("run", message.args[0], _KEY).carrier == Carrier.of(message.id, [link])
 
 
 def test_a_run_that_commits_inline_is_one_message_and_no_link(make_redis: MakeRedis) -> None:
@@ -194,7 +194,7 @@ def test_a_run_that_commits_inline_is_one_message_and_no_link(make_redis: MakeRe
     run = Run("shop", "bill", 0, 3, 1, 7, 8, [b"secret", b"secret"])
     message = dispatched(make_redis(), run, commits=False)
     assert message.body[2]["chain"] is None
-    assert unseal("run", message.args[0], _KEY).is_inline
+    assert verify_run("run", message.args[0], _KEY).is_inline
 
 
 def test_without_a_trace_a_message_is_as_before(make_redis: MakeRedis, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from bson.raw_bson import RawBSONDocument
 from celery.utils.time import maybe_make_aware
 from pymongo import MongoClient
 
-from mongo_celery.bridge.worker.retry_times import retry_time
+from mongo_celery.bridge.worker.outcome import retry_time
 from mongo_celery.errors import HandlerUsageError
 from mongo_celery.mongo.expressions import LONGEST_SECONDS
 from tests.integration.partition_rig import SUBSCRIPTION, VERSION, Rig, rig_of, token

@@ -5,8 +5,8 @@ As ``protocol_model``, it imports nothing from the package. What it models, in `
 | here | there |
 |---|---|
 | ``claim``, ``claim_for_replay`` | `Claims.take`, `Claims.take_for_replay`; what a claim has read of `parkedKeys` |
-| ``set_aside`` | `Claims.set_aside`, of the one that parks and of those behind (`Outcomes.fail`, `wait_behind`) |
-| ``start``, ``load`` | `Replays.start`, `ReplayExecution._load` and `_give_way` |
+| ``set_aside`` | `Claims.set_aside`, of the one that parks and of those behind (`RunSubject.fail`, `RunSubject.load`) |
+| ``start``, ``load`` | `Replays.start`, `ReplaySubject.load` |
 | ``succeed``, ``fail``, ``redirect``, ``postpone`` | `Replays.succeed`, `fail`, `redirect`, `retry_later` |
 | ``ask``, ``discard`` | `Replays.request`, `Replays.discard`, and `letter_commands.discard` of several |
 | ``look``, ``withdraw`` | `Replaying._chosen` and `Replays.withdraw` |

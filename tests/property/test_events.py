@@ -25,7 +25,7 @@ from mongo_celery.bridge.state.stored import unpacked
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
-from mongo_celery.bridge.worker.envelope import Carrier, Run, seal, unseal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run, verify_run
 from mongo_celery.mongo.identity import id_key
 from tests.fixtures.samples import BSON_VALUES, mark
 
@@ -167,7 +167,7 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
     run = Run(
         "shop", "summarise", 2, 7, 5, 41, 41, (raw,), Carrier("id"), Refusal.because("because", halts=True), TOKEN
     )
-    assert unseal("run", seal("run", run, KEY), KEY) == run
+    assert verify_run("run", sign_run("run", run, KEY), KEY) == run
     found = kept(raw)
     letter = dead_letter(
         bridge="shop",

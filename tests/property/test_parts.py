@@ -27,11 +27,11 @@ class Driver:
         """Give everything; the change that has failed, if one has."""
         parts = self._parts
         while True:
-            if parts.failed is not None and not parts.owed(parts.failed):
+            if parts.failed is not None and not parts.list_remaining(parts.failed):
                 return parts.failed
             if not parts.has_more:
                 return None
-            given = parts.given()
+            given = parts.next_offsets()
             assert given == sorted(set(given)), "in order, each once"
             assert all(parts.begin <= each < parts.end for each in given)
             self.calls.append(given)
@@ -54,7 +54,7 @@ class Driver:
             self._parts.stop(given[count])
             return
         self.done += given
-        self._parts.done()
+        self._parts.complete()
 
 
 def _last(of: Sequence[bytes | None], upto: int) -> set[int]:
@@ -87,7 +87,7 @@ def test_what_fails_is_found_with_all_before_it_done(
     end = len(of) if failed is None else failed
     owed = _last(of, end) if coalesces else set(range(end))
     if failed is not None and coalesces:
-        owed -= set(parts.passed_over(failed))
+        owed -= set(parts.list_superseded(failed))
     assert owed <= {*driver.done, *range(parts.begin)}
     assert all(each not in bad for each in driver.done)
     assert all(each < end for each in driver.done)
@@ -120,9 +120,9 @@ def test_halving_takes_a_logarithm_of_calls(count: int, bad: int) -> None:
 def test_a_change_that_was_tried_before_is_given_alone() -> None:
     """Its attempts are its own: no other change is in a list that fails again."""
     parts = Parts(4, head_alone=True)
-    assert parts.given() == [0]
-    parts.done()
-    assert parts.given() == [1, 2, 3]
+    assert parts.next_offsets() == [0]
+    parts.complete()
+    assert parts.next_offsets() == [1, 2, 3]
 
 
 def test_no_part_is_longer_than_its_handler_wants() -> None:
@@ -135,10 +135,10 @@ def test_no_part_is_longer_than_its_handler_wants() -> None:
 def test_a_change_stands_for_those_of_its_document_up_to_an_event_without_one() -> None:
     """A drop parts what was before it from what comes later."""
     parts = Parts(6, [b"a", None, b"a", b"b", b"a", b"b"])
-    assert parts.given() == [0, 1, 4, 5]
-    assert parts.passed_over(4) == [2]
-    assert parts.passed_over(5) == [3]
-    assert parts.passed_over(1) == []
+    assert parts.next_offsets() == [0, 1, 4, 5]
+    assert parts.list_superseded(4) == [2]
+    assert parts.list_superseded(5) == [3]
+    assert parts.list_superseded(1) == []
 
 
 @settings(max_examples=200)
@@ -154,18 +154,18 @@ def test_where_a_run_could_end_is_known_by_what_is_owed_there(
     assert end == max(each for each in range(len(of) + 1) if len(owed[each]) <= calls)
     assert end or not calls
     parts.stop(end)
-    assert parts.given() == sorted(owed[end]) if end else not parts.has_more
+    assert parts.next_offsets() == sorted(owed[end]) if end else not parts.has_more
 
 
 @settings(max_examples=200)
 @given(documents)
 def test_what_is_recorded_inside_of_a_part_changes_nothing_that_is_given(of: list[bytes | None]) -> None:
     """P2: the position follows as far as nothing is left behind it, and each is given once."""
-    parts, whole = Parts(len(of), of), Parts(len(of), of).given()
+    parts, whole = Parts(len(of), of), Parts(len(of), of).next_offsets()
     done: list[int] = []
-    while given := parts.given():
+    while given := parts.next_offsets():
         done.append(given[0])
         parts.finish(given[:1])
         assert _last(of, parts.reach(0)) <= set(done)
-        parts.pass_to(parts.reach(0))
+        parts.move_begin(parts.reach(0))
     assert (done, parts.begin) == (whole, len(of))

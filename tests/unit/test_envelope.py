@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.worker.envelope import Carrier, Reference, Run, bridge_of, seal, unseal
+from mongo_celery.bridge.worker.envelope import Carrier, Reference, Run, bridge_of, sign_run, verify_run
 from mongo_celery.errors import InvalidEnvelopeError
 from tests.fixtures.samples import BSON_VALUES, event
 
@@ -24,7 +24,7 @@ EVENTS = tuple(bson.encode(event(fullDocument={"value": value})) for value in BS
 RUN = Run(
     "shop", "summarise", 2, 7, (1 << 20) * 1_700_000_000 + 3, 41, 41 + len(EVENTS) - 1, EVENTS, Carrier("id", "links")
 )
-SEALED = seal("run", RUN, KEY)
+SEALED = sign_run("run", RUN, KEY)
 SIGNATURE_BYTES = 32
 
 labels = st.text("AZaz09_-", min_size=1, max_size=64)
@@ -51,7 +51,7 @@ def sign_again(data: bytes, **changes: Any) -> str:
 @pytest.mark.parametrize(("number", "name"), list(enumerate(BSON_VALUES)))
 def test_every_bson_type_arrives_byte_for_byte(number: int, name: str) -> None:
     """P11: neither JSON nor a decoder on the way changes what the server sent."""
-    arrived = unseal("run", SEALED, KEY).changes[number]
+    arrived = verify_run("run", SEALED, KEY).changes[number]
     assert arrived == EVENTS[number]
     assert type(bson.decode(arrived)["fullDocument"]["value"]) is type(
         bson.decode(EVENTS[number])["fullDocument"]["value"]
@@ -61,8 +61,8 @@ def test_every_bson_type_arrives_byte_for_byte(number: int, name: str) -> None:
 @given(runs, st.sampled_from(["run", "commit"]), st.binary(min_size=1, max_size=64))
 def test_what_was_sealed_is_unsealed(run: Run, kind: str, key: bytes) -> None:
     """Numbers of 64 bits, names and changes come out as they went in."""
-    sealed = seal(kind, run, key)
-    assert unseal(kind, sealed, key) == run
+    sealed = sign_run(kind, run, key)
+    assert verify_run(kind, sealed, key) == run
     assert bridge_of(sealed) == run.bridge
 
 
@@ -70,13 +70,13 @@ def test_what_was_sealed_is_unsealed(run: Run, kind: str, key: bytes) -> None:
 def test_a_refused_change_travels_alone_with_its_reason_and_its_token(raw: bytes) -> None:
     """P12: its bytes as they are, also where they are no event."""
     run = replace(RUN, changes=(raw,), last=41, refusal=Refusal("because", halts=True), token={"_data": "82"})
-    assert unseal("run", seal("run", run, KEY), KEY) == run
+    assert verify_run("run", sign_run("run", run, KEY), KEY) == run
 
 
 def test_a_run_commits_itself_where_it_is_signed_that_nothing_follows() -> None:
     """P11: nobody can take a link away."""
     alone, followed = Carrier.of("id", None), Carrier.of("id", [{"task": "mongo_celery.commit"}])
-    found = [unseal("run", seal("run", replace(RUN, carrier=each), KEY), KEY) for each in (alone, followed)]
+    found = [verify_run("run", sign_run("run", replace(RUN, carrier=each), KEY), KEY) for each in (alone, followed)]
     assert [run.is_inline for run in found] == [True, False]
     assert not replace(RUN, carrier=alone, changes=(), letter="a letter").is_inline
 
@@ -88,8 +88,8 @@ REFERRING = replace(RUN, changes=(), hash=2**64 - 1, reference=Reference.to(("82
 def test_a_run_travels_by_reference_with_tokens_sizes_and_digest(refused: dict[str, Any]) -> None:
     """Whatever its changes weigh: none of their bytes are in the message."""
     run = replace(REFERRING, **refused)
-    sealed = seal("run", run, KEY)
-    assert unseal("run", sealed, KEY) == run
+    sealed = sign_run("run", run, KEY)
+    assert verify_run("run", sealed, KEY) == run
     assert run.head == "82"
     assert all(event not in base64.b64decode(sealed) for event in EVENTS)
 
@@ -99,8 +99,8 @@ def test_a_run_beside_parked_keys_carries_the_hashes_of_all_its_keys(refused: di
     """P2: a worker stops before each of them that is parked."""
     changes = EVENTS[:1] if refused else EVENTS
     run = replace(REFERRING, reference=None, changes=tuple(changes), hashes=(2**64 - 5,) * len(changes), **refused)
-    sealed = seal("run", run, KEY)
-    assert unseal("run", sealed, KEY) == run
+    sealed = sign_run("run", run, KEY)
+    assert verify_run("run", sealed, KEY) == run
     assert [run.hash_at(place) for place in range(len(changes))] == [2**64 - 5] * len(changes)
 
 
@@ -119,7 +119,7 @@ def test_a_run_beside_parked_keys_carries_the_hashes_of_all_its_keys(refused: di
 def test_another_reference_under_an_old_signature_is_refused(changes: dict[str, Any]) -> None:
     """P11: who can write to the broker chooses neither which stored changes run nor what they may say."""
     with pytest.raises(InvalidEnvelopeError):
-        unseal("run", sign_again(base64.b64decode(seal("run", REFERRING, KEY)), **changes), KEY)
+        verify_run("run", sign_again(base64.b64decode(sign_run("run", REFERRING, KEY)), **changes), KEY)
 
 
 @pytest.mark.parametrize(
@@ -144,19 +144,19 @@ def test_a_reference_fits_its_own_bytes_alone(found: tuple[bytes, ...]) -> None:
 @pytest.mark.parametrize("number", [0, 7, 2**63 - 1, 2**63, 2**64 - 1])
 def test_the_hash_of_a_runs_head_arrives(number: int) -> None:
     """BSON has no unsigned numbers."""
-    assert unseal("run", seal("run", replace(RUN, hash=number), KEY), KEY).hash == number
+    assert verify_run("run", sign_run("run", replace(RUN, hash=number), KEY), KEY).hash == number
 
 
 def test_an_envelope_is_text_that_every_serializer_carries() -> None:
     """It is the only argument of a task, whatever the broker does to arguments."""
     assert SEALED.isascii()
-    assert unseal("run", json.loads(json.dumps(SEALED)), KEY) == RUN
+    assert verify_run("run", json.loads(json.dumps(SEALED)), KEY) == RUN
 
 
 def test_a_run_without_changes_is_what_a_commit_carries() -> None:
     """The commit needs no contents."""
     bare = Run("shop", "summarise", 0, 0, 1, 1, 1, carrier=Carrier("id"))
-    assert unseal("commit", seal("commit", bare, KEY), KEY) == bare
+    assert verify_run("commit", sign_run("commit", bare, KEY), KEY) == bare
     assert bare.partition_id == "shop/summarise/0/0"
 
 
@@ -166,7 +166,7 @@ def test_any_changed_byte_is_refused(position: int, difference: int) -> None:
     data = bytearray(base64.b64decode(SEALED))
     data[position] ^= difference
     with pytest.raises(InvalidEnvelopeError):
-        unseal("run", base64.b64encode(data).decode(), KEY)
+        verify_run("run", base64.b64encode(data).decode(), KEY)
 
 
 @given(st.integers(0, len(SEALED) - 1), st.characters(codec="ascii"))
@@ -174,7 +174,7 @@ def test_any_changed_character_is_refused_or_means_the_same_bytes(position: int,
     """P11: base64 leaves a few bits of its last character unused; no other text passes."""
     text = SEALED[:position] + character + SEALED[position + 1 :]
     try:
-        assert unseal("run", text, KEY) == RUN
+        assert verify_run("run", text, KEY) == RUN
     except InvalidEnvelopeError:
         assert text != SEALED
     else:
@@ -185,20 +185,20 @@ def test_any_changed_character_is_refused_or_means_the_same_bytes(position: int,
 def test_a_truncated_envelope_is_refused(length: int) -> None:
     """P11: by the broker, a proxy or a length limit."""
     with pytest.raises(InvalidEnvelopeError):
-        unseal("run", SEALED[:length], KEY)
+        verify_run("run", SEALED[:length], KEY)
 
 
 @pytest.mark.parametrize("added", ["A", "AAAA", " ", "\n", SEALED])
 def test_an_envelope_with_something_behind_it_is_refused(added: str) -> None:
     """P11: nothing is ignored."""
     with pytest.raises(InvalidEnvelopeError):
-        unseal("run", SEALED + added, KEY)
+        verify_run("run", SEALED + added, KEY)
 
 
 def test_an_envelope_of_another_installation_is_refused() -> None:
     """P11: two installations may share a broker, and a state database may have been made anew."""
     with pytest.raises(InvalidEnvelopeError):
-        unseal("run", SEALED, OTHER_KEY)
+        verify_run("run", SEALED, OTHER_KEY)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +216,14 @@ def test_an_envelope_of_another_installation_is_refused() -> None:
 def test_other_contents_under_an_old_signature_are_refused(changes: dict[str, Any]) -> None:
     """P11: who can only write to the broker can neither invent changes nor commits."""
     with pytest.raises(InvalidEnvelopeError):
-        unseal(changes.get("k", "run"), sign_again(base64.b64decode(SEALED), **changes), KEY)
+        verify_run(changes.get("k", "run"), sign_again(base64.b64decode(SEALED), **changes), KEY)
 
 
 @pytest.mark.parametrize(("sealed_as", "opened_as"), [("run", "commit"), ("commit", "run")])
 def test_a_message_of_one_kind_cannot_be_replayed_as_another(sealed_as: str, opened_as: str) -> None:
     """P11: the kind is signed; a commit that was overheard starts no handler, and the reverse."""
     with pytest.raises(InvalidEnvelopeError):
-        unseal(opened_as, seal(sealed_as, RUN, KEY), KEY)
+        verify_run(opened_as, sign_run(sealed_as, RUN, KEY), KEY)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_message_of_one_kind_cannot_be_replayed_as_another(sealed_as: str, ope
 )
 def test_an_argument_that_is_no_envelope_is_refused(argument: object) -> None:
     """P11: whatever else arrives in a partition's queue."""
-    for attempt in (lambda: unseal("run", argument, KEY), lambda: bridge_of(argument)):
+    for attempt in (lambda: verify_run("run", argument, KEY), lambda: bridge_of(argument)):
         with pytest.raises(InvalidEnvelopeError):
             attempt()
 
@@ -257,7 +257,7 @@ def test_an_argument_that_is_no_envelope_is_refused(argument: object) -> None:
 def test_random_bytes_are_refused_before_they_are_trusted(data: bytes) -> None:
     """P11: the bridge's name is read before the signature is checked, so decoding must not fail otherwise."""
     text = base64.b64encode(bytes(SIGNATURE_BYTES) + data).decode()
-    for attempt in (lambda: unseal("run", text, KEY), lambda: bridge_of(text)):
+    for attempt in (lambda: verify_run("run", text, KEY), lambda: bridge_of(text)):
         with pytest.raises(InvalidEnvelopeError):
             attempt()
 

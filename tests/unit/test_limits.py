@@ -13,7 +13,7 @@ from kombu.message import Message
 from mongo_celery import Bridge
 from mongo_celery.bridge.worker import limits
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits
-from mongo_celery.bridge.worker.runtime import STRANGE
+from mongo_celery.bridge.worker.runtime import UNEXPECTED
 from mongo_celery.errors import ConfigurationError
 
 
@@ -121,7 +121,7 @@ def test_a_message_has_the_limits_of_its_handler_and_none_of_its_own(handlers: H
     made = request(message, app=handlers.app, task=task)
     assert made.time_limits == (None, 5.5)
     assert made.request_dict[RUN_SECONDS] == 0.5
-    assert sorted(made.request_dict[STRANGE]) == [RUN_SECONDS, "timelimit"]
+    assert sorted(made.request_dict[UNEXPECTED]) == [RUN_SECONDS, "timelimit"]
 
 
 def test_coalescing_single_changes_is_refused(handlers: Handlers) -> None:

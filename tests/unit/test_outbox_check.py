@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from pymongo.errors import AutoReconnect
 
-from mongo_celery.broker.workers import WorkersSaid
+from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.mongo.rights import Allowed
 from mongo_celery.outbox.check.contents import Kind, judge_apps, judge_tasks
 from mongo_celery.outbox.check.storage import (
@@ -158,8 +158,8 @@ def sweeping(seconds: float | None = None, **changes: Any) -> Sweeping:
     return Sweeping(**{"last": last, "patience": 60.0, "is_scheduled": True, "queue": "celery", **changes})
 
 
-def said(queue: str, *tasks: str) -> WorkersSaid:
-    return WorkersSaid({"w@x": [{"name": queue}]}, {"w@x": tasks})
+def said(queue: str, *tasks: str) -> WorkerReplies:
+    return WorkerReplies({"w@x": [{"name": queue}]}, {"w@x": tasks})
 
 
 SWEEPS = said("celery", f"{SWEEP_TASK} [rate_limit=1/s]")
@@ -172,14 +172,14 @@ SWEEPS = said("celery", f"{SWEEP_TASK} [rate_limit=1/s]")
         (sweeping(300.0), SWEEPS, "for 5 min"),
         (sweeping(is_scheduled=False), SWEEPS, "no beat entry"),
         (sweeping(), "no remote control", "Run `celery -A APP beat`, or the listener of a bridge"),
-        (sweeping(), WorkersSaid({}, {}), "No worker has answered"),
+        (sweeping(), WorkerReplies({}, {}), "No worker has answered"),
         (sweeping(), said("other", "mail"), "include=[...]"),
         (sweeping(queue="sweeps"), SWEEPS, "add it to a worker's -Q"),
         (sweeping(), SWEEPS, "A worker would."),
     ],
 )
 def test_an_outbox_that_nobody_sweeps_is_an_error_with_what_is_missing(
-    known: Sweeping, answer: WorkersSaid | str | None, words: str
+    known: Sweeping, answer: WorkerReplies | str | None, words: str
 ) -> None:
     """One cause, one cure."""
     finding = next(iter(judge_sweeping(known, answer)))
@@ -190,7 +190,7 @@ def test_an_outbox_that_nobody_sweeps_is_an_error_with_what_is_missing(
 
 def test_a_sweep_that_was_noted_is_well_whatever_workers_say() -> None:
     """One that is busy does not answer; one that takes sweeps and drops them is told all the same."""
-    assert [each.level for each in judge_sweeping(sweeping(2.0), WorkersSaid({}, {}))] == ["ok"]
+    assert [each.level for each in judge_sweeping(sweeping(2.0), WorkerReplies({}, {}))] == ["ok"]
     swept, dropping = judge_sweeping(sweeping(2.0), said("celery", "mail"))
     assert (swept.level, dropping.level, dropping.name) == ("ok", "error", "sweep_task")
     assert "Worker w@x consumes the queue celery and lacks" in dropping.message

@@ -19,7 +19,7 @@ from mongo_celery.bridge.operations.spill_check import judge_spill, judge_storin
 from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.bridge.stream.source import Source
 from mongo_celery.broker import server_check
-from mongo_celery.broker.workers import WorkersSaid
+from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.opening import translated
@@ -88,7 +88,7 @@ def findings_of(
     queues = {worker: [{"name": name} for name in names] for worker, names in active.items()}
     return {
         each.name: (each.level, each.message)
-        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkersSaid(queues, registered), LINE)
+        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkerReplies(queues, registered), LINE)
     }
 
 

@@ -24,15 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
-from pymongo import UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.errors import BulkWriteError, OperationFailure, WriteError
-from pymongo.results import DeleteResult, UpdateResult
+from pymongo.results import UpdateResult
 
 from mongo_celery.bridge.fenced.documents import Documents, FencedUpdate
-from mongo_celery.bridge.fenced.tombstones import stamps_of
+from mongo_celery.bridge.fenced.tombstones import Stamps, read_stamps
 from mongo_celery.errors import OutboxRefusedError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.writes import COUNTS, Target, as_bulk_error
@@ -42,7 +43,7 @@ BATCH = 500
 
 
 @dataclass(frozen=True, slots=True)
-class BulkItem:
+class BulkUpdate:
     """One update of one document, by its place in the user's list."""
 
     place: int
@@ -59,150 +60,203 @@ class BulkDelete:
     target: Target
 
 
-ItemT = TypeVar("ItemT", BulkItem, BulkDelete)
+@dataclass(frozen=True, slots=True)
+class BulkSingle:
+    """One request that is no part of a batch, by its place in the user's list; a delete returns a number."""
+
+    place: int
+    act: Callable[[], UpdateResult | int]
 
 
-def batches(items: Iterable[ItemT], documents: Documents) -> Iterator[list[ItemT]]:
-    """Runs of `items` in which no `_id` repeats, up to `BATCH` long."""
-    batch: list[ItemT] = []
-    seen: set[Any] = set()
-    for item in items:
-        key = id_key(item.target.id, documents.collection.codec_options)
-        if batch and (key in seen or len(batch) == BATCH):
-            yield batch
-            batch, seen = [], set()
-        batch.append(item)
-        seen.add(key)
-    if batch:
-        yield batch
+Step = BulkUpdate | BulkDelete | BulkSingle
+StepT = TypeVar("StepT", BulkUpdate, BulkDelete)
 
 
-def run(
-    documents: Documents,
-    batch: Sequence[BulkItem],
-    command: Mapping[str, Any],
-    session: ClientSession | None,
-    *,
-    ordered: bool = True,
-) -> list[tuple[int, UpdateResult]]:
+class BulkWrite:
     """
-    Do one batch: the results, by place (those of the common command summed under the batch's first place).
+    Many writes, and the sum of their results in the shape that PyMongo's own result wraps.
 
-    Raises:
-        StaleFencingTokenError: a document, or its tombstone, is stamped newer.
-        BulkWriteError: a write failed; its indexes are places in the user's list.
+    Args:
+        documents: the target.
+        command: arguments of each whole command.
+        session: to write with.
+        ordered: whether the first error ends it.
     """
-    statements: list[UpdateOne] = []
-    places: list[int] = []
-    for item in batch:
-        edits = item.write.statements(documents.fence_for(item.target.id, item.write.body), item.target)
-        statements += edits
-        places += [item.place] * len(edits)
-    try:
-        result = documents.collection.bulk_write(statements, ordered=ordered, session=session, **command)
-    except BulkWriteError as error:
-        for detail in error.details.get("writeErrors", []):
-            detail["index"] = places[detail["index"]]
-        if session is None or not session.in_transaction:  # else nothing of it is left
-            _settle_tried(documents, batch, command, session, error, ordered=ordered)
-        raise
-    common = UpdateResult({"n": result.matched_count, "nModified": result.modified_count, "ok": 1.0}, True)
-    rest = [] if result.matched_count == len(batch) else _settle_misses(documents, batch, command, session)
-    return [(batch[0].place, common), *rest]
 
-
-def _settle_tried(
-    documents: Documents,
-    batch: Sequence[BulkItem],
-    command: Mapping[str, Any],
-    session: ClientSession | None,
-    error: BulkWriteError,
-    *,
-    ordered: bool,
-) -> None:
-    """As PyMongo: what stands before the first error is done, of an unordered bulk write all that has not failed."""
-    details: dict[str, Any] = error.details  # type: ignore[assignment] # the driver makes a plain one
-    failed = {detail["index"] for detail in details.get("writeErrors", [])}
-    first = min(failed, default=0)
-    tried = [item for item in batch if (item.place < first if ordered else item.place not in failed)]
-    if not failed or details["nMatched"] >= len(tried):
-        return
-    tally = Tally()
-    try:
-        for place, result in _settle_misses(documents, tried, command, session):
-            tally.add(place, result)
-    except BulkWriteError as other:
-        if ordered:  # it stands before the one that was met first
-            raise
-        tally.fail(other)
-    for name in (*COUNTS, "upserted", "writeErrors"):
-        details[name] += tally.details[name]
-
-
-def _settle_misses(
-    documents: Documents, batch: Sequence[BulkItem], command: Mapping[str, Any], session: ClientSession | None
-) -> list[tuple[int, UpdateResult]]:
-    found = stamps_of(documents.collection, [item.target.id for item in batch], session, bare={})
-    for item, stamps in zip(batch, found, strict=True):
-        documents.demand(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
-    absent = [item for item, stamps in zip(batch, found, strict=True) if stamps is None]
-    again = [
-        item
-        for item, stamps in zip(batch, found, strict=True)
-        if stamps is not None and not documents.fence.bears(stamps)
-    ]
-    _demand_tombstones(documents, [item for item in absent if not item.upsert], session)
-    new = [item for item in absent if item.upsert]
-    results = _create(documents, new, command, session)
-    if results is None:
-        results, again = [], sorted([*new, *again], key=lambda item: item.place)
-    return results + [_alone(documents, item, session) for item in again]
-
-
-def _demand_tombstones(documents: Documents, items: Sequence[BulkItem], session: ClientSession | None) -> None:
-    if items and documents.tombstones is not None:
-        ids = [item.target.id for item in items]
-        for item, stamps in zip(items, documents.tombstones.read(ids, session), strict=True):
-            documents.demand(item.target.id, documents.fence_for(item.target.id, item.write.body), stamps)
-
-
-def _create(
-    documents: Documents, items: Sequence[BulkItem], command: Mapping[str, Any], session: ClientSession | None
-) -> list[tuple[int, UpdateResult]] | None:
-    """Create documents, all of them together; None where that cannot be, and each is to be tried alone."""
-    if not items:
-        return []
-    if documents.tombstones is not None:
-        try:
-            results = documents.create_all([(item.write, item.target) for item in items], command, session)
-            return [(item.place, result) for item, result in zip(items, results, strict=True)]
-        except WriteError:
-            # The transaction has left nothing behind, so each may be tried alone. Inside
-            # the user's own transaction that is over, too, and the error is its end.
-            if session is not None and session.in_transaction:
-                raise
-    return None
-
-
-def _alone(documents: Documents, item: BulkItem, session: ClientSession | None) -> tuple[int, UpdateResult]:
-    try:
-        return item.place, documents.write(item.write, item.target, upsert=item.upsert, session=session)
-    except WriteError as error:
-        raise as_bulk_error(error, item.place) from error
-
-
-class Tally:
-    """The sum of a bulk write's results, in the shape that PyMongo's own result wraps."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, documents: Documents, command: Mapping[str, Any], session: ClientSession | None, *, ordered: bool = True
+    ) -> None:
         self.details: dict[str, Any] = {
             **dict.fromkeys(COUNTS, 0),
             "upserted": [],
             "writeErrors": [],
             "writeConcernErrors": [],
         }
+        self._documents = documents
+        self._command = command
+        self._session = session
+        self._ordered = ordered
 
-    def add(self, place: int, result: UpdateResult) -> None:
+    def run(self, steps: Iterable[Step]) -> None:
+        """
+        Do steps in their order, those of one kind in batches.
+
+        Raises:
+            StaleFencingTokenError, OutdatedChangeError: a document, or its tombstone, is stamped newer.
+            OutboxRefusedError: what is pending in a document cannot be delivered before its delete.
+        """
+        for kind, found in groupby(steps, type):
+            group: Any = found
+            for batch in ([step] for step in group) if kind is BulkSingle else self._batches(group):
+                try:
+                    if kind is BulkUpdate:
+                        self._update(batch)
+                    elif kind is BulkDelete:
+                        self._delete(batch)
+                    else:
+                        self._run_single(batch[0])
+                except BulkWriteError as error:
+                    self._fail(error)
+                    if self._ordered:
+                        return
+
+    def close(self) -> dict[str, Any]:
+        """
+        Return the details.
+
+        Raises:
+            BulkWriteError: at least one write failed; its indexes are places in the user's list.
+        """
+        if self.details["writeErrors"] or self.details["writeConcernErrors"]:
+            raise BulkWriteError(self.details)
+        return self.details
+
+    def _batches(self, steps: Iterable[StepT]) -> Iterator[list[StepT]]:
+        """Give runs of steps in which no `_id` repeats, up to `BATCH` long."""
+        batch: list[StepT] = []
+        seen: set[Any] = set()
+        for step in steps:
+            key = id_key(step.target.id, self._documents.collection.codec_options)
+            if batch and (key in seen or len(batch) == BATCH):
+                yield batch
+                batch, seen = [], set()
+            batch.append(step)
+            seen.add(key)
+        if batch:
+            yield batch
+
+    @property
+    def _is_in_transaction(self) -> bool:
+        return self._session is not None and self._session.in_transaction
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def _update(self, batch: Sequence[BulkUpdate]) -> None:
+        documents, statements, places = self._documents, [], list[int]()
+        for step in batch:
+            guarded = step.write.statements(documents.make_fence(step.target.id, step.write.body), step.target)
+            statements += guarded
+            places += [step.place] * len(guarded)
+        try:
+            result = documents.collection.bulk_write(
+                statements, ordered=self._ordered, session=self._session, **self._command
+            )
+        except BulkWriteError as error:
+            for detail in error.details.get("writeErrors", []):
+                detail["index"] = places[detail["index"]]
+            if not self._is_in_transaction:  # else nothing of it is left
+                self._settle_tried(batch, error)
+            raise
+        self.details["nMatched"] += result.matched_count
+        self.details["nModified"] += result.modified_count
+        if result.matched_count < len(batch):
+            self._settle_misses(batch)
+
+    def _settle_tried(self, batch: Sequence[BulkUpdate], error: BulkWriteError) -> None:
+        """As PyMongo: what is before the first error is done, of an unordered bulk write all that has not failed."""
+        details: dict[str, Any] = error.details  # type: ignore[assignment] # the driver makes a plain one
+        failed = {detail["index"] for detail in details.get("writeErrors", [])}
+        first = min(failed, default=0)
+        tried = [step for step in batch if (step.place < first if self._ordered else step.place not in failed)]
+        if not failed or details["nMatched"] >= len(tried):
+            return
+        again = BulkWrite(self._documents, self._command, self._session)
+        try:
+            again._settle_misses(tried)
+        except BulkWriteError as other:
+            if self._ordered:  # it is before the one that was met first
+                raise
+            again._fail(other)
+        for name in (*COUNTS, "upserted", "writeErrors"):
+            details[name] += again.details[name]
+
+    def _settle_misses(self, batch: Sequence[BulkUpdate]) -> None:
+        documents, session = self._documents, self._session
+        found = [*zip(batch, read_stamps(documents.collection, _ids(batch), session, bare={}), strict=True)]
+        self._require_fresh(found)
+        absent = [step for step, stamps in found if stamps is None]
+        again = [step for step, stamps in found if stamps is not None and not documents.fence.has_token(stamps)]
+        gone = [step for step in absent if not step.upsert]
+        if gone and documents.tombstones is not None:
+            self._require_fresh(zip(gone, documents.tombstones.read(_ids(gone), session), strict=True))
+        new = [step for step in absent if step.upsert]
+        if new and not self._create(new):
+            again = sorted([*new, *again], key=lambda step: step.place)
+        for step in again:
+            act = partial(documents.write, step.write, step.target, upsert=step.upsert, session=session)
+            self._run_single(BulkSingle(step.place, act))
+
+    def _require_fresh(self, found: Iterable[tuple[BulkUpdate, Stamps | None]]) -> None:
+        for step, stamps in found:
+            fence = self._documents.make_fence(step.target.id, step.write.body)
+            self._documents.require_fresh(step.target.id, fence, stamps)
+
+    def _create(self, steps: Sequence[BulkUpdate]) -> bool:
+        """Create documents, all of them together; return False if that cannot be, and each is to be tried alone."""
+        if self._documents.tombstones is None:
+            return False
+        wanted = [(step.write, step.target) for step in steps]
+        try:
+            results = self._documents.create_all(wanted, self._command, self._session)
+        except WriteError:
+            # The transaction has left nothing behind, so each may be tried alone. Inside
+            # the user's own transaction that is over, too, and the error is its end.
+            if self._is_in_transaction:
+                raise
+            return False
+        for step, result in zip(steps, results, strict=True):
+            self._add(step.place, result)
+        return True
+
+    # -- deletes, and all others -------------------------------------------------------------------
+
+    def _delete(self, batch: Sequence[BulkDelete]) -> None:
+        documents, session = self._documents, self._session
+        if len(batch) > 1 and documents.tombstones is not None:
+            try:
+                self.details["nRemoved"] += documents.delete_all([step.target.id for step in batch], session)
+            except (StaleFencingTokenError, OutdatedChangeError, OutboxRefusedError, OperationFailure):
+                # As of creations: nothing of it is left, so each may be tried alone, but in the user's transaction.
+                if self._is_in_transaction:
+                    raise
+            else:
+                return
+        for step in batch:
+            self._run_single(BulkSingle(step.place, partial(documents.delete, step.target, session)))
+
+    def _run_single(self, step: BulkSingle) -> None:
+        try:
+            result = step.act()
+        except WriteError as error:
+            raise as_bulk_error(error, step.place) from error
+        if isinstance(result, int):
+            self.details["nRemoved"] += result
+        else:
+            self._add(step.place, result)
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def _add(self, place: int, result: UpdateResult) -> None:
         """Count one result."""
         raw = result.raw_result or {}
         if result.did_upsert:
@@ -212,71 +266,11 @@ class Tally:
             self.details["nMatched"] += result.matched_count
             self.details["nModified"] += result.modified_count
 
-    def fail(self, error: BulkWriteError) -> None:
+    def _fail(self, error: BulkWriteError) -> None:
         """Count what a failed command did, and keep its errors."""
-        for name in COUNTS:
-            self.details[name] += error.details.get(name, 0)
-        for name in ("writeErrors", "writeConcernErrors"):
-            self.details[name] += error.details.get(name, [])
-
-    def close(self) -> dict[str, Any]:
-        """
-        The details.
-
-        Raises:
-            BulkWriteError: at least one write failed.
-        """
-        if self.details["writeErrors"] or self.details["writeConcernErrors"]:
-            raise BulkWriteError(self.details)
-        return self.details
+        for name in (*COUNTS, "writeErrors", "writeConcernErrors"):
+            self.details[name] += error.details.get(name, [] if name.startswith("write") else 0)
 
 
-Alone = Callable[[Tally], None]
-"""A request that is no part of a batch."""
-
-
-def alone(place: int, act: Callable[[], UpdateResult | DeleteResult]) -> Alone:
-    """A step that runs `act`, which is one request with a result of its own."""
-
-    def step(tally: Tally) -> None:
-        try:
-            result = act()
-        except WriteError as error:
-            raise as_bulk_error(error, place) from error
-        if isinstance(result, DeleteResult):
-            tally.details["nRemoved"] += result.deleted_count
-        else:
-            tally.add(place, result)
-
-    return step
-
-
-def deletes(documents: Documents, batch: Sequence[BulkDelete], session: ClientSession | None) -> Alone:
-    """
-    A step that deletes what a batch names.
-
-    Where a document, or its tombstone, is stamped newer it raises StaleFencingTokenError or OutdatedChangeError, and
-    OutboxRefusedError where what is pending in one cannot be delivered first; what stands before is done.
-    """
-
-    def step(tally: Tally) -> None:
-        if len(batch) > 1 and documents.tombstones is not None:
-            try:
-                tally.details["nRemoved"] += documents.delete_all([item.target.id for item in batch], session)
-            except (StaleFencingTokenError, OutdatedChangeError, OutboxRefusedError, OperationFailure):
-                # As of creations: nothing of it is left, so each may be tried alone, but in the user's transaction.
-                if session is not None and session.in_transaction:
-                    raise
-            else:
-                return
-        for item in batch:
-            tally.details["nRemoved"] += _deleted(documents, item, session)
-
-    return step
-
-
-def _deleted(documents: Documents, item: BulkDelete, session: ClientSession | None) -> int:
-    try:
-        return documents.delete(item.target, session)
-    except WriteError as error:
-        raise as_bulk_error(error, item.place) from error
+def _ids(steps: Iterable[BulkUpdate]) -> list[Any]:
+    return [step.target.id for step in steps]

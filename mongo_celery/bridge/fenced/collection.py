@@ -26,20 +26,18 @@ Once per client and collection, the first creation or delete also makes the tomb
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from pymongo import DeleteOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.cursor import Cursor
-from pymongo.errors import BulkWriteError
 from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
-from mongo_celery.bridge.fenced import bulk
-from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, FencedWrite, updated
+from mongo_celery.bridge.fenced.bulk import BulkDelete, BulkSingle, BulkUpdate, BulkWrite, Step
+from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, FencedWrite, make_result
 from mongo_celery.bridge.fenced.fence import Fence, Origin, refuse_stamps
 from mongo_celery.bridge.fenced.pending import PendingTasks
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
@@ -190,7 +188,7 @@ class FencedCollection:
         """Update and return one document, as `Collection.find_one_and_update`; errors as in `update_one`."""
         given = _drop_missing(projection=projection, return_document=return_document, **options)
         body = _changing(update)
-        write = FencedFindAndUpdate(body, None, given, kept=self._pending.kept_by(body))
+        write = FencedFindAndUpdate(body, None, given, kept=self._pending.list_kept_fields(body))
         return self._write(write, filter, upsert, sort, session)
 
     def delete_one(self, filter: Query, **options: Unpack[DeleteOptions]) -> DeleteResult:  # noqa: A002
@@ -207,7 +205,7 @@ class FencedCollection:
         """
         session, statement, command = _split(options, DeleteOptions)
         session, given = self._session(session), {**statement, **command}
-        deleted, known = 0, _named(filter, given)
+        deleted, known = 0, _find_target(filter, given)
         for _ in range(CHOICES):
             target = known or self._resolve(filter, None, given, session)
             deleted = 0 if target is None else self._documents.delete(target, session, **given)
@@ -230,19 +228,17 @@ class FencedCollection:
         """
         session, *given = _split(options, UpdateOptions)
         write = self._updating(_changing(update), *given)
-        if upsert or _named(filter, write.options) is not None:
+        if upsert or _find_target(filter, write.options) is not None:
             return self._write(write, filter, upsert, None, session)
         session = self._session(session)
-        tally = bulk.Tally()
         # By `_id`, which no update changes: a document that the update moves in another
         # index would be met, and changed, twice.
         found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
         targets = (narrowed(filter, document["_id"]) for document in found.allow_disk_use(True))
-        items = (bulk.BulkItem(0, write, target, upsert=False) for target in targets)
-        for batch in bulk.batches(items, self._documents):
-            for place, result in bulk.run(self._documents, batch, write.command, session):
-                tally.add(place, result)
-        return updated(tally.details["nMatched"], tally.details["nModified"])
+        many = BulkWrite(self._documents, write.command, session)
+        many.run(BulkUpdate(0, write, target, upsert=False) for target in targets)
+        details = many.close()
+        return make_result(details["nMatched"], details["nModified"])
 
     def bulk_write(
         self,
@@ -268,65 +264,41 @@ class FencedCollection:
         """
         session = self._session(session)
         command = _drop_missing(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
-        steps = [self._step(place, request, command, session) for place, request in enumerate(requests)]
-        tally = bulk.Tally()
-        for step in self._grouped(steps, session):
-            try:
-                if callable(step):
-                    step(tally)
-                else:
-                    for place, result in bulk.run(self._documents, step, command, session, ordered=ordered):
-                        tally.add(place, result)
-            except BulkWriteError as error:
-                tally.fail(error)
-                if ordered:
-                    break
-        return BulkWriteResult(tally.close(), True)
+        steps = [self._make_step(place, request, command, session) for place, request in enumerate(requests)]
+        many = BulkWrite(self._documents, command, session, ordered=ordered)
+        many.run(steps)
+        return BulkWriteResult(many.close(), True)
 
-    def _step(
-        self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
-    ) -> bulk.BulkItem | bulk.BulkDelete | bulk.Alone:
+    def _make_step(self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None) -> Step:
         """A request as an item of a batch, or as something to be run in its place."""
         facts = BulkRequest.of(request)
         if isinstance(request, UpdateMany):
             many = {**facts.options, **command, "session": session, "upsert": facts.upsert}
             _changing(facts.document)
-            return bulk.alone(place, lambda: self.update_many(facts.filter, facts.document, **many))
+            return BulkSingle(place, lambda: self.update_many(facts.filter, facts.document, **many))
         if isinstance(request, DeleteOne):
             one = {**facts.options, **_drop_missing(let=command.get("let"), comment=command.get("comment"))}
-            target = _named(facts.filter, one)
+            target = _find_target(facts.filter, one)
             if not one and target is not None and not target.rest:
-                return bulk.BulkDelete(place, target)
-            return bulk.alone(place, lambda: self.delete_one(facts.filter, **one, session=session))
+                return BulkDelete(place, target)
+            return BulkSingle(place, lambda: self.delete_one(facts.filter, **one, session=session).deleted_count)
         if not isinstance(request, UpdateOne | ReplaceOne):
             raise ConfigurationError(
                 f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
             )
         body = _changing(facts.document) if isinstance(request, UpdateOne) else self._replacing(facts.document)
-        write, target = self._updating(body, facts.options, command), _named(facts.filter, facts.options)
+        write, target = self._updating(body, facts.options, command), _find_target(facts.filter, facts.options)
         self._demand_upsertable(write, target, facts.upsert)
         if target is None or (facts.upsert and target.rest):
-            return bulk.alone(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
-        return bulk.BulkItem(place, write, target, facts.upsert)
-
-    def _grouped(
-        self, steps: Iterable[bulk.BulkItem | bulk.BulkDelete | bulk.Alone], session: ClientSession | None
-    ) -> Iterator[list[bulk.BulkItem] | bulk.Alone]:
-        """Runs of batched items, with what runs by itself in its place between them."""
-        documents = self._documents
-        for _, run in groupby(steps, type):
-            found = list(run)
-            yield from bulk.batches((step for step in found if isinstance(step, bulk.BulkItem)), documents)
-            deletes = (step for step in found if isinstance(step, bulk.BulkDelete))
-            yield from (bulk.deletes(documents, batch, session) for batch in bulk.batches(deletes, documents))
-            yield from (step for step in found if callable(step))
+            return BulkSingle(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
+        return BulkUpdate(place, write, target, facts.upsert)
 
     def _updating(self, body: Body, options: Mapping[str, Any], command: Mapping[str, Any]) -> FencedUpdate:
-        return FencedUpdate(body, updated(0, 0), options, command, self._pending.kept_by(body))
+        return FencedUpdate(body, make_result(0, 0), options, command, self._pending.list_kept_fields(body))
 
     def _replacing(self, replacement: Mapping[str, Any]) -> Body:
         body = refuse_stamps(replacing(replacement))
-        self._pending.refuse_in(body)
+        self._pending.refuse_entries(body)
         return body
 
     def _write(
@@ -338,7 +310,7 @@ class FencedCollection:
         session: ClientSession | None,
     ) -> R:
         session = self._session(session)
-        target = _named(wanted, write.options)
+        target = _find_target(wanted, write.options)
         self._demand_upsertable(write, target, upsert)
         if target is not None:
             return self._documents.write(write, target, upsert=upsert, session=session)
@@ -398,7 +370,7 @@ class FencedCollection:
         return current(client) if given is None else given
 
 
-def _named(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:
+def _find_target(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:
     """The document that a filter names by `_id`; a collation may mean another one than it says, so none then."""
     return None if "collation" in options else target_of(wanted)
 

@@ -31,7 +31,7 @@ from pymongo.results import BulkWriteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.fence import FIELD, Fence, Origin, merge
 from mongo_celery.bridge.fenced.pending import KEPT_FILLING, PendingTasks
-from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, stamps_of
+from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, read_stamps
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.mongo.writes import Body, Replacement, Target, single_error
@@ -83,7 +83,7 @@ class FencedUpdate(FencedWrite[UpdateResult]):
         """The guarded statements, of which at most one matches."""
         return [
             UpdateOne(target.where(guard), self.body.amended(stamp, kept=self.kept), **self.options)
-            for guard, stamp in fence.edits(self.body)
+            for guard, stamp in fence.list_guards(self.body)
         ]
 
     def insertion(self, target: Target, stamps: Stamps) -> UpdateOne | ReplaceOne[Any]:
@@ -96,14 +96,14 @@ class FencedUpdate(FencedWrite[UpdateResult]):
     ) -> Returned[UpdateResult]:
         """See `FencedWrite`."""
         result = write_all(into, self.statements(fence, target), session, self.command)
-        return (updated(result.matched_count, result.modified_count),) if result.matched_count else ()
+        return (make_result(result.matched_count, result.modified_count),) if result.matched_count else ()
 
     def insert(
         self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None
     ) -> UpdateResult:
         """See `FencedWrite`."""
         result = write_all(into, [self.insertion(target, stamps)], session, self.command)
-        return _created(result, 0)
+        return _make_creation_result(result, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class FencedFindAndUpdate(FencedWrite[Any]):
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
     ) -> Returned[Any]:
         """See `FencedWrite`."""
-        for guard, stamp in fence.edits(self.body):
+        for guard, stamp in fence.list_guards(self.body):
             update = self.body.amended(stamp, kept=self.kept)
             found = into.find_one_and_update(
                 target.where(guard), update, session=session, **self.options, **self.command
@@ -163,7 +163,7 @@ class Documents:
         self.pending = pending
         self._origin_of = origin_of
 
-    def fence_for(self, document_id: Any, body: Body | None = None) -> Fence:
+    def make_fence(self, document_id: Any, body: Body | None = None) -> Fence:
         """The right to write to one document; to delete it, without a body."""
         origin = self.fence.origin if self._origin_of is None else self._origin_of(document_id)
         if body is not None and not body.overwrites:
@@ -173,7 +173,7 @@ class Documents:
     def write(self, write: FencedWrite[R], target: Target, *, upsert: bool, session: ClientSession | None) -> R:
         """Do `write`, or raise because the target is stamped newer."""
         duplicate: DuplicateKeyError | None = None
-        fence = self.fence_for(target.id, write.body)
+        fence = self.make_fence(target.id, write.body)
         for attempt in range(ATTEMPTS):
             if outcome := write.attempt(self.collection, fence, target, session):
                 return outcome[0]
@@ -186,10 +186,10 @@ class Documents:
                     duplicate = error
                 # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
                 ended = session is not None and session.in_transaction
-                self.judge(target.id, fence, None if ended else session)
+                self.check_existing(target.id, fence, None if ended else session)
                 if ended:
                     break
-            elif not self.judge(target.id, fence, session):
+            elif not self.check_existing(target.id, fence, session):
                 return write.missed
             if target.rest and attempt:
                 break
@@ -197,40 +197,41 @@ class Documents:
             raise duplicate
         return write.missed
 
-    def judge(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
+    def check_existing(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
         """
         Return True if the document exists.
 
         Raises:
             StaleFencingTokenError, OutdatedChangeError: it, or its tombstone, is stamped newer.
         """
-        [stamps] = stamps_of(self.collection, [document_id], session, bare={})
+        [stamps] = read_stamps(self.collection, [document_id], session, bare={})
         exists = stamps is not None
         if not exists and self.tombstones is not None:
             [stamps] = self.tombstones.read([document_id], session)
-        self.demand(document_id, fence, stamps)
+        self.require_fresh(document_id, fence, stamps)
         return exists
 
-    def demand(self, document_id: Any, fence: Fence, stamps: Stamps | None) -> None:
+    def require_fresh(self, document_id: Any, fence: Fence, stamps: Stamps | None) -> None:
         """Raise if `stamps` are newer than the fence."""
         fence.demand(stamps, namespace=self.collection.full_name, document_id=document_id)
 
     def create(self, write: FencedWrite[R], target: Target, session: ClientSession | None) -> R:
         """Create the document with what its tombstone remembers, or raise because that is newer."""
-        tombstones, fence = self.tombstones, self.fence_for(target.id, write.body)
+        tombstones, fence = self.tombstones, self.make_fence(target.id, write.body)
         if fence.origin is not None and session is not None and session.in_transaction:
-            self.judge(target.id, fence, session)  # before E11000 ends it: a handler may pass over an older change
+            # Before E11000 ends the transaction: a handler may pass over an older change.
+            self.check_existing(target.id, fence, session)
         if tombstones is None:
             return write.insert(self.collection, target, fence.stamp(None), session)
 
         def body(inside: ClientSession) -> R:
-            [buried] = tombstones.take([target.id], inside)
-            self.demand(target.id, fence, buried)
+            [buried] = tombstones.take_slots([target.id], inside)
+            self.require_fresh(target.id, fence, buried)
             result = write.insert(self.collection, target, fence.stamp(buried), inside)
-            tombstones.settle([(target.id, None)], inside)
+            tombstones.settle_slots([(target.id, None)], inside)
             return result
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
     def create_all(
         self,
@@ -244,15 +245,15 @@ class Documents:
 
         def body(inside: ClientSession) -> list[UpdateResult]:
             requests = []
-            for (write, target), buried in zip(wanted, tombstones.take(ids, inside), strict=True):
-                fence = self.fence_for(target.id, write.body)
-                self.demand(target.id, fence, buried)
+            for (write, target), buried in zip(wanted, tombstones.take_slots(ids, inside), strict=True):
+                fence = self.make_fence(target.id, write.body)
+                self.require_fresh(target.id, fence, buried)
                 requests.append(write.insertion(target, fence.stamp(buried)))
             result = write_all(self.collection, requests, inside, command)
-            tombstones.settle([(i, None) for i in ids], inside)
-            return [_created(result, place) for place in range(len(wanted))]
+            tombstones.settle_slots([(i, None) for i in ids], inside)
+            return [_make_creation_result(result, place) for place in range(len(wanted))]
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
     def delete(self, target: Target, session: ClientSession | None, **options: Any) -> int:
         """
@@ -265,69 +266,64 @@ class Documents:
             count = self._delete(target, session, options)
             if count or not self.pending.deliver(target, session):
                 return count
-        raise self.pending.refused(target.id, KEPT_FILLING)
+        raise self.pending.make_refusal(target.id, KEPT_FILLING)
 
     def _delete(self, target: Target, session: ClientSession | None, options: Mapping[str, Any]) -> int:
-        tombstones, fence = self.tombstones, self.fence_for(target.id)
+        tombstones, fence = self.tombstones, self.make_fence(target.id)
+        where = target.where(fence.guard(), *self.pending.none_pending)
         if tombstones is None:
-            where = target.where(fence.guard(), *self.pending.nothing)
             result = self.collection.delete_one(where, session=session, **options)
             if not result.deleted_count:
-                self.judge(target.id, fence, session)
+                self.check_existing(target.id, fence, session)
             return result.deleted_count
 
         def body(inside: ClientSession) -> int:
-            [buried] = tombstones.take([target.id], inside)
-            self.demand(target.id, fence, buried)
-            count, stamps = self._remove(target, fence, buried, inside, options)
-            tombstones.settle([(target.id, stamps)], inside)
-            return count
+            [buried] = tombstones.take_slots([target.id], inside)
+            self.require_fresh(target.id, fence, buried)
+            removed = self.collection.find_one_and_delete(where, {FIELD: 1}, session=inside, **options)
+            if removed is not None:
+                current = removed.get(FIELD)
+            else:
+                [current] = read_stamps(self.collection, [target.id], inside, bare={})
+                self.require_fresh(target.id, fence, current)
+            # Admitted, yet not matched: the user's own conditions, or something is pending; what was buried stays so.
+            is_kept = removed is None and current is not None
+            left = buried if is_kept else fence.stamp(merge(buried, current))
+            tombstones.settle_slots([(target.id, left)], inside)
+            return int(removed is not None)
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
     def delete_all(self, ids: Sequence[Any], session: ClientSession | None) -> int:
         """Delete several documents in one transaction, all or none, with tombstones; how many there were."""
         tombstones = self.tombstones
         assert tombstones is not None
-        fences = [self.fence_for(document_id) for document_id in ids]
+        fences = [self.make_fence(document_id) for document_id in ids]
 
         def body(inside: ClientSession) -> int:
-            buried = tombstones.take(ids, inside)
-            current = stamps_of(self.collection, ids, inside, bare={})
+            buried = tombstones.take_slots(ids, inside)
+            current = read_stamps(self.collection, ids, inside, bare={})
             for document_id, fence, *stamps in zip(ids, fences, buried, current, strict=True):
                 for each in stamps:
-                    self.demand(document_id, fence, each)
+                    self.require_fresh(document_id, fence, each)
             there = {"_id": {"$in": [i for i, stamps in zip(ids, current, strict=True) if stamps is not None]}}
             self.pending.refuse_any(there, inside)
             count = self.collection.delete_many(there, session=inside).deleted_count if there["_id"]["$in"] else 0
             left = [fence.stamp(merge(*stamps)) for fence, *stamps in zip(fences, buried, current, strict=True)]
-            tombstones.settle([*zip(ids, left, strict=True)], inside)
+            tombstones.settle_slots([*zip(ids, left, strict=True)], inside)
             return count
 
-        return self._atomically(tombstones, body, session)
+        return self._atomically(body, session)
 
-    def _remove(
-        self, target: Target, fence: Fence, buried: Stamps | None, session: ClientSession, options: Mapping[str, Any]
-    ) -> tuple[int, Stamps | None]:
-        """The number of removed documents and what the tombstone must say then."""
-        guarded = target.where(fence.guard(), *self.pending.nothing)
-        removed = self.collection.find_one_and_delete(guarded, {FIELD: 1}, session=session, **options)
-        if removed is not None:
-            return 1, fence.stamp(merge(buried, removed.get(FIELD)))
-        [current] = stamps_of(self.collection, [target.id], session, bare={})
-        self.demand(target.id, fence, current)
-        # Admitted, yet not matched: the user's own conditions, or something is pending; what was buried stays so.
-        return 0, fence.stamp(buried) if current is None else buried
-
-    def _atomically(
-        self, tombstones: Tombstones, body: Callable[[ClientSession], T], session: ClientSession | None
-    ) -> T:
-        tombstones.prepare()
+    def _atomically(self, body: Callable[[ClientSession], T], session: ClientSession | None) -> T:
+        """Run a body in a transaction of its own, or in the one that is open."""
+        assert self.tombstones is not None, "without tombstones one write is enough"
+        self.tombstones.prepare()
         if session is not None and session.in_transaction:
             return body(session)
         if session is None:
             with open_session(self.collection.database.client) as own:
-                return self._atomically(tombstones, body, own)
+                return self._atomically(body, own)
         return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
 
 
@@ -344,10 +340,10 @@ def write_all(
         raise single_error(error) from error
 
 
-def _created(result: BulkWriteResult, place: int) -> UpdateResult:
-    return updated(1, 0, upserted=(result.upserted_ids or {})[place])
+def _make_creation_result(result: BulkWriteResult, place: int) -> UpdateResult:
+    return make_result(1, 0, upserted=(result.upserted_ids or {})[place])
 
 
-def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:
+def make_result(matched: int, modified: int, **upserted: Any) -> UpdateResult:
     """PyMongo's result of an update."""
     return UpdateResult({"n": matched, "nModified": modified, "ok": 1.0, **upserted}, acknowledged=True)

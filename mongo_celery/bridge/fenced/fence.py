@@ -175,7 +175,7 @@ class Fence:
             return {}
         return {"l": {"i": self.index, "t": self.token, "d": origin.document, "o": origin.place}}
 
-    def bears(self, stamps: Mapping[str, Any] | None) -> bool:
+    def has_token(self, stamps: Mapping[str, Any] | None) -> bool:
         """Return True if `stamps` hold exactly my token in my slot."""
         entry = (stamps or {}).get(self.key)
         if not isinstance(entry, Mapping) or entry.get("g") != self.generation:
@@ -184,9 +184,9 @@ class Fence:
 
     def guard(self) -> dict[str, Any]:
         """The filter that MongoDB matches exactly where `admits` holds. It seeds no field of an upsert."""
-        return {"$or": [self.guard_same(), self.guard_older()]}
+        return {"$or": [self._guard_same(), self._guard_older()]}
 
-    def guard_same(self) -> dict[str, Any]:
+    def _guard_same(self) -> dict[str, Any]:
         """The part of the guard for a stamp of my own generation."""
         guard: dict[str, Any] = {
             f"{self.path}.g": self.generation,
@@ -199,7 +199,7 @@ class Fence:
             guard["$or"] = [*is_mine, *is_over]
         return guard
 
-    def guard_older(self) -> dict[str, Any]:
+    def _guard_older(self) -> dict[str, Any]:
         """The part of the guard for an older stamp, or none: `$lt` would not match a missing field."""
         return {f"{self.path}.g": {"$not": {"$gte": self.generation}}}
 
@@ -212,7 +212,7 @@ class Fence:
         entry = {"$cond": [same, merged, {"$literal": self._fresh()}]}
         return {"$mergeObjects": [f"${FIELD}", {self.key: entry}]}
 
-    def edits(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
+    def list_guards(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
         """Pairs of guard and stamp, to be tried in order; at most one matches."""
         if not isinstance(body, Operators):
             return [(self.guard(), Addition(FIELD, {}, self.expression()))]
@@ -220,8 +220,8 @@ class Fence:
         slot |= {f"{self.path}.{name}": value for name, value in self._last().items()}
         entry = {self.path: self._fresh()}
         return [
-            (self.guard_same(), Addition(FIELD, {"$set": slot}, self.expression())),
-            (self.guard_older(), Addition(FIELD, {"$set": entry}, self.expression())),
+            (self._guard_same(), Addition(FIELD, {"$set": slot}, self.expression())),
+            (self._guard_older(), Addition(FIELD, {"$set": entry}, self.expression())),
         ]
 
     def _fresh(self) -> dict[str, Any]:

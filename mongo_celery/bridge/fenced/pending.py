@@ -47,15 +47,15 @@ class PendingTasks:
         return self._found
 
     @property
-    def nothing(self) -> list[Mapping[str, Any]]:
+    def none_pending(self) -> list[Mapping[str, Any]]:
         """Conditions of a document in which nothing is pending."""
         return [{outbox.field.count: {"$not": {"$gt": 0}}} for outbox in self._outboxes]
 
-    def kept_by(self, body: Body) -> Sequence[str]:
+    def list_kept_fields(self, body: Body) -> Sequence[str]:
         """Return the fields that a write must not drop; none where it cannot."""
         return () if isinstance(body, Operators) else [outbox.field.name for outbox in self._outboxes]
 
-    def refuse_in(self, replacement: Body) -> None:
+    def refuse_entries(self, replacement: Body) -> None:
         """
         Refuse a new document that brings entries.
 
@@ -84,12 +84,12 @@ class PendingTasks:
         deadline, attempts = time.monotonic() + _HELD_SECONDS, 0
         while (document_id := self._waiting(outbox, where, session)) is not None:
             if session is not None and session.in_transaction:
-                raise self.refused(document_id[0], _IN_TRANSACTION)
+                raise self.make_refusal(document_id[0], _IN_TRANSACTION)
             delivery = outbox.backing.deliver_now(document_id[0])
             if delivery.broker_down:
-                raise self.refused(document_id[0], _BROKER) from OperationalError(_BROKER)
+                raise self.make_refusal(document_id[0], _BROKER) from OperationalError(_BROKER)
             if delivery.error is not None or time.monotonic() > deadline:
-                raise self.refused(document_id[0], delivery.error or _HELD)
+                raise self.make_refusal(document_id[0], delivery.error or _HELD)
             if not delivery.dispatched:
                 time.sleep(_PAUSES.nth(attempts))
             attempts += 1
@@ -105,9 +105,9 @@ class PendingTasks:
         for outbox in self._outboxes:
             found = self._waiting(outbox, where, session)
             if found is not None:
-                raise self.refused(found[0], _IN_TRANSACTION)
+                raise self.make_refusal(found[0], _IN_TRANSACTION)
 
-    def refused(self, document_id: Any, reason: str) -> OutboxRefusedError:
+    def make_refusal(self, document_id: Any, reason: str) -> OutboxRefusedError:
         """Return the error of a delete that would take pending entries away."""
         return OutboxRefusedError(
             f"document {document_id!r} of {self._collection.full_name} has pending entries that could not be delivered "

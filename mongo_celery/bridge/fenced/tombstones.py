@@ -84,7 +84,7 @@ class Tombstones:
             create_indexes(self._collection, [IndexModel("expireAt", expireAfterSeconds=0)])
             done.add(self._collection.full_name)
 
-    def take(self, ids: Sequence[Any], session: ClientSession) -> list[Stamps | None]:
+    def take_slots(self, ids: Sequence[Any], session: ClientSession) -> list[Stamps | None]:
         """Write the slots of `ids` (T1) and return the stamps found there, None for no tombstone."""
         touch = {"$inc": {"writes": 1}}
         if len(ids) == 1:
@@ -102,7 +102,7 @@ class Tombstones:
         )
         return self.read(ids, session)
 
-    def settle(self, outcome: Sequence[tuple[Any, Stamps | None]], session: ClientSession) -> None:
+    def settle_slots(self, outcome: Sequence[tuple[Any, Stamps | None]], session: ClientSession) -> None:
         """For each id: leave a tombstone with these stamps, or, where they are None, none (T2)."""
         gone = [i for i, stamps in outcome if stamps is None]
         if gone:
@@ -115,14 +115,14 @@ class Tombstones:
         """The stamps of `ids`, None for no tombstone."""
         if session is not None and session.in_transaction:
             self.prepare()
-        return stamps_of(self._collection, ids, session)
+        return read_stamps(self._collection, ids, session)
 
     def _tombstone(self, stamps: Stamps) -> list[Mapping[str, Any]]:
         expiry: Any = "$$REMOVE" if self._ttl_ms is None else {"$add": ["$$NOW", self._ttl_ms]}
         return [{"$set": {FIELD: {"$literal": dict(stamps)}, "expireAt": expiry}}]
 
 
-def stamps_of(
+def read_stamps(
     collection: Collection[Any],
     ids: Sequence[Any],
     session: ClientSession | None,
@@ -140,7 +140,7 @@ def stamps_of(
         return [stamps.get(key) for key in asked]
     # The collection's collation holds equal what differs here, and only the server knows which of them.
     return [
-        stamps[key] if key in stamps else stamps_of(collection, [i], session, bare=bare)[0]
+        stamps[key] if key in stamps else read_stamps(collection, [i], session, bare=bare)[0]
         for i, key in zip(ids, asked, strict=True)
     ]
 

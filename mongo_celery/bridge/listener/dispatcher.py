@@ -29,7 +29,7 @@ from kombu import Connection
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.window import PendingChange
-from mongo_celery.bridge.worker.envelope import Carrier, Run, seal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.queues import declare_queues
@@ -250,7 +250,7 @@ class Dispatcher:
         return self._app.amqp.as_task_v2(
             task_id,
             dispatch.task_name,
-            (seal("run", run, sealing.key, sealing.installation, Carrier.of(task_id, links)),),
+            (sign_run("run", run, sealing.key, sealing.installation, Carrier.of(task_id, links)),),
             {},
             chain=links or None,
             root_id=task_id,
@@ -283,7 +283,7 @@ def _commit_link(run: Run, task_id: str, queue: str, sealing: Sealing, headers: 
     options = {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
     return {
         "task": COMMIT_TASK,
-        "args": [seal("commit", commit, sealing.key, sealing.installation, Carrier(commit_id))],
+        "args": [sign_run("commit", commit, sealing.key, sealing.installation, Carrier(commit_id))],
         "kwargs": {},
         "options": {**options, "headers": dict(headers)} if headers else options,
         "subtask_type": None,

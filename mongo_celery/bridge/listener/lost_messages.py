@@ -35,7 +35,7 @@ from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.connection import bounded_connection, demand_answer
-from mongo_celery.broker.occupancy import Occupancy, occupancy_of
+from mongo_celery.broker.occupancy import Occupancy, read_occupancy
 from mongo_celery.mongo.redaction import short
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -102,7 +102,7 @@ class BrokerWatch:
             if self._connection is None:
                 self._connection = bounded_connection(self._app, _ANSWER_SECONDS)
                 demand_answer(self._connection, _ANSWER_SECONDS)
-            found = occupancy_of(self._connection, queues)
+            found = read_occupancy(self._connection, queues)
         except Exception as error:  # noqa: BLE001 - every transport raises its own, and publishing logs it
             logger.debug("the broker does not answer about its queues: %s", short(error))
             self.answer, self._is_failing = None, True

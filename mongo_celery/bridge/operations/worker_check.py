@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mongo_celery.bridge.operations.reasons import listed
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
-from mongo_celery.broker.workers import WorkersSaid, ask_workers, consumed_queues, known_tasks, slots_of
+from mongo_celery.broker.workers import WorkerReplies, ask_workers, count_slots, list_queues, list_tasks
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.redaction import short
@@ -54,7 +54,7 @@ def _needed(wiring: Wiring) -> dict[str, list[str]]:
     }
 
 
-def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid, line: CommandLine) -> Iterator[Finding]:
+def judge_workers(needed: Mapping[str, Collection[str]], said: WorkerReplies, line: CommandLine) -> Iterator[Finding]:
     """
     Findings from what workers answered.
 
@@ -70,15 +70,15 @@ def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid, line
             "answer.)",
         )
         return
-    consumed = consumed_queues(said)
+    consumed = list_queues(said)
     concerned = {worker: names & needed.keys() for worker, names in sorted(consumed.items()) if names & needed.keys()}
     yield ok(
         "workers",
         f"{len(concerned)} of {len(said.queues)} that answered consume this bridge's queues.",
-        slots_of(said, concerned) if concerned else None,
+        count_slots(said, concerned) if concerned else None,
     )
     yield _missing_consumers(needed, consumed, sorted({*said.tasks, *said.pools} - said.queues.keys()), line)
-    yield from _missing_tasks(concerned, needed, known_tasks(said))
+    yield from _missing_tasks(concerned, needed, list_tasks(said))
 
 
 def _missing_consumers(

@@ -1,8 +1,8 @@
 """
-Whose fault a failure is: the handler's, or that of the infrastructure that handler and bridge share.
+Attribution of failures: to the handler, or to the infrastructure that handler and bridge share.
 
-Infrastructure is MongoDB and the broker. A change whose handler failed through them waits and is charged nothing;
-whatever else a handler raises is its own, and counts. In doubt it waits too, but only so often in a row.
+Infrastructure is MongoDB and the broker. A change whose handler failed because of them waits, and nothing is counted.
+All other errors of a handler are its own, and count. In doubt the change waits too, but only so often in a row.
 
 | left the handler | whose |
 |---|---|
@@ -22,6 +22,7 @@ whatever else a handler raises is its own, and counts. In doubt it waits too, bu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -36,11 +37,58 @@ _CAUSE_CHARS = 300
 _CHAIN_MAX = 16  # a chain of causes may be made to be a circle
 _CLIENTS_OF_THE_BROKER = ("kombu", "celery.backends")
 _AUTORETRY = "celery.app.autoretry"
+_NO_ERROR = Exception()
 _SERVER_SELECTION = "pymongo.synchronous.topology"
 
 
+@dataclass(frozen=True, slots=True)
+class WaitReason:
+    """
+    The reason for which a change waits.
+
+    Attributes:
+        cause: in words that can be shown.
+        doubts_max: how often in a row, since its handler may have caused it; None for as long as it lasts.
+    """
+
+    cause: str
+    doubts_max: int | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """
+    One call of the handler, as far as it says what a failure is attributed to.
+
+    Attributes:
+        offset: of the change that is given, or of the first one of a list.
+        failed: index, in the list that a bulk handler was given, of the change that has failed, as it says.
+        outage, conflict: cause of an error in the body of its transaction, long before the transaction's limit.
+        timeout: the error by which the transaction has reached its limit.
+        exhausted: the exception with which Celery's own retries have ended: it counts, whatever it is.
+        is_committed: whether its transaction has committed, and with it the outcome.
+        error: with which it has failed.
+        judged: an error, and what the change has to wait for by it.
+    """
+
+    offset: int = 0
+    failed: int | None = None
+    outage: str | None = None
+    conflict: str | None = None
+    timeout: BaseException | None = None
+    exhausted: BaseException | None = None
+    is_committed: bool = False
+    error: Exception = _NO_ERROR
+    judged: tuple[BaseException, WaitReason | None] | None = None
+
+    def note_body_error(self, error: BaseException) -> None:
+        """Note an error of the transaction's body: its limit may hide it later."""
+        self.outage = infrastructure_cause(error) or self.outage
+        self.conflict = conflict_cause(error) or self.conflict
+
+
 def infrastructure_cause(error: BaseException) -> str | None:
-    """What of the infrastructure was away, in words that can be shown; None when the failure is the handler's own."""
+    """Return what of the infrastructure was away, for people; None when the failure is the handler's own."""
     for each in _causes(error):
         if _is_infrastructure(each):
             return cause_text(each)
@@ -61,7 +109,7 @@ def conflict_cause(error: BaseException) -> str | None:
 
 def has_reached_limit(error: BaseException, limit: BaseException | None) -> bool:
     """
-    Whether it says no more than that a transaction has reached its limit, whoever was slow.
+    Return True if it says no more than that a transaction has reached its limit, whoever was slow.
 
     Args:
         error: what has left the handler.
@@ -79,18 +127,18 @@ def has_reached_limit(error: BaseException, limit: BaseException | None) -> bool
 
 
 def cause_text(error: BaseException) -> str:
-    """The driver's own words, of bounded length and without credentials."""
+    """Return the driver's own words, of bounded length and without credentials."""
     said = brief(error) if isinstance(error, PyMongoError) else f"{type(error).__name__}: {short(error)}"
     return said[:_CAUSE_CHARS]
 
 
 def names(classes: Iterable[object], error: BaseException) -> bool:
-    """Whether an `autoretry_for` speaks of this error in particular: Python's own classes take in whatever comes."""
+    """Return True if an `autoretry_for` names this error in particular: Python's own classes take every error."""
     return any(isinstance(each, type) and each.__module__ != "builtins" and isinstance(error, each) for each in classes)
 
 
 def is_autoretried(error: BaseException) -> bool:
-    """Whether an exception has left the handler, and is now in the hands of Celery's `autoretry_for`."""
+    """Return True if an exception has left the handler, and Celery's `autoretry_for` handles it now."""
     return next(_modules(error.__traceback__), "") == _AUTORETRY
 
 
@@ -108,7 +156,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Whether MongoDB has answered: what came before has no part in it."""
+    """Return True if MongoDB has answered: errors before that do not count."""
     return isinstance(error, PyMongoError) and not isinstance(error, EncryptionError) and not error.timeout
 
 
@@ -120,7 +168,7 @@ def _is_infrastructure(error: BaseException) -> bool:
     if isinstance(error, SoftTimeLimitExceeded):
         return any(module == _SERVER_SELECTION for module in _modules(error.__traceback__))
     if isinstance(error, OSError) or type(error).__module__.startswith("redis."):
-        return any(_is_in(module, _CLIENTS_OF_THE_BROKER) for module in _modules(error.__traceback__))
+        return any(_is_from(module, _CLIENTS_OF_THE_BROKER) for module in _modules(error.__traceback__))
     return False
 
 
@@ -131,5 +179,5 @@ def _modules(traceback: TracebackType | None) -> Iterator[str]:
         traceback = traceback.tb_next
 
 
-def _is_in(module: str, packages: Iterable[str]) -> bool:
+def _is_from(module: str, packages: Iterable[str]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,26 +29,24 @@ _PAUSES = Pauses(first=0.1, longest=1.0)
 @dataclass(slots=True, eq=False)
 class DeferredWrite:
     """
-    One write that is still owed.
+    One write that is still to be made.
 
     Attributes:
         what: for the log.
-        write: makes it; whether it was accepted.
-        answers: how often a refusal is not believed: a command whose answer was lost may still take effect.
-        ended: called when it is owed no longer, however that came.
+        write: makes it; returns True if it was accepted.
+        answers: how often it is made again after a refusal: an earlier command may still take effect.
+        ended: called when it is not to be made any more, for whatever reason.
     """
 
     what: str
     write: Callable[[], bool]
-    answers: int = 0
-    ended: Callable[[], None] = lambda: None
-    due: float = 0.0
-    failures: int = 0
+    answers: int
+    ended: Callable[[], None]
 
 
 class DeferredWrites:
     """
-    What one process still has to write for executions that have ended. Thread-safe.
+    The writes that one process still has to make for executions that have ended. Thread-safe.
 
     Args:
         wiring: of the bridge; a process has one of these for each.
@@ -57,7 +54,7 @@ class DeferredWrites:
 
     def __init__(self, wiring: Wiring) -> None:
         self._name = f"mongo_celery-deferred-{wiring.name}"
-        self._owed: list[DeferredWrite] = []
+        self._writes: list[DeferredWrite] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -70,49 +67,49 @@ class DeferredWrites:
         Then `ended` is called, which must not raise.
         """
         with self._changed:
-            self._owed.append(DeferredWrite(what, write, answers, ended))
+            self._writes.append(DeferredWrite(what, write, answers, ended))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def _run(self) -> None:
+        """Make all writes, again and again with pauses; end when none is left."""
+        failures = 0
         while True:
             with self._changed:
-                if not self._owed:
+                due = [*self._writes]
+            done = [each for each in due if self._make(each)]
+            failures = 0 if done else failures + 1
+            with self._changed:
+                self._writes = [each for each in self._writes if each not in done]
+                if not self._writes:
                     self._thread = None
                     return
-                following = min(self._owed, key=lambda owed: owed.due)
-                pause = following.due - time.monotonic()
-                if pause > 0:
-                    self._changed.wait(pause)
-                    continue
-            if self._is_done(following):
-                following.ended()
-                with self._changed:
-                    self._owed.remove(following)
-            else:
-                following.due = time.monotonic() + _PAUSES.nth(following.failures)
-                following.failures += 1
+                if len(self._writes) + len(done) == len(due):
+                    self._changed.wait(_PAUSES.nth(failures))
 
-    def _is_done(self, owed: DeferredWrite) -> bool:
+    def _make(self, deferred: DeferredWrite) -> bool:
+        """Make a write; return True if it is not to be made again."""
         try:
-            accepted = owed.write()
-        except Exception as error:  # noqa: BLE001 - a write that nobody foresaw to fail is told, and given up
+            accepted = deferred.write()
+        except Exception as error:  # noqa: BLE001 - a write that nobody foresaw to fail is logged, and given up
             if is_transient(error):
                 return False
             logger.error(
                 "%s cannot be written; its claim will lapse: %s",
-                owed.what,
+                deferred.what,
                 Lines(traceback_text(error)),
                 extra={"event": "deferred_write_lost"},
             )
-            return True
-        if accepted:
-            logger.info("%s is written, late", owed.what, extra={"event": "deferred_write_done"})
-            return True
-        owed.answers -= 1
-        if owed.answers > 0:
-            return False
-        logger.info("%s was refused: it is no longer needed", owed.what, extra={"event": "deferred_write_refused"})
+        else:
+            deferred.answers -= 1
+            if not accepted and deferred.answers > 0:
+                return False
+            if accepted:
+                logger.info("%s is written, late", deferred.what, extra={"event": "deferred_write_done"})
+            else:
+                what = deferred.what
+                logger.info("%s was refused: it is no longer needed", what, extra={"event": "deferred_write_refused"})
+        deferred.ended()
         return True

@@ -30,7 +30,7 @@ _SENDER_CHARS = 300
 _PROCESS = re.compile(r"(?:^|\.)([0-9]{1,10}@[A-Za-z0-9._-]{1,253})\Z")
 
 
-def claimed_process(origin: object) -> str | None:
+def parse_process(origin: object) -> str | None:
     """Return `pid@host` of the sender that a message claims; None unless it looks like that. Nobody signs it."""
     found = _PROCESS.search(origin[-_SENDER_CHARS:]) if isinstance(origin, str) else None
     return found.group(1) if found is not None else None
@@ -121,7 +121,7 @@ class Dropper:
 
     def drop_foreign(self, origin: object) -> None:
         """Drop a message of another installation or environment of this bridge; the sender's name is a claim."""
-        process = claimed_process(origin)
+        process = parse_process(origin)
         if count := self._count(FOREIGN, process):
             logger.warning(
                 "dropped %s of another installation or environment of bridge %s, from process %s as it says: each "
@@ -140,10 +140,10 @@ class Dropper:
             self._process = process or self._process
             if not self._is_waiting:
                 self._is_waiting = True
-                self._write_in(max(0.0, self._written_at + _WRITE_SECONDS - time.monotonic()))
+                self._schedule_write(max(0.0, self._written_at + _WRITE_SECONDS - time.monotonic()))
         return self._repetitions.add(reason)
 
-    def _write_in(self, seconds: float) -> None:
+    def _schedule_write(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._write)
         timer.daemon = True
         timer.start()

@@ -50,7 +50,7 @@ _LINKS = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
 @dataclass(frozen=True, slots=True)
 class Carrier:
     """
-    What the message around an envelope must be.
+    The signed part of the message around an envelope: what that must be.
 
     Attributes:
         task_id: the message's own.
@@ -71,7 +71,7 @@ class Carrier:
 @dataclass(frozen=True, slots=True)
 class Reference:
     """
-    What a message carries in the place of changes that are stored.
+    Part of a message in the place of changes that are stored.
 
     Attributes:
         tokens: comparable parts of their resume tokens, which tell where they are.
@@ -89,7 +89,7 @@ class Reference:
         return cls(tuple(tokens), tuple(map(len, changes)), _digest(changes))
 
     def fits(self, changes: Sequence[bytes]) -> bool:
-        """Whether these are the changes that it refers to, byte for byte."""
+        """Return True if these are the changes that it refers to, byte for byte."""
         return self.sizes == tuple(map(len, changes)) and self.digest == _digest(changes)
 
 
@@ -102,7 +102,7 @@ class Run:
         changes: the raw BSON of each event; empty in the envelope of a commit, and where they travel by reference.
         first: sequence number of the first change.
         last: sequence number of the last change.
-        carrier: the message in which it travels; None before it is sealed.
+        carrier: the message in which it travels; None before it is signed.
         refusal: why its one change is not given to the handler; None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
         hash: of the first change's partition key, from 0 to 2^64 - 1; 0 where no change travels.
@@ -136,7 +136,7 @@ class Run:
 
     @property
     def is_inline(self) -> bool:
-        """Whether no commit task follows, which is signed: the execution writes the position itself."""
+        """Return True if no commit task follows, which is signed: the execution writes the position itself."""
         return self.letter is None and self.carrier is not None and not self.carrier.links
 
     @property
@@ -155,12 +155,12 @@ class Run:
         return self.token if self.token is not None else token_of(change)
 
 
-def seal(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carrier | None = None) -> str:
+def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carrier | None = None) -> str:
     """
     The argument of a task.
 
     Args:
-        kind: `"run"` or `"commit"`; `unseal` must ask for the same.
+        kind: `"run"` or `"commit"`; `verify_run` must ask for the same.
         run: what the message is about.
         key: the bridge's signing key.
         installation: id of the state that the key belongs to.
@@ -210,7 +210,7 @@ def bridge_of(envelope: object) -> str:
     return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:])["b"])
 
 
-def installation_of(envelope: object) -> str:
+def read_installation(envelope: object) -> str:
     """The installation that an envelope names, before its signature is checked; empty where it names none."""
     try:
         return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:]).get("o", ""))
@@ -218,7 +218,7 @@ def installation_of(envelope: object) -> str:
         return ""
 
 
-def unseal(kind: str, envelope: object, key: bytes) -> Run:
+def verify_run(kind: str, envelope: object, key: bytes) -> Run:
     """
     The run in an envelope, after its signature was checked in constant time.
 

@@ -1,47 +1,49 @@
 """
-One execution of a run in a worker: claim, handlers, outcome.
+One execution in a worker: claim, handler, outcome. One loop serves runs, lists, coalesced runs and replays.
 
 ::
 
-    envelope -> claim -> handler, change by change -> handled -> (Celery publishes the commit link)
-                  |  |           |
-                  |  |           +- Retry: parked        +- failure: the failure policy, under this fence
-                  |  +- its key is parked: set aside behind it
-                  +- no match: dropped                   +- infrastructure was away: parked, not counted
-                                                         +- process ends: a crash is counted
+    envelope -> claim -> load -> handler, part by part -> outcome -> (Celery publishes the commit link)
+                  |       |          |        |
+                  |       |          |        +- progress: the position moves, the claim continues behind it
+                  |       |          +- failure: the change that failed becomes the claim's first, then it is decided
+                  |       +- its key is parked, it was refused, or it crashed too often: decided without the handler
+                  +- no match: dropped
 
-Every way out writes at most one outcome (`outcomes`), guarded by this execution's fence.
+The subject says which changes are given, and writes what happens to them (`subject`). An outcome is a value
+(`outcome`): the loop returns a decision, and `_settle` alone writes it.
 
-A run means what one chain per change would mean. What is done of one that takes long is recorded now and then, so that
-a crash repeats what was done since; and before a change that fails, so that this one is the claim's first, and fails,
-retries and is charged as such. Time limits are those of a change (`limits`).
+A run means what one chain for each change would mean. What is done of one that takes long is recorded now and then, so
+a crash repeats only what was done since; and before a change that fails, so this one is the claim's first, and fails,
+retries and is counted as such. A list that fails counts against no change until one is alone, or named by the handler
+(`Changes.failed_at`). An outage counts against none. Time limits are those of a change (`limits`).
 
-Nothing here waits for a turn. What may not run now is dropped; the listener dispatches it when it is due.
+Nothing here waits for a turn. A message that may not run now is dropped; the listener dispatches it when it is due.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import bson
+from bson.errors import BSONError
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import Change, describe
+from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.changes import Changes
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.fenced.fence import Fence, Origin
-from mongo_celery.bridge.partitioning import origin_of
 from mongo_celery.bridge.state.claims import Claim, new_owner
-from mongo_celery.bridge.state.spill import StoredChange
-from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import (
+    Attempt,
+    WaitReason,
     cause_text,
     conflict_cause,
     has_reached_limit,
@@ -51,58 +53,64 @@ from mongo_celery.bridge.worker.attribution import (
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.departure import is_leaving, is_sent_away
-from mongo_celery.bridge.worker.envelope import Reference, Run
-from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, Outcomes, Waiting, persisted
-from mongo_celery.bridge.worker.retry_times import retry_time
-from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
-from mongo_celery.bridge.worker.runtime import WorkerRuntime
-from mongo_celery.errors import (
-    HandlerCrashedError,
-    HandlerUsageError,
-    OutdatedChangeError,
-    RefusedChangeError,
-    StaleFencingTokenError,
+from mongo_celery.bridge.worker.outcome import (
+    Advanced,
+    Crashed,
+    Decision,
+    Outcome,
+    Released,
+    SplitUp,
+    SupersededError,
+    Waiting,
+    ignore,
+    retry_time,
 )
+from mongo_celery.bridge.worker.parts import Parts, read_document_key
+from mongo_celery.bridge.worker.replay_subject import ReplaySubject
+from mongo_celery.bridge.worker.subject import WAITS, RunSubject, Subject
+from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.opening import renew_connections, start_session
+from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import brief, explained, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:
-    from bson.binary import Binary
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.bridge.worker.envelope import Run
+    from mongo_celery.bridge.worker.heartbeat import Heartbeat
 
 logger = logging.getLogger("mongo_celery.worker")
 
+ANSWER_SECONDS = 30.0
+"""How long an execution itself waits for MongoDB to take its outcome."""
+
+_PAUSES = Pauses(first=0.05, longest=1.0)
 _TIME_OUTS_MAX = 3
+_NAMED_MAX = 20
 _DOUBTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
 _TOO_LONG = "the transaction took longer than its limit; a write without session= waits for what it has locked itself"
-_TOKEN_CHARS = 64
+_SIGNALLED = "its worker's process was ended by a signal, in no shutdown of the worker"
 _PROGRESS_SECONDS = 0.2
 """What a crash repeats of a run at most, in time of its handler."""
 
-_MISSING = (
-    "%s: nothing is charged, and they are stored again before the change is sent again. Stop whatever else removes "
-    "documents of the collection `backlog`"
-)
 _LOST_CLAIM_ANSWERS = 5  # a claim whose answer was lost may still arrive: the server reads what is in its sockets
+
+Call = Callable[[Any, int], None]
+"""Runs the handler with a change, or a list of them, and the number of earlier attempts."""
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
 """The execution whose handler runs in this context."""
 
 
-class SupersededError(Ignore):
-    """A newer execution decides: nothing more is to be done with this message."""
-
-
 class Execution:
     """
-    One delivery of a run to a worker.
+    One delivery of a run, or of a dead letter's replay, to a worker.
 
     Args:
-        wiring: where state and clients come from.
+        wiring: gives state and clients.
         handler: the subscription's handler.
         run: the verified envelope.
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
@@ -111,17 +119,18 @@ class Execution:
         since: monotonic time at which its task was called; now by default.
 
     Attributes:
-        begun: whether `before_start` has run under its claim.
         handler: whose function is called.
-        told: the place, in the list that a bulk handler was given, of the change that it says has failed.
+        subject: the changes that are given.
+        claim: as it stands: its first change is the first one that is not recorded.
+        attempt: the present call of the handler.
+        session: of the handler's transactions; None if it has none, or its last commit got no answer.
+        begun: whether `before_start` has run under its claim.
     """
 
-    _outcomes: type[Outcomes] = RunOutcomes
-    _written: RunOutcomes
-    begun = False
-    told: int | None = None
-    _is_first = True
-    """Whether what is handled now is the claim's first change, of which it says what is counted."""
+    claim: Claim
+    _beat: Heartbeat
+    _parts: Parts
+    _halfway: float
 
     def __init__(
         self,
@@ -134,38 +143,35 @@ class Execution:
         is_limited: bool = True,
         since: float | None = None,
     ) -> None:
-        self._wiring = wiring
-        self.handler = handler
-        self._run = run
-        self._patience = patience
+        now = time.monotonic()
         options = wiring.options
-        self._is_limited = is_limited
-        self._since = time.monotonic() if since is None else since
-        self._until = time.monotonic() + (options.run_seconds if run_seconds is None else run_seconds)
-        self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
-        self._store = wiring.store
-        self._codec = wiring.client.codec_options
-        self._view = wiring.view_of(handler)
-        self.claim: Claim | None = None
+        kind = RunSubject if run.letter is None else ReplaySubject
+        self.handler = handler
+        self.subject: Subject = kind(wiring, handler, run, patience)
+        self.attempt = Attempt()
         self.session: ClientSession | None = None
-        self._handled_in_transaction = False
-        self._decided: BaseException | None = None
-        self._timed_out: BaseException | None = None
-        self._met_outage: str | None = None
-        self._met_conflict: str | None = None
-        self._judged: tuple[BaseException, Waiting | None] | None = None
+        self.begun = False
+        self._wiring = wiring
+        self._claims = wiring.store.claims
+        self._beats = self.subject.runtime.heartbeats
+        self._patience = patience
+        self._is_limited = is_limited
+        self._since = now if since is None else since
+        self._until = now + (options.run_seconds if run_seconds is None else run_seconds)
+        self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
+        self._first = 0
+        self._calls = 0
+        self._failure: Attempt | None = None
+        self._is_owed = False
 
-    def execute(self, call: Callable[[Any, int], None]) -> None:
+    def execute(self, call: Call) -> None:
         """
-        Claim the run and call the handler for each change.
-
-        Args:
-            call: runs the handler with a change, or what `ListExecution` gives, and the number of earlier attempts.
+        Claim the run, call the handler for each change, and write the outcome.
 
         Raises:
             Ignore: nothing more is to be done with this message.
-            Retry: the first change is parked.
-            Exception: the first change failed for good, and the failure policy has been applied.
+            Retry: the first change is tried again later.
+            Exception: the first change failed permanently, and the failure policy has been applied.
         """
         if self.handler.transactional:
             self.session = start_session(self._wiring.client)
@@ -175,75 +181,29 @@ class Execution:
             if self.session is not None:
                 self.session.end_session()
 
-    def _execute(self, call: Callable[[Any, int], None]) -> None:
+    def _execute(self, call: Call) -> None:
         started = time.monotonic()
-        claim = self.claim = self._take_claim(started)
-        beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = beats.begin(claim, started, ttl=self._ttl, renew=not self.handler.transactional)
-        outcomes = self._outcomes(
-            self._wiring,
-            self.handler,
-            self._run,
-            claim,
-            beat,
-            patience=self._patience,
-        )
+        self.claim = self._take_claim(started)
+        self._first = self.claim.first
+        self._beat = self._begin_beat(started)
         token = current.set(self)
         try:
-            self._load(outcomes)
-            is_broken = self._run.refusal is not None and self._run.refusal.halts  # it halts, whatever its key
-            if self._is_parked(0) and not is_broken:
-                outcomes.wait_behind(self._run.changes[0])
-            if self._run.refusal is not None:
-                outcomes.fail(RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
-            if claim.crashes > self._wiring.options.max_crashes:
-                outcomes.fail(self._crashed(claim), self._run.changes[0])
-            self._run_changes(claim, outcomes, call)
+            decision = self._load() or self._run_parts(call)
+            outcome = self._settle(decision) if decision else None
         finally:
             current.reset(token)
-            outcomes.end()
+            if not self._is_owed:
+                self._beats.end(self._beat)
+        if outcome is not None and outcome.raises is not None:
+            raise outcome.raises
 
-    def handle_in(self, session: ClientSession, change: Change) -> None:
-        """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
-        assert self.claim is not None, "a handler runs under a claim"
-        token = self._run.token_of(self._bytes_of(change))
-        if not self._store.claims.handle(self.claim, change.seq, token, session):
-            raise SupersededError
+    # -- the claim ---------------------------------------------------------------------------------
 
-    def session_of(self, handler: Handler) -> ClientSession | None:
-        """Return the session for a transaction of this handler's; None where a handler calls another one, or itself."""
-        is_free = self.session is not None and not self.session.in_transaction
-        return self.session if is_free and self.handler is handler else None
-
-    def give_session(self) -> ClientSession:
-        """Return the session of the handler's transactions to a caller that ends it from now on."""
-        session, self.session = self.session, None
-        assert session is not None, "a transactional handler has one session"
-        return session
-
-    def transaction_committed(self) -> None:
-        """The mark is there. Not known before: a body may run again and then end otherwise."""
-        self._handled_in_transaction = True
-
-    def met(self, error: BaseException) -> None:
-        """What the body of the transaction has met, long before its limit."""
-        self._met_outage = infrastructure_cause(error) or self._met_outage
-        self._met_conflict = conflict_cause(error) or self._met_conflict
-
-    def transaction_timed_out(self, error: BaseException) -> None:
-        """This error says only that the transaction has reached its limit."""
-        self._timed_out = error
-
-    def waits_for(self, error: BaseException, named: Iterable[object]) -> bool:
-        """Whether an `autoretry_for` would count what is to wait instead: it took the error without naming it."""
-        return is_autoretried(error) and not names(named, error) and self._waiting_for(error) is not None
-
-    def decided(self, error: BaseException) -> None:
-        """The handler's own retries have ended with this exception: it counts, whatever it is."""
-        self._decided = error
+    def _begin_beat(self, started: float) -> Heartbeat:
+        return self._beats.begin(self.claim, started, ttl=self._ttl, renew=not self.handler.transactional)
 
     def _take_claim(self, started: float) -> Claim:
-        """The claim, after one more attempt where the first got no answer."""
+        """Return the claim, after one more attempt where the first got no answer."""
         try:
             return self._try_claim(started)
         except PyMongoError as error:
@@ -254,320 +214,539 @@ class Execution:
         except PyMongoError as error:
             raise Ignore from error
 
-    def _end_lapsed_transaction(self) -> None:
-        where = self._run.partition_id
-        if self._store.claims.end_transactions([where]):
-            logger.warning(
-                "ended the transaction that a lapsed claim of %s has left open",
-                where,
-                extra={"event": "transaction_ended"},
-            )
-
     def _try_claim(self, started: float) -> Claim:
-        run, owner, ttl = self._run, new_owner(), self._ttl
+        where, owner = self.subject.run.partition_id, new_owner()
         session = None if self.session is None else self.session.session_id["id"]
         try:
             if session is not None:  # what it has locked would hold up the handler
                 self._end_lapsed_transaction()
-            claim = self._take(owner, session)
+            claim = self.subject.take_claim(owner, self._ttl, session)
         except SoftTimeLimitExceeded as error:
             self._relinquish(owner)
             raise Ignore from error
         except PyMongoError as error:
             renew_connections(self._wiring.client, error)
-            said = explained(error, self._wiring.state_concern) or brief(error)
-            logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
+            text = explained(error, self._wiring.state_concern) or brief(error)
+            logger.warning("claim of %s failed: %s", where, text, extra={"event": "claim_failed"})
             if error.timeout:
                 with suppress(PyMongoError, SoftTimeLimitExceeded):
                     self._end_lapsed_transaction()  # which may have locked the partition
             self._relinquish(owner)
             raise
         if claim is None:
-            logger.debug("dropped a message for %s: duplicate, stale or early", run.partition_id)
+            logger.debug("dropped a message for %s: duplicate, stale or early", where)
             raise Ignore
-        if time.monotonic() - started > ttl / 2:
-            logger.warning("claim of %s came too late", run.partition_id, extra={"event": "claim_late"})
+        if time.monotonic() - started > self._ttl / 2:
+            logger.warning("claim of %s came too late", where, extra={"event": "claim_late"})
             self._relinquish(owner)
             raise Ignore
         return claim
 
-    def _take(self, owner: str, session: Binary | None) -> Claim | None:
-        """Take the claim, where the run may have it now."""
-        run = self._run
-        return self._store.claims.take(
-            run.partition_id,
-            owner=owner,
-            version=run.version,
-            first=run.first,
-            last=run.last,
-            token=run.head,
-            ttl=self._ttl,
-            session=session,
-            living=self._wiring.of_process(WorkerRuntime).heartbeats.living(run.partition_id),
-            inline=run.is_inline,
-        )
+    def _end_lapsed_transaction(self) -> None:
+        where = self.subject.run.partition_id
+        if self._claims.end_transactions([where]):
+            logger.warning(
+                "ended the transaction that a lapsed claim of %s has left open",
+                where,
+                extra={"event": "transaction_ended"},
+            )
 
     def _relinquish(self, owner: str) -> None:
         """End a claim that is not used: now, or as soon as MongoDB answers again; else it would count as a crash."""
-        partition_id, claims = self._run.partition_id, self._store.claims
+        where, claims = self.subject.run.partition_id, self._claims
         try:
-            if claims.relinquish(partition_id, owner):
+            if claims.relinquish(where, owner):
                 return
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             logger.warning(
-                "could not end the claim of %s yet: %s",
-                partition_id,
-                error_text(error),
-                extra={"event": "claim_not_ended"},
+                "could not end the claim of %s yet: %s", where, error_text(error), extra={"event": "claim_not_ended"}
             )
         self._wiring.of_process(DeferredWrites).add(
-            f"the end of a claim of {partition_id}",
-            lambda: claims.relinquish(partition_id, owner) or claims.withdraw(partition_id, owner),
+            f"the end of a claim of {where}",
+            lambda: claims.relinquish(where, owner) or claims.withdraw(where, owner),
             answers=_LOST_CLAIM_ANSWERS,
         )
 
-    def _load(self, outcomes: Outcomes) -> None:
-        """See to it that the changes are there."""
-        if self._run.reference is not None:
-            self._fetch(self._run.reference, outcomes)
-
-    def _fetch(self, reference: Reference, outcomes: Outcomes) -> None:
-        """
-        Read the changes of a run that travels by reference; where they cannot be read the head waits, uncharged.
-
-        The listener stores them before it sends the message, and stores them again when it sends it again.
-        """
-        run, found = self._run, dict[str, StoredChange]()
-        what = f"change {run.first} of {run.partition_id}"
+    def _check_claim(self) -> None:
+        """Raise SupersededError if a newer execution decides: a write to a target was refused."""
+        claim = self.claim
         try:
-            found = self._store.spill.fetch(run.partition_id, reference.tokens)
-        except (PyMongoError, SoftTimeLimitExceeded) as error:
-            outcomes.wait(Waiting(cause_text(error)), what, error)
-        except Exception as error:  # noqa: BLE001 - whatever a document does that is not what was stored
-            logger.debug("%s as it is stored: %s", what, error_text(error))
-        changes = tuple(found[token].raw for token in reference.tokens if token in found)
-        if not reference.fits(changes):
-            missing = f"the stored bytes of {what}, token {reference.tokens[0][:_TOKEN_CHARS]}, are missing"
-            logger.error(_MISSING, missing, extra={"event": "stored_change_missing", "partition": run.partition_id})
-            outcomes.wait(Waiting(missing), what, LookupError(missing))
-        self._run = replace(run, changes=changes)
-
-    def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Callable[[Any, int], None]) -> None:
-        self._begin(outcomes)
-        recorded_at, done = time.monotonic(), 0
-        for offset in range(len(self._run.changes)):
-            # Sent before the listener could know of a crash: its changes run one by one from now on.
-            if offset and (claim.crashes or self._must_end() or self._is_parked(offset)):
-                break
-            if offset and self._is_progress_due(recorded_at):
-                self._record(offset)
-                recorded_at = time.monotonic()
-                if self._must_end():
-                    break
-            self._run_one(offset, call)
-            done = offset + 1
-        if not self._handled_in_transaction:
-            self._end(done)
-
-    def _begin(self, outcomes: Outcomes) -> None:
-        assert isinstance(outcomes, RunOutcomes), "they are made from the class above"
-        outcomes.begin(self._run)
-        self._written = outcomes
-
-    @property
-    def _recorded(self) -> int:
-        """How many changes of the run the position has passed by now."""
-        return self._written.claim.first - self._run.first
-
-    def _must_end(self) -> bool:
-        """Whether nothing more of the run is to be begun."""
-        return self._written.is_lost or time.monotonic() > self._until
-
-    def _is_progress_due(self, since: float) -> bool:
-        """Whether what is done since this monotonic time is to be recorded."""
-        return time.monotonic() - since > _PROGRESS_SECONDS
-
-    def _record(self, count: int) -> None:
-        """The position passes so many changes of the run; the next one is the claim's first."""
-        if count > self._recorded:
-            self._written.advance(count - self._recorded)
-            self.claim = self._written.claim
-
-    def _end(self, done: int) -> None:
-        """So many changes of the run are done, and no more of it is begun."""
-        rest = done - self._recorded
-        if not rest:
-            self._written.released()
-        elif self._recorded:
-            self._written.passed(rest)
-        else:
-            self._written.handled(self._run.first + done - 1, self._run.changes[done - 1])
-
-    def _is_parked(self, offset: int) -> bool:
-        """Return True if the key of a change is parked: then the change becomes the head of a run of its own."""
-        assert self.claim is not None, "a run is looked at under a claim"
-        return bool(self.claim.parked) and self._run.hash_at(offset) in self.claim.parked
-
-    def _run_one(self, offset: int, call: Callable[[Change, int], None]) -> None:
-        """Give one change to the handler; it raises where the execution ends with it."""
-        raw, claim = self._run.changes[offset], self._written.claim
-        self._is_first = offset == self._recorded
-        try:
-            call(self._change(claim, raw, offset), claim.retries if self._is_first else 0)
-        except SupersededError:
-            raise
-        except Ignore:
-            logger.info("handler ignored %s", describe(raw), extra={"event": "change_ignored"})
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
-            self._failed(offset, error)
-        except BaseException as error:  # noqa: BLE001 - it is raised again where it may be
-            self._crash(error, offset - self._recorded)
-
-    def _crash(self, error: BaseException, done: int) -> NoReturn:
-        """
-        Write that the process ends by this error; always raises.
-
-        A signal in no shutdown is given the benefit of the doubt for some times in a row: it may be a time limit's.
-        A pool of threads lives on, and Celery acknowledges no message that ends so: its prefetch would fill.
-
-        Args:
-            error: no `Exception`.
-            done: so many changes are done, and not recorded yet.
-        """
-        doubts = 0 if done or self.claim is None else self.claim.doubts
-        is_away = is_sent_away(error, time.monotonic() - self._since)
-        is_counted = not is_away or (doubts >= _DOUBTS_MAX and not is_leaving())
-        self._written.crashed(error, done, is_counted=is_counted)
-        if threading.current_thread() is threading.main_thread():
-            raise error
-        raise Ignore from error
-
-    def _failed(self, offset: int, error: Exception) -> NoReturn:
-        """Write the outcome of a change that has failed, behind those that are done; always raises."""
-        self._record(offset)
-        written = self._written
-        self._first_failed(written.claim, written, self._run.changes[offset], error)
-
-    def _first_failed(self, claim: Claim, outcomes: Outcomes, raw: bytes, error: Exception) -> NoReturn:
-        """Write the outcome of a failed head; always raises."""
-        if isinstance(error, Retry) and not isinstance(error, RunningElsewhereError):
-            try:
-                due = retry_time(error.when)
-            except HandlerUsageError as unusable:
-                error = unusable
-            else:
-                outcomes.park(error, raw, *due)
-        if isinstance(error, StaleFencingTokenError | OutdatedChangeError):
-            self._check_stale(claim)
-        waiting = None if error is self._decided else self._waiting_for(error)
-        if waiting is not None:
-            outcomes.wait(waiting, describe(raw), error)
-        if isinstance(error, Reject) and error.args and isinstance(error.args[0], Exception):
-            error = error.args[0]
-        outcomes.fail(error, raw)
-
-    def _check_stale(self, claim: Claim) -> None:
-        """Ignore when a newer execution decides, as a refused write says; a claim that still stands is no such case."""
-        try:
-            mine = persisted(lambda: self._store.claims.is_mine(claim), claim.partition_id, self._patience)
+            is_mine = persist(lambda: self._claims.is_mine(claim), claim.partition_id, self._patience)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             self._relinquish(claim.owner)
             raise Ignore from error
-        if not mine:
-            raise Ignore
+        if not is_mine:
+            raise SupersededError
 
-    def _waiting_for(self, error: BaseException) -> Waiting | None:
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _load(self) -> Decision:
+        """Read the changes; a decision where the first one must not be given to the handler."""
+        claim, subject = self.claim, self.subject
+        decision = subject.load(claim)
+        if not decision and claim.crashes > self._wiring.options.max_crashes:
+            message = (
+                f"The worker ended {claim.crashes} times while handling {subject.describe(0)}: look for a "
+                "signal, the out-of-memory killer or a hard time limit in its log."
+            )
+            return subject.fail(claim, 0, HandlerCrashedError(message, crashes=claim.crashes))
+        return decision
+
+    def _run_parts(self, call: Call) -> Decision:
+        """Give the changes to the handler, part by part; nothing where its transaction has stored the outcome."""
+        parts = self._parts = self._plan_parts()
+        self._halfway = (time.monotonic() + self._until) / 2
+        while True:
+            if self._is_settled:
+                return self._decide_failure()
+            if not parts.has_more or self._must_end():
+                break
+            decision = self._run_part(call)
+            if decision is not None:
+                return decision
+        if parts.begin == self._recorded:
+            return [Released()]
+        return self.subject.succeed(self.claim, parts.begin)
+
+    def _plan_parts(self) -> Parts:
+        """Return the run up to the first change whose key is parked; after a crash only its first change."""
+        claim, handler, changes = self.claim, self.handler, self.subject.run.changes
+        ends = (at for at in range(1, len(changes)) if claim.crashes or self.subject.is_parked(claim, at))
+        count = next(ends, len(changes))
+        documents = [read_document_key(raw) for raw in changes[:count]] if handler.coalesce and count > 1 else None
+        # A listener of another deploy may have sent more than the handler takes.
+        most = 1 if handler.transactional and handler.batch_size is None else handler.batch_size or count
+        is_known = bool(claim.retries or claim.waits or claim.passed_over)  # what is kept of it is of no other change
+        return Parts(count, documents, most=most, head_alone=is_known and handler.is_parted)
+
+    @property
+    def _recorded(self) -> int:
+        """The offset of the claim's first change: the position has passed those before it."""
+        return self.claim.first - self._first
+
+    @property
+    def _is_settled(self) -> bool:
+        """True if the change that fails is known, and nothing is to be given before it."""
+        failed = self._parts.failed
+        return failed is not None and not self._parts.list_remaining(failed)
+
+    def _must_end(self) -> bool:
+        """Return True if nothing more of the run is to be begun."""
+        if self._beat.lost:
+            return True
+        return bool(self._parts.begin) and time.monotonic() > self._until and not self._parts.is_closing
+
+    def _run_part(self, call: Call) -> Decision | None:
+        """Give the next part to the handler; return a decision if the execution ends with it."""
+        parts, given, started = self._parts, self._parts.next_offsets(), time.monotonic()
+        self.attempt = Attempt()
+        try:
+            count = self._give(given, call) if given else 0
+        except SupersededError:
+            self._leave()
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
+            return self._handle_failure(error, given)
+        except BaseException as error:  # noqa: BLE001 - it is raised again where it may be
+            self._crash(error, given)
+        if count < len(given):
+            parts.finish(given[:count])
+            return self._pause(given[count])
+        is_last = parts.is_last
+        parts.complete()
+        if self.attempt.is_committed:
+            if is_last:
+                self.subject.log_outcome(self.subject.succeed(self.claim, parts.begin)[0])
+                return []
+            self._follow(parts.begin, started)
+        elif parts.has_more:
+            self._advance(parts.begin)
+        return None
+
+    def _give(self, given: Sequence[int], call: Call) -> int:
+        """Call the handler with these changes; return how many of them are done, fewer where there is to be a pause."""
+        started, retries, subject = time.monotonic(), self.claim.retries, self.subject
+        takes_list = self.handler.batch_size is not None
+        for place, offsets in enumerate([given] if takes_list else [[offset] for offset in given]):
+            if place and self._must_pause(started):
+                return place
+            changes = [subject.change(self.claim, offset) for offset in offsets]
+            self.attempt.offset = offsets[0]
+            self._calls += 1
+            try:
+                call(Changes(changes) if takes_list else changes[0], 0 if place else retries)
+            except Ignore as ignored:
+                if isinstance(ignored, SupersededError):
+                    raise
+                what, count = subject.describe(offsets[0]), len(offsets)
+                logger.info("handler ignored %s (changes: %d)", what, count, extra={"event": "change_ignored"})
+            except BaseException:
+                if not takes_list:
+                    self.attempt.failed = place
+                raise
+        return len(given)
+
+    def _must_pause(self, started: float) -> bool:
+        """Return True if something must be done before the next call of a part whose first began at this time."""
+        if self._beat.lost or time.monotonic() - started > _PROGRESS_SECONDS:
+            return True
+        return time.monotonic() > self._until and (self._is_limited or not self._parts.is_closing)
+
+    def _pause(self, following: int) -> Decision | None:
+        """Between two calls of a part: record what is done, and end the run where its time is up or soon will be."""
+        parts, now = self._parts, time.monotonic()
+        if self._beat.lost:
+            return None
+        done, is_over = parts.reach(0), now > self._until
+        if self._is_limited and is_over and parts.failed is None:
+            # With nothing done there is one more call: a run that got nowhere would be sent again as it was.
+            parts.stop(done or parts.reach(1))
+        elif self._is_limited and now > self._halfway and done < following and not parts.is_closing:
+            parts.stop(parts.reach(self._calls))  # which took half of the time
+        elif is_over and not parts.is_closing:
+            parts.stop(following)
+        elif done > parts.begin:
+            self._advance(done)
+            parts.move_begin(done)
+        if self._is_limited and is_over and self._failure is not None:
+            return self._split_up(self._failure.error)
+        return None
+
+    # -- progress ----------------------------------------------------------------------------------
+
+    def _advance(self, end: int, passed_over: Mapping[str, Any] | None = None) -> None:
         """
-        What the change has to wait for; None when the failure is the handler's own.
+        Record that all changes before an offset are done, and continue with the one there as the claim's first.
+
+        Raises:
+            Ignore: a newer execution decides; or MongoDB does not answer, and the process records it later.
+        """
+        if end > self._recorded:
+            started = time.monotonic()
+            self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
+            self._settle([Advanced(end, passed_over)])
+            self._follow(end, started, passed_over)
+
+    def _record_before(self, failed: int) -> None:
+        """Record what is done before the change that failed, and name the changes for which that one stands."""
+        run = self.subject.run
+        offsets = reversed(self._parts.list_superseded(failed))
+        tokens = [token_data(run.token_of(run.changes[offset])) for offset in offsets]
+        self._advance(failed, {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None)
+
+    def _follow(self, end: int, started: float, passed_over: Mapping[str, Any] | None = None) -> None:
+        """Continue behind the changes that were recorded, by a write that began at this monotonic time."""
+        self._beats.end(self._beat)
+        self.claim = replace(
+            self.claim, first=self._first + end, retries=0, crashes=0, waits=0, doubts=0, passed_over=passed_over
+        )
+        self._beat = self._begin_beat(started)
+
+    def _extend_claim(self) -> None:
+        """
+        Renew, between two transactions, a claim that is not renewed inside of one and has to outlast the next.
+
+        Raises:
+            Ignore: a newer execution decides, or MongoDB does not answer.
+        """
+        claim, started = self.claim, time.monotonic()
+        try:
+            lost = persist(lambda: bool(self._claims.extend([claim])), claim.partition_id, self._patience)
+        except (PyMongoError, SoftTimeLimitExceeded) as error:
+            self._defer(Released(), error)
+        if lost:
+            self._supersede("renewal")
+        self._beat.renewed = started
+
+    def write_in_transaction(self, session: ClientSession) -> None:
+        """Write the outcome of the present part as the last write of the handler's transaction, or SupersededError."""
+        parts = self._parts
+        outcome = self.subject.succeed(self.claim, parts.end)[0] if parts.is_last else Advanced(parts.end)
+        if not self.subject.write(self.claim, outcome, session):
+            raise SupersededError
+
+    def find_session(self, handler: Handler) -> ClientSession | None:
+        """Return the session for a transaction of this handler's; None where a handler calls another one, or itself."""
+        is_free = self.session is not None and not self.session.in_transaction
+        return self.session if is_free and self.handler is handler else None
+
+    def give_session(self) -> ClientSession:
+        """Return the session of the handler's transactions to a caller that ends it from now on."""
+        session, self.session = self.session, None
+        assert session is not None, "a transactional handler has one session"
+        return session
+
+    def note_commit(self) -> None:
+        """Note that the handler's transaction has committed. Not known before: a body may run again, and fail then."""
+        self.attempt.is_committed = True
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def _handle_failure(self, error: Exception, given: Sequence[int]) -> Decision | None:
+        """Find out which change of a part has failed, or give less the next time."""
+        parts, place = self._parts, 0 if len(given) == 1 else self.attempt.failed
+        if isinstance(error, StaleFencingTokenError | OutdatedChangeError):
+            self._check_claim()
+        if place is None:
+            if waiting := self._wait_with_list(error):
+                return waiting
+            place = self._find_unreadable(error, given)
+        elif not self.handler.transactional:
+            parts.finish(given[:place])
+        if place is not None:
+            parts.fail(given[place])
+            self.attempt.offset, self.attempt.error = given[place], error
+            self._failure = self.attempt
+        is_over = self.handler.transactional and self.session is None and not self._is_settled
+        if is_over or self._needs_time(error, given):
+            return self._split_up(error)
+        if place is None:
+            logger.info(
+                "%d changes have failed together, the next list has half of them: %s",
+                len(given),
+                error_text(error),
+                extra={"event": "list_split", "partition": self.claim.partition_id},
+            )
+            parts.split(given)
+        if self.handler.transactional and not self._is_settled:
+            self._extend_claim()
+        return None
+
+    def _wait_with_list(self, error: Exception) -> Decision | None:
+        """Wait with all changes for an outage or another run of `once`. What is in doubt shows when it is alone."""
+        is_retry = isinstance(error, Retry) and not isinstance(error, RunningElsewhereError)
+        reason = None if is_retry or error is self.attempt.exhausted else self._judge(error)
+        if reason is None or reason.doubts_max is not None:
+            return None
+        return self._wait(self._recorded, reason, error)
+
+    def _find_unreadable(self, error: Exception, given: Sequence[int]) -> int | None:
+        """Return the place of the first change that cannot be decoded, if the error comes from there."""
+        if not isinstance(error, BSONError):
+            return None
+        for place, offset in enumerate(given):
+            try:
+                self.subject.change(self.claim, offset).raw.get("_id")
+            except BSONError:
+                return place
+        return None
+
+    def _needs_time(self, error: Exception, given: Sequence[int]) -> bool:
+        """Return True if it ran out of time that it had to share: alone, in a message of its own, it has all of it."""
+        cause = error.exc if isinstance(error, Retry) else error
+        had_all = self._calls == 1 and (self.handler.batch_size is None or len(given) == 1)
+        if had_all or not self.handler.is_parted or not isinstance(cause, SoftTimeLimitExceeded):
+            return False
+        return isinstance(error, Retry) or error is self.attempt.exhausted or self._judge(error) is None
+
+    def _split_up(self, error: Exception) -> Decision:
+        """Have the rest of the run sent one by one."""
+        if self._failure is not None and self._is_settled:
+            self._record_before(self._failure.offset)
+        logger.warning(
+            "the rest of a run of %s is sent one by one: %s",
+            self.claim.partition_id,
+            error_text(error),
+            extra={"event": "list_ended", "partition": self.claim.partition_id},
+        )
+        return [SplitUp(raises=ignore(error))]
+
+    def _decide_failure(self) -> Decision:
+        """Decide about the change that failed, which becomes the claim's first."""
+        assert self._failure is not None, "a change has failed"
+        self.attempt, error, failed = self._failure, self._failure.error, self._failure.offset
+        self._record_before(failed)
+        if isinstance(error, Retry) and not isinstance(error, RunningElsewhereError):
+            try:
+                return self.subject.retry(failed, error, retry_time(error.when))
+            except HandlerUsageError as unusable:
+                error = unusable
+        if isinstance(error, StaleFencingTokenError | OutdatedChangeError):
+            self._check_claim()
+        reason = None if error is self.attempt.exhausted else self._judge(error)
+        if reason is not None:
+            return self._wait(failed, reason, error)
+        if isinstance(error, Reject) and error.args and isinstance(error.args[0], Exception):
+            error = error.args[0]
+        return self.subject.fail(self.claim, failed, error)
+
+    def _wait(self, offset: int, reason: WaitReason, error: Exception) -> Decision:
+        what = self.subject.describe(offset)
+        return self.subject.wait(self.claim, what, reason.cause, error, is_doubtful=reason.doubts_max is not None)
+
+    def must_wait(self, error: BaseException, named: Iterable[object]) -> bool:
+        """Return True if an `autoretry_for` that does not name an error would count it, though the change must wait."""
+        return is_autoretried(error) and not names(named, error) and self._judge(error) is not None
+
+    def _judge(self, error: BaseException) -> WaitReason | None:
+        """
+        Return what the change has to wait for; None when the failure is the handler's own.
 
         What its transaction may have done to itself is given the benefit of the doubt for some times in a row.
         """
-        assert self.claim is not None, "a handler runs under a claim"
-        if self._judged is None or self._judged[0] is not error:
-            self._judged = (error, self._judge(error))
-        waiting = self._judged[1]
-        doubts = self.claim.doubts if self._is_first else 0
-        if waiting is not None and waiting.doubts_max is not None and doubts >= waiting.doubts_max:
+        attempt = self.attempt
+        if attempt.judged is None or attempt.judged[0] is not error:
+            attempt.judged = (error, self._find_reason(error))
+        reason = attempt.judged[1]
+        doubts = self.claim.doubts if attempt.offset == self._recorded else 0
+        if reason is not None and reason.doubts_max is not None and doubts >= reason.doubts_max:
             return None
-        return waiting
+        return reason
 
-    def _judge(self, error: BaseException) -> Waiting | None:
+    def _find_reason(self, error: BaseException) -> WaitReason | None:
+        attempt = self.attempt
         if isinstance(error, RunningElsewhereError):
-            return Waiting(str(error.message))
+            return WaitReason(str(error.message))
         renew_connections(self._wiring.client, error)
         outage, conflict = infrastructure_cause(error), conflict_cause(error)
-        if has_reached_limit(error, self._timed_out):
-            outage, conflict = self._met_outage, self._met_conflict or conflict
+        if has_reached_limit(error, attempt.timeout):
+            outage, conflict = attempt.outage, attempt.conflict or conflict
             if outage is None and conflict is None:
                 # Slow servers, a slow body, or one that waits for what its own transaction has locked.
-                said = f"{_TOO_LONG} ({cause_text(error)})"
-                return Waiting(said, _TIME_OUTS_MAX if self._is_answered() else None)
+                text = f"{_TOO_LONG} ({cause_text(error)})"
+                return WaitReason(text, _TIME_OUTS_MAX if self._is_answered() else None)
         if outage is not None:
-            return Waiting(outage)
-        return None if conflict is None else Waiting(conflict, _DOUBTS_MAX)
+            return WaitReason(outage)
+        return None if conflict is None else WaitReason(conflict, _DOUBTS_MAX)
 
     def _is_answered(self) -> bool:
-        """Whether MongoDB answers, for a majority, at this moment."""
-        assert self.claim is not None, "a handler runs under a claim"
+        """Return True if MongoDB answers, for a majority, at this moment."""
         try:
-            self._store.claims.is_mine(self.claim)
+            self._claims.is_mine(self.claim)
         except (PyMongoError, SoftTimeLimitExceeded):
             return False
         return True
 
-    def _bytes_of(self, change: Change) -> bytes:
-        """The event as it arrived."""
-        return self._run.changes[change.seq - self._run.first]
+    # -- the outcome -------------------------------------------------------------------------------
 
-    def _change(self, claim: Claim, raw: bytes, offset: int) -> Change:
-        return Change.unread(
-            lambda: strip_flags(bson.decode(raw, self._codec)),
-            partition=self._run.index,
-            seq=self._run.first + offset,
-            fencing_token=claim.fence,
-            _fence=self._fence_of,
-            _named=self._wiring.collection,
-            _view=self._view,
+    def _settle(self, decision: Decision) -> Outcome:
+        """
+        Write the first outcome of a decision that can be stored, and return it.
+
+        Raises:
+            Ignore: a newer execution decides; or MongoDB does not answer, and the process writes it later.
+            Exception: none can be stored. The claim lapses, and that is counted.
+        """
+        claim, subject = self.claim, self.subject
+        for outcome in decision:
+            write = functools.partial(subject.write, claim, outcome)
+            try:
+                accepted = persist(write, f"an outcome of {claim.partition_id}", self._patience)
+            except Exception as error:
+                if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
+                    self._defer(outcome, error)
+                logger.error(
+                    "%s of %s cannot be stored: %s",
+                    outcome.name,
+                    claim.partition_id,
+                    error_text(error),
+                    extra={"event": "outcome_not_storable", "outcome": outcome.name},
+                )
+                if outcome is decision[-1]:
+                    raise
+                continue
+            if not accepted:
+                self._supersede(outcome.name)
+            break
+        subject.log_outcome(outcome)
+        return outcome
+
+    def _supersede(self, outcome: str) -> NoReturn:
+        """End quietly: a newer execution decides."""
+        self._leave()
+        logger.warning(
+            "%s of %s (fencing token %d) was refused: a newer execution decides",
+            outcome,
+            self.claim.partition_id,
+            self.claim.fence,
+            extra={"event": "outcome_refused", "outcome": outcome},
         )
+        raise SupersededError
 
-    def _fence_of(self, change: Change) -> Fence:
-        run = self._run
-        return Fence(
-            f"{run.bridge}/{run.subscription}", run.generation, run.index, change.fencing_token, self._origin_of(change)
+    def _leave(self) -> None:
+        """End the claim, if it stands. What was refused may be its own doing, of which the answer was lost."""
+        try:
+            self._claims.relinquish(self.claim.partition_id, self.claim.owner)
+        except PyMongoError:
+            logger.debug("could not end the claim of %s", self.claim.partition_id)
+
+    def _defer(self, outcome: Outcome, error: Exception) -> NoReturn:
+        """Have the process write an outcome as soon as MongoDB answers; until then the claim is kept alive."""
+        claim, beat, beats, subject = self.claim, self._beat, self._beats, self.subject
+        logger.warning(
+            "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
+            outcome.name,
+            claim.partition_id,
+            error_text(error),
+            extra={"event": "outcome_deferred", "outcome": outcome.name},
         )
+        self._is_owed = True
 
-    def _origin_of(self, change: Change) -> Origin | None:
-        """What writes of other partitions compare with; None where all changes of a document are in this one."""
-        assert self.claim is not None, "a handler runs under a claim"
-        if self.handler.partitioner(self._wiring.options).is_by_document:
-            return None
-        raw = self._bytes_of(change)
-        return origin_of(raw, self._run.token_of(raw), self.claim.rewound)
+        def write_late() -> bool:
+            accepted = subject.write(claim, outcome)
+            if accepted and isinstance(outcome, Advanced):  # nobody continues behind it
+                accepted = self._claims.relinquish(claim.partition_id, claim.owner)
+            if not accepted and not beat.charged:  # whoever has claimed meanwhile may have counted this execution
+                beats.withdraw(claim)
+            return accepted
 
-    def _crashed(self, claim: Claim) -> HandlerCrashedError:
-        message = (
-            f"The worker ended {claim.crashes} times while handling {describe(self._run.changes[0])}: look for a "
-            "signal, the out-of-memory killer or a hard time limit in its log."
+        self._wiring.of_process(DeferredWrites).add(
+            f"{outcome.name} of {claim.partition_id}", write_late, ended=lambda: beats.end(beat)
         )
-        return HandlerCrashedError(message, crashes=claim.crashes)
+        raise Ignore from error
+
+    def _crash(self, error: BaseException, given: Sequence[int]) -> NoReturn:
+        """
+        Record that the process ends under the first change that is not done, best effort, once; always raises.
+
+        A signal in no shutdown is given the benefit of the doubt for some times in a row: it may be a time limit's.
+
+        Args:
+            error: no `Exception`.
+            given: the changes of the present part.
+        """
+        if self.handler.batch_size is None:
+            self._parts.finish(given[: self.attempt.failed or 0])
+        end = self._parts.reach(0)
+        is_new = end > self._recorded
+        doubts = 0 if is_new else self.claim.doubts
+        outcome: Outcome = Crashed(error_text(error))
+        if is_sent_away(error, time.monotonic() - self._since):
+            if is_leaving():
+                outcome = Released()
+            elif doubts < _DOUBTS_MAX:
+                outcome = Waiting(_SIGNALLED, True, WAITS.nth(self.claim.waits))
+        try:
+            if is_new:
+                self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
+                if not self.subject.write(self.claim, Advanced(end)):
+                    raise SupersededError
+                self._follow(end, time.monotonic())
+            self.subject.write(self.claim, outcome)
+        except (PyMongoError, SupersededError):
+            logger.warning(
+                "could not record the crash of %s; its claim will lapse",
+                self.claim.partition_id,
+                extra={"event": "crash_not_recorded"},
+            )
+        if threading.current_thread() is threading.main_thread():
+            raise error
+        # A pool of threads lives on, and Celery acknowledges no message that ends so: its prefetch would fill.
+        raise Ignore from error
 
 
-@dataclass(frozen=True, slots=True)
-class ParkedSignature:
+def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
     """
-    Stands in for the signature that `Task.retry` would publish.
+    Write to the state, for a bounded time again and again while there is no answer; return True if it was accepted.
 
-    A retry is parked in MongoDB, not in the broker, so its `apply_async` publishes nothing.
+    Raises:
+        PyMongoError: what the last attempt met, or what repeating cannot fix.
     """
-
-    args: tuple[Any, ...] = ()
-    kwargs: tuple[tuple[str, Any], ...] = ()
-
-    def apply_async(self, *_args: Any, **_options: Any) -> None:
-        """Publish nothing."""
-
-
-def refuse_new_arguments(args: Any, kwargs: Any) -> None:
-    """A retry repeats the change itself; it cannot be given other arguments."""
-    if args is not None or kwargs:
-        raise HandlerUsageError("A handler's retry() repeats its change; it takes no args or kwargs.")
+    return until_answered(
+        write,
+        deadline=time.monotonic() + seconds,
+        pauses=_PAUSES,
+        note=lambda error: logger.warning(
+            "writing %s failed, trying again: %s", what, error_text(error), extra={"event": "outcome_failed"}
+        ),
+    )

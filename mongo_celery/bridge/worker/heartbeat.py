@@ -9,14 +9,14 @@ write.
 
 A write that takes too long is made smaller the next time: one document that is locked must not hold up the others.
 
-A claim that lapses is charged to its change as a crash by whoever replaces it. This thread is the proof that the
-process lives, and so it withdraws what was charged while it does:
+When a claim lapses, its next owner counts a crash of the change. This thread is the proof that the process lives, so
+it withdraws crashes that were counted meanwhile:
 
 | what happened | what follows |
 |---|---|
 | a heartbeat is refused | the crash is withdrawn |
 | an execution ends after its claim may have lapsed | the crash is withdrawn if there is one |
-| this process itself replaces the claim | it is not charged at all |
+| this process itself replaces the claim | no crash is counted |
 | the handler itself kept the whole process busy for longer than the claim | nothing: this is the handler's doing |
 
 A withdrawal is asked for until it is answered, for as long as the process lives. An execution that still owes its
@@ -146,7 +146,7 @@ class Heartbeats:
                     "heartbeats failed: %s", Lines(traceback_text(error)), extra={"event": "heartbeat_crashed"}
                 )
                 with self._changed:
-                    self._put_off([beat for beat in self._beats.values() if beat.due <= now])
+                    self._postpone([beat for beat in self._beats.values() if beat.due <= now])
 
     def _wait(self) -> None:
         """A quarter of a period; whoever made it much longer by work of this process will be charged."""
@@ -186,7 +186,7 @@ class Heartbeats:
                 brief(error),
                 extra={"event": "heartbeat_failed"},
             )
-            self._put_off(beats)
+            self._postpone(beats)
             if error.timeout:
                 self._write_size = max(min(self._write_size, len(beats)) // 8, _SMALLEST_WRITE)
             return False
@@ -199,7 +199,7 @@ class Heartbeats:
                 beat.renewed, beat.leaving, beat.charged = started, leaving, False
         return True
 
-    def _put_off(self, beats: list[Heartbeat]) -> None:
+    def _postpone(self, beats: list[Heartbeat]) -> None:
         for beat in beats:
             beat.due = time.monotonic() + self._period / 4
 
@@ -209,7 +209,7 @@ class Heartbeats:
                 return
         beat.lost = True
         logger.warning(
-            "claim of %s (fence %d) was taken over while its handler runs",
+            "claim of %s (fencing token %d) was taken over while its handler runs",
             beat.claim.partition_id,
             beat.claim.fence,
             extra={"event": "claim_lost"},
@@ -218,7 +218,7 @@ class Heartbeats:
             self.withdraw(beat.claim)
 
     def _withdraw_all(self) -> None:
-        """What was charged to living owners; the first one without an answer ends the turn."""
+        """Withdraw the crashes that were counted for living owners; the first one without an answer ends the turn."""
         for _ in range(len(self._charges)):
             partition_id, owner = self._charges[0]
             try:

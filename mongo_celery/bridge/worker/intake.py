@@ -22,7 +22,7 @@ from kombu.transport.virtual import Channel as VirtualChannel
 from kombu.utils.uuid import uuid
 
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.bridge.worker.dropping import Dropper, Repetitions, claimed_process
+from mongo_celery.bridge.worker.dropping import Dropper, Repetitions, parse_process
 from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Intake:
 
     def take(self, handle: Callable[[Any], object], message: Any) -> None:
         """Hand a message to Celery's handler, or drop it."""
-        bridge = self._bridge_of(message)
+        bridge = self._find_bridge(message)
         if bridge is None:
             handle(message)
         elif not _is_celerys(message):
@@ -102,7 +102,7 @@ class Intake:
         else:
             handle(message)
 
-    def _bridge_of(self, message: Any) -> Wiring | None:
+    def _find_bridge(self, message: Any) -> Wiring | None:
         """Return the bridge from whose queues a message comes; None if it may come from another queue."""
         info = message.delivery_info
         key = info.get("routing_key") if isinstance(info, Mapping) else None
@@ -118,7 +118,7 @@ class Intake:
                 number(count, "message", "messages"),
                 bridge.name,
                 task if _TASK.fullmatch(task) else "no name of a task",
-                claimed_process(headers.get("origin")) or "unknown",
+                parse_process(headers.get("origin")) or "unknown",
                 extra={"event": "foreign_task", "bridge": bridge.name},
             )
 

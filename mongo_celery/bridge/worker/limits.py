@@ -1,5 +1,5 @@
 """
-What the limits of a handler mean for a run of several changes: users set them for one call, Celery knows messages.
+Limits of a handler for a run of several changes: users set them for one call, Celery knows messages.
 
 - `rate_limit`: the listener sends runs of one change. A worker that has been given a limit since (`celery control
   rate_limit`) begins no second change of a run.

@@ -1,5 +1,5 @@
 """
-Which changes of a run are given next to a handler that does not get them simply one by one.
+The parts of a run: which of its changes the handler is given next.
 
 A run is given in **parts**, one behind the other: at first all of it. A part that fails is cut in halves, until the
 change that fails is alone; what stands before it has been given by then, and what is behind it comes with the next run.
@@ -55,12 +55,12 @@ class Parts:
 
     @property
     def has_more(self) -> bool:
-        """Whether a part is left."""
+        """True if a part is left."""
         return bool(self._ends)
 
     @property
     def is_last(self) -> bool:
-        """Whether the present part is the last one, and the run ends well with it."""
+        """True if the present part is the last one, and the run ends well with it."""
         return len(self._ends) == 1 and self.failed is None
 
     @property
@@ -68,11 +68,11 @@ class Parts:
         """The offset behind the present part."""
         return self._ends[-1]
 
-    def given(self) -> list[int]:
-        """The changes of the present part that are to be given."""
+    def next_offsets(self) -> list[int]:
+        """Return the changes of the present part that are to be given."""
         return self._last_ones(self.end)
 
-    def done(self) -> None:
+    def complete(self) -> None:
         """The present part is done."""
         self.begin = self._ends.pop()
 
@@ -96,9 +96,9 @@ class Parts:
 
     def reach(self, calls: int) -> int:
         """
-        The offset at which the run could end, as late as can be, with so many more changes given at most.
+        Return the latest offset at which the run can stop after at most so many more handler calls.
 
-        With none it is that behind which nothing is left behind now.
+        With 0, everything before it is done.
         """
         found, behind, owed = self.begin, 0, 0
         latest: dict[bytes, bool] = {}
@@ -114,16 +114,16 @@ class Parts:
                 found = each + 1
         return found
 
-    def pass_to(self, offset: int) -> None:
+    def move_begin(self, offset: int) -> None:
         """Everything before this offset is done, while its part goes on."""
         self.begin = offset
 
-    def owed(self, offset: int) -> list[int]:
-        """What is to be given before this change can be the first one: neither is it finished nor stands it for it."""
+    def list_remaining(self, offset: int) -> list[int]:
+        """Return the changes that must be given before this one: neither finished nor superseded by it."""
         return [each for each in self._last_ones(offset + 1) if each != offset]
 
-    def passed_over(self, offset: int) -> list[int]:
-        """The changes that are not done and for which this one stands, the last one first."""
+    def list_superseded(self, offset: int) -> list[int]:
+        """Return the changes that are not done because this one stands for them, the last one first."""
         found: list[int] = []
         if self._documents is None or self._documents[offset] is None:
             return found
@@ -153,8 +153,8 @@ class Parts:
         return found[::-1]
 
 
-def document_of(raw: bytes) -> bytes | None:
-    """What tells the document of an event from all others; None where it has none, or cannot be read."""
+def read_document_key(raw: bytes) -> bytes | None:
+    """Return what tells the document of an event from all others; None if it has none, or cannot be read."""
     try:
         event = event_of(raw)
         namespace, key = event.get("ns"), event.get("documentKey")

@@ -1,4 +1,4 @@
-"""What a bridge does to a worker that starts: its queues are declared, overridden attributes are reported."""
+"""The start of a worker: declare a bridge's queues, report overridden attributes."""
 
 from __future__ import annotations
 

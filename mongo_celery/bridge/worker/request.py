@@ -1,5 +1,5 @@
 """
-What a worker's consumer makes of a message for one of our tasks: nothing outside the envelope has power.
+The Celery request that is made of a message: only the signed envelope is trusted.
 
 Celery honours much of a message before a task is called, in the parent process of the pool: time limits, expiry, ETA,
 stamps, links, chords. None of it is needed, since the listener sends none, and whoever can write to the broker could
@@ -20,9 +20,9 @@ from celery.worker.request import Request
 from kombu.utils.uuid import uuid
 
 from mongo_celery.bridge.worker.limits import RUN_SECONDS
-from mongo_celery.bridge.worker.runtime import STRANGE
+from mongo_celery.bridge.worker.runtime import UNEXPECTED
 
-_HONOURED = frozenset(name for name in vars(Context) if not name.startswith("__")) | {STRANGE, RUN_SECONDS}
+_HONOURED = frozenset(name for name in vars(Context) if not name.startswith("__")) | {UNEXPECTED, RUN_SECONDS}
 _CARRIED = frozenset({"id", "task", "root_id", "parent_id", "argsrepr", "kwargsrepr", "origin"})
 _HARMLESS = frozenset({"ignore_result", "hostname", "delivery_info", "properties", "correlation_id"})
 """Set by the request itself, whatever the message says."""
@@ -33,7 +33,7 @@ _EMBEDDED = ("callbacks", "errbacks", "chord")
 _PAYLOAD_PARTS = 3
 
 
-def _powerless(headers: Mapping[str, Any]) -> dict[str, Any]:
+def _sanitize_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in headers.items() if isinstance(name, str) and name not in _HONOURED}
     for name in _CARRIED:
         value = headers.get(name)
@@ -52,13 +52,13 @@ def _powerless(headers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _strange(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
-    strange = [str(name) for name, value in headers.items() if name in _JUDGED and _asks(value)]
-    return [*strange, "reply_to"] if properties.get("reply_to") else strange
+def _list_unexpected(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
+    unexpected = [str(name) for name, value in headers.items() if name in _JUDGED and _asks(value)]
+    return [*unexpected, "reply_to"] if properties.get("reply_to") else unexpected
 
 
 def _limits(task: Any) -> dict[str, Any]:
-    """What a handler's limits make of a message; nothing for a commit."""
+    """Return the time limits of a message by its handler's; nothing for a commit."""
     limits = getattr(task, "limits_of_runs", None)
     if limits is None:
         return {}
@@ -70,28 +70,28 @@ def _asks(value: object) -> bool:
     return bool(value) and value not in _NO_LIMITS
 
 
-def _disarmed(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], dict[str, Any]], list[str]]:
-    """The payload as a listener could have made it, and the names of what was left out."""
+def _sanitize_payload(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], dict[str, Any]], list[str]]:
+    """Return the payload as a listener could have made it, and the names of what was left out."""
     if not isinstance(payload, (list, tuple)) or len(payload) != _PAYLOAD_PARTS:
         return ([], {}, {}), ["body"]
     args, kwargs, embedded = payload
     embedded = embedded if isinstance(embedded, Mapping) else {"chain": "?"}
-    strange = [name for name in _EMBEDDED if _asks(embedded.get(name))]
+    unexpected = [name for name in _EMBEDDED if _asks(embedded.get(name))]
     chain = embedded.get("chain") or None
     if not isinstance(chain, (list, type(None))):
-        strange.append("chain")
+        unexpected.append("chain")
         chain = None
     if not isinstance(args, (list, tuple)) or len(args) != 1 or kwargs:
-        strange.append("args")
+        unexpected.append("args")
         args = []
-    return (list(args), {}, {**dict.fromkeys(_EMBEDDED), "chain": chain}), strange
+    return (list(args), {}, {**dict.fromkeys(_EMBEDDED), "chain": chain}), unexpected
 
 
 @cache
-def sealed(base: type[Request]) -> type[Request]:
-    """A request class that gives power to nothing outside the envelope; the rest is the given class's."""
+def harden_request(base: type[Request]) -> type[Request]:
+    """Return a request class that trusts nothing outside the envelope; the rest is the given class's."""
 
-    class SealedRequest(base):  # type: ignore[misc, valid-type]
+    class HardenedRequest(base):  # type: ignore[misc, valid-type]
         """See the module."""
 
         def __init__(
@@ -105,10 +105,10 @@ def sealed(base: type[Request]) -> type[Request]:
             **options: Any,
         ) -> None:
             given = message.headers if headers is None else headers
-            payload, strange = _disarmed(body if decoded else message.payload)
-            strange += _strange(given, message.properties or {})
-            request = {**_powerless(given), STRANGE: strange, **_limits(task)}
+            payload, unexpected = _sanitize_payload(body if decoded else message.payload)
+            unexpected += _list_unexpected(given, message.properties or {})
+            request = {**_sanitize_headers(given), UNEXPECTED: unexpected, **_limits(task)}
             super().__init__(message, headers=request, body=payload, decoded=True, task=task, **options)
             self._request_dict["reply_to"] = None
 
-    return SealedRequest
+    return HardenedRequest

@@ -11,11 +11,12 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.identity import identity_of, ways_out
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
-from mongo_celery.bridge.worker.envelope import Carrier, Run, installation_of, unseal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, read_installation, verify_run
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
 from mongo_celery.mongo.verdicts import brief, explained
@@ -23,7 +24,7 @@ from mongo_celery.quantities import number
 
 logger = logging.getLogger("mongo_celery.worker")
 
-STRANGE = "mongo_celery_strange"
+UNEXPECTED = "mongo_celery_strange"
 """Header of a request, never of a message: what the message asked for that no listener sends."""
 
 
@@ -35,12 +36,12 @@ class WorkerRuntime:
         wiring: of the bridge.
 
     Attributes:
-        has_indexed: whether it has asked for the indexes of the dead letters.
+        heartbeats: of its claims.
     """
 
     def __init__(self, wiring: Wiring) -> None:
         self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
-        self.has_indexed = False
+        self._has_indexed = False
         self._wiring = wiring
         self._signing = wiring.store.signing
         self._dropper = wiring.of_process(Dropper)
@@ -50,6 +51,21 @@ class WorkerRuntime:
         self._unserved: frozenset[str] = frozenset()
         self._is_foreign = False
         self._lock = threading.Lock()
+
+    def ensure_indexes(self) -> None:
+        """Create the indexes of the dead letters, once a process, best effort: letters are found without them, too."""
+        if self._has_indexed:
+            return
+        self._has_indexed = True
+        try:
+            self._wiring.store.dead_letters.ensure_indexes()
+        except PyMongoError as error:
+            logger.warning(
+                "the collection dead_letters gets no indexes: replays of parked keys, and lists by time or key, read "
+                "all of it. Grant createIndex on it to workers: %s",
+                error_text(error),
+                extra={"event": "index_missing"},
+            )
 
     def open(self, kind: str, envelope: object, subscription: str | None, request: Any) -> Run | None:
         """
@@ -65,7 +81,7 @@ class WorkerRuntime:
             request: what the worker has made of the message.
         """
         try:
-            run = self._unseal(kind, envelope)
+            run = self._verify_run(kind, envelope)
         except InvalidEnvelopeError:
             self._drop_unsigned(kind, envelope, request.origin)
             return None
@@ -86,23 +102,23 @@ class WorkerRuntime:
             self._dropper.drop_foreign(None)
             return None
         assert run.carrier is not None, "an envelope names its message"
-        strange = _strange(run.carrier, request)
-        if strange:
-            self._dropper.drop_tampered(", ".join(strange))
+        unexpected = _list_unexpected(run.carrier, request)
+        if unexpected:
+            self._dropper.drop_tampered(", ".join(unexpected))
             return None
         return run
 
     def _drop_unsigned(self, kind: str, envelope: object, origin: object) -> None:
-        theirs, ours = installation_of(envelope), self._ring.installation if self._ring else ""
+        theirs, ours = read_installation(envelope), self._ring.installation if self._ring else ""
         if theirs and ours and theirs != ours:
             self._dropper.drop_foreign(origin if kind == "run" else None)  # else it names a worker
         else:
             self._dropper.drop_forged()
 
-    def _unseal(self, kind: str, envelope: object) -> Run:
+    def _verify_run(self, kind: str, envelope: object) -> Run:
         for key in self._keys():
             try:
-                return unseal(kind, envelope, key)
+                return verify_run(kind, envelope, key)
             except InvalidEnvelopeError:
                 continue
         raise InvalidEnvelopeError
@@ -112,14 +128,14 @@ class WorkerRuntime:
         with self._lock:
             if self._ring is None or time.monotonic() - self._ring_read >= KEY_SECONDS:
                 try:
-                    self._take_in(self._signing.read())
+                    self._adopt_keys(self._signing.read())
                 except PyMongoError:
                     if self._ring is None:
                         raise
                 self._ring_read = time.monotonic()
             return self._ring.keys if self._ring else ()
 
-    def _take_in(self, ring: KeyRing | None) -> None:
+    def _adopt_keys(self, ring: KeyRing | None) -> None:
         """Keep what the lease says. Log once where its listener lacks handlers, or is of another environment."""
         known, self._ring = self._ring, ring
         if ring is None or ring.identity is None:
@@ -155,8 +171,8 @@ class WorkerRuntime:
         return difference is not None
 
 
-def _strange(carrier: Carrier, request: Any) -> Iterable[str]:
-    """What of the message around an envelope is not what was signed or what listeners send."""
+def _list_unexpected(carrier: Carrier, request: Any) -> Iterable[str]:
+    """Return what differs, in the message around an envelope, from what was signed or what listeners send."""
     found = Carrier.of(str(request.id), request.chain)
     moved = [name for name in ("task_id", "links") if getattr(carrier, name) != getattr(found, name)]
-    return [*(request.get(STRANGE) or ()), *moved]
+    return [*(request.get(UNEXPECTED) or ()), *moved]

@@ -17,6 +17,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -29,17 +30,14 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
-from mongo_celery.bridge.changes import Changes
+from mongo_celery.bridge.changes import ChangeFailed, Changes
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.dropping import Repetitions
 from mongo_celery.bridge.worker.envelope import Run, bridge_of
-from mongo_celery.bridge.worker.execution import Execution, ParkedSignature, current, refuse_new_arguments
+from mongo_celery.bridge.worker.execution import ANSWER_SECONDS, Execution, current, persist
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits
-from mongo_celery.bridge.worker.list_execution import ListExecution, telling
-from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
-from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
@@ -84,18 +82,18 @@ PROTOCOL_METHODS = frozenset(
 """What makes a task one of ours; annotations that replace or wrap one of these run outside the claim, without count."""
 
 
-class SealedMessages:
+class SignedTask:
     """Mixed into the classes of both kinds of task: of a message, only what is signed has power."""
 
     @property
     def Request(self) -> Any:  # noqa: N802 - Celery's name
         """The class that the worker's consumer makes of a message; only workers import it."""
-        from mongo_celery.bridge.worker.request import sealed
+        from mongo_celery.bridge.worker.request import harden_request
 
-        return sealed(symbol_by_name(super().Request))  # type: ignore[misc]
+        return harden_request(symbol_by_name(super().Request))  # type: ignore[misc]
 
 
-class ChangeTask(SealedMessages):
+class ChangeTask(SignedTask):
     """
     Mixed into the app's task class: turns a message into claim, handler calls and an outcome.
 
@@ -127,7 +125,7 @@ class ChangeTask(SealedMessages):
             super().before_start(*arguments)  # type: ignore[misc]
 
     def _begin(self, *arguments: Any) -> None:
-        """What annotations have put in the place of `before_start`, or around it; else the same."""
+        """Call what annotations have put in the place of `before_start`, or around it."""
         self.before_start(*arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,12 +147,12 @@ class ChangeTask(SealedMessages):
             raise Ignore
         run_seconds = self.request.get(RUN_SECONDS)
         is_limited = any(self.request.timelimit or ()) or run_seconds == 0
-        execution = self._kind(run)(
+        execution = Execution(
             self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited, since=since
         )
         try:
             with received(self.request):
-                execution.execute(functools.partial(self._traced_call, run))
+                execution.execute(functools.partial(self._trace_call, run))
         except MemoryError as error:  # its outcome is written; Celery ends the whole worker by it
             raise Ignore from error
 
@@ -165,17 +163,10 @@ class ChangeTask(SealedMessages):
         may_be_several = handler.run_size(options) > 1
         return run_limits(self, options.run_seconds, is_one_call=is_one_call, may_be_several=may_be_several)
 
-    def _kind(self, run: Run) -> type[Execution]:
-        if run.letter is not None:
-            return ReplayExecution
-        return ListExecution if self.handler.is_parted else Execution
-
-    def _traced_call(self, run: Run, given: Change | Changes, retries: int) -> None:
-        if self.handler.batch_size is not None and isinstance(given, Change):  # the replay of a dead letter
-            given = Changes([given])
+    def _trace_call(self, run: Run, given: Change | Changes, retries: int) -> None:
         name = f"{run.bridge}/{run.subscription}"
         with processing(name, lambda: _span_attributes(self.request, run, given, retries)):
-            self._call_with(given, retries)
+            self._call_handler(given, retries)
 
     def _patience(self) -> float:
         """Seconds to wait for MongoDB at the end: a hard time limit would kill the process, and charge the change."""
@@ -183,7 +174,7 @@ class ChangeTask(SealedMessages):
         hard = hard or self.time_limit
         return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
 
-    def _call_with(self, given: Change | Changes, retries: int) -> None:
+    def _call_handler(self, given: Change | Changes, retries: int) -> None:
         request, execution = self.request, current.get()
         assert execution is not None, "a handler runs under a claim"
         request.retries = retries
@@ -198,7 +189,7 @@ class ChangeTask(SealedMessages):
         inherited(given)
 
     def signature_from_request(self, *_args: Any, **_kwargs: Any) -> ParkedSignature:
-        """What `retry` would publish: nothing (the execution parks the change)."""
+        """Return what `retry` would publish: nothing (the execution stores the retry)."""
         return ParkedSignature(args=(self.request.argsrepr,))
 
     def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
@@ -208,11 +199,12 @@ class ChangeTask(SealedMessages):
         An outage that an `autoretry_for=(Exception,)` has taken in passes: the change waits, and nothing is counted.
         """
         del throw
-        refuse_new_arguments(args, kwargs)
+        if args is not None or kwargs:
+            raise HandlerUsageError("A handler's retry() repeats its change; it takes no args or kwargs.")
         # One that another handler calls leaves everything to that one.
         execution, error = None if self.request.called_directly else current.get(), options.get("exc")
         named = getattr(self, "autoretry_for", ())
-        if execution is not None and error is not None and execution.waits_for(error, named):
+        if execution is not None and error is not None and execution.must_wait(error, named):
             raise error
         try:
             return super().retry(None, None, *rest, throw=True, **options)  # type: ignore[misc]
@@ -220,14 +212,14 @@ class ChangeTask(SealedMessages):
             raise
         except Exception as exhausted:
             if execution is not None:
-                execution.decided(exhausted)
+                execution.attempt.exhausted = exhausted
             raise
 
     def apply_async(self, *_args: Any, **_options: Any) -> Any:
         """Refused: the listener dispatches changes."""
-        raise HandlerUsageError(self.refused_to_send())
+        raise HandlerUsageError(self.explain_refusal())
 
-    def refused_to_send(self) -> str:
+    def explain_refusal(self) -> str:
         """Return why nobody but the listener sends it; an outbox asks, too."""
         return (
             f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
@@ -244,14 +236,14 @@ class ChangeTask(SealedMessages):
 
 
 def _is_given(argument: object, *, takes_list: bool) -> bool:
-    """Whether somebody calls the handler himself, with what it takes."""
+    """Return True if the handler is called directly, with what it takes."""
     if not takes_list:
         return isinstance(argument, Change)
     return isinstance(argument, list | tuple) and all(isinstance(each, Change) for each in argument)
 
 
 def _span_attributes(request: Any, run: Run, given: Change | Changes, retries: int) -> dict[str, Any]:
-    """What a trace shows of one execution: no document's contents, and not its `_id`; of a list its first change."""
+    """Return what a trace shows of an execution: no contents and no `_id` of documents; of a list its first change."""
     change = given if isinstance(given, Change) else given[0]
     return {
         **({} if isinstance(given, Change) else {"messaging.batch.message_count": len(given)}),
@@ -274,9 +266,24 @@ def _message_attributes(request: Any, run: Run) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class ParkedSignature:
+    """
+    The signature that `Task.retry` would publish.
+
+    A retry waits in MongoDB, not in the broker, so its `apply_async` publishes nothing.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def apply_async(self, *_args: Any, **_options: Any) -> None:
+        """Publish nothing."""
+
+
 def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
     """Register a handler's Celery task; the returned proxy becomes the task when the app is finalized."""
-    function = handler.function if handler.batch_size is None else telling(handler.function)
+    function = handler.function if handler.batch_size is None else report_failed_change(handler.function)
     if handler.transactional:
         function = in_transaction(wiring, handler, function)
     base = options.pop("base", None)
@@ -295,6 +302,35 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
     )(function)
 
 
+def report_failed_change(function: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Return the function of a bulk handler that reports `ChangeFailed` to its execution, and raises the cause of that.
+
+    So `autoretry_for`, a transaction's driver and others outside of it see the error itself.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        execution = current.get()
+        if execution is None:  # called directly, in a unit test
+            return function(*args)
+        # A handler may call that of another one, whose word about its own list is none about this one.
+        is_own = execution.handler.function is function
+        if is_own:
+            execution.attempt.failed = None
+        try:
+            return function(*args)
+        except ChangeFailed as failed:
+            if is_own and failed.changes is args[-1]:  # of a list of its own making nobody knows what was finished
+                execution.attempt.failed = failed.place
+            error = failed.error
+            if error is None or isinstance(error, Ignore):  # what passes over a change is no failure of one
+                raise
+        raise error
+
+    return run
+
+
 def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
     """
     The function, run inside a transaction whose last write is the mark that it has been handled.
@@ -309,7 +345,7 @@ def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any
         execution = current.get()
         if execution is None:  # called directly, in a unit test
             return function(*args)
-        session = execution.session_of(handler)
+        session = execution.find_session(handler)
         if session is None:
             return _join(wiring, handler, function, args)
         _commit_handled(wiring, execution, session, function, args)
@@ -331,11 +367,11 @@ def _commit_handled(
     def body(session: ClientSession) -> None:
         scope.reset_attempt()
         try:
-            _handle_in(scope, session, lambda: function(*before, change.with_session(session)))
-            execution.handle_in(session, change)
+            _run_body(scope, session, lambda: function(*before, change.with_session(session)))
+            execution.write_in_transaction(session)
         except Exception as error:
             if not is_at_limit():
-                execution.met(error)
+                execution.attempt.note_body_error(error)
             raise
 
     try:
@@ -344,11 +380,11 @@ def _commit_handled(
     except PyMongoError as error:
         # A commit without an answer was not kept from it by the body.
         if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
-            execution.transaction_timed_out(error)
+            execution.attempt.timeout = error
         if is_unanswered(error):
             _end_later(wiring, execution.give_session())
         raise
-    execution.transaction_committed()
+    execution.note_commit()
     scope.run_callbacks()
 
 
@@ -366,7 +402,7 @@ def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: 
         return function(*before, change.with_session(session))
 
 
-def _handle_in(scope: TransactionScope, session: ClientSession, handle: Callable[[], object]) -> None:
+def _run_body(scope: TransactionScope, session: ClientSession, handle: Callable[[], object]) -> None:
     """Run the handler as the body of `transactional`: its joined calls and locks may have made it rollback-only."""
     try:
         handle()
@@ -394,7 +430,7 @@ def _end_later(wiring: Wiring, session: ClientSession) -> None:
     wiring.of_process(DeferredWrites).add("the end of a transaction", end)
 
 
-class CommitTask(SealedMessages):
+class CommitTask(SignedTask):
     """Mixed into the app's task class: publishes the link of a chain without what only user tasks need."""
 
     if TYPE_CHECKING:
@@ -483,7 +519,7 @@ def register_commit(app: Celery) -> None:
 def _commit(wiring: Wiring, run: Run) -> None:
     claims = wiring.store.claims
     try:
-        if not persisted(
+        if not persist(
             lambda: claims.commit(run.partition_id, run.first, lasting=False), f"a commit of {run.partition_id}"
         ):
             logger.debug("commit of %s found its work done", run.partition_id)

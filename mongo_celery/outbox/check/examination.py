@@ -15,7 +15,7 @@ from celery import Celery
 
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
-from mongo_celery.broker.workers import WorkersSaid
+from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, error, ok, warning
@@ -51,7 +51,7 @@ class AppFacts:
     """
 
     findings: Sequence[Finding]
-    said: WorkersSaid | str | None
+    said: WorkerReplies | str | None
 
 
 def look_around(app: Celery) -> AppFacts:

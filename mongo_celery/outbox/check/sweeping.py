@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from celery import Celery
 
-from mongo_celery.broker.workers import WorkersSaid, ask_workers, consumed_queues, known_tasks
+from mongo_celery.broker.workers import WorkerReplies, ask_workers, list_queues, list_tasks
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.redaction import short
@@ -45,7 +45,7 @@ def sweep_queue(app: Celery) -> str:
     return str(getattr(queue, "name", queue) or app.conf.task_default_queue)
 
 
-def ask_about_sweeps(app: Celery) -> WorkersSaid | str:
+def ask_about_sweeps(app: Celery) -> WorkerReplies | str:
     """What workers say, or why they cannot be asked."""
     try:
         return ask_workers(app, INSPECT_SECONDS)
@@ -53,7 +53,7 @@ def ask_about_sweeps(app: Celery) -> WorkersSaid | str:
         return short(failure)
 
 
-def judge_sweeping(sweeping: Sweeping, said: WorkersSaid | str | None) -> Iterator[Finding]:
+def judge_sweeping(sweeping: Sweeping, said: WorkerReplies | str | None) -> Iterator[Finding]:
     """
     Whether somebody sweeps.
 
@@ -77,23 +77,23 @@ def judge_sweeping(sweeping: Sweeping, said: WorkersSaid | str | None) -> Iterat
         yield from _lacking(sweeping.queue, said)
 
 
-def _cure(sweeping: Sweeping, said: WorkersSaid | str | None) -> str:
+def _cure(sweeping: Sweeping, said: WorkerReplies | str | None) -> str:
     beat = f"Run `{sweeping.line.celery('beat')}`, or the listener of a bridge, with the app that makes this outbox"
     if not sweeping.is_scheduled:
         return (
             "This app has no beat entry for it: make the outbox with sweep_every, or have something call its sweep()."
         )
-    if not isinstance(said, WorkersSaid):
+    if not isinstance(said, WorkerReplies):
         return f"{beat}, and a worker of it."
     if not said.tasks and not said.queues:
         return f"No worker has answered: run one of this app. {beat}, too."
-    knowing = {worker for worker, tasks in known_tasks(said).items() if SWEEP_TASK in tasks}
+    knowing = {worker for worker, tasks in list_tasks(said).items() if SWEEP_TASK in tasks}
     if not knowing:
         return (
             f"No worker knows the task {SWEEP_TASK}: let its app import the module that makes this outbox, for "
             "example with include=[...]."
         )
-    consuming = {worker for worker, queues in consumed_queues(said).items() if sweeping.queue in queues}
+    consuming = {worker for worker, queues in list_queues(said).items() if sweeping.queue in queues}
     if not knowing & consuming:
         return f"No worker that knows it consumes the queue {sweeping.queue}; add it to a worker's -Q."
     return (
@@ -102,10 +102,10 @@ def _cure(sweeping: Sweeping, said: WorkersSaid | str | None) -> str:
     )
 
 
-def _lacking(queue: str, said: WorkersSaid) -> Iterator[Finding]:
+def _lacking(queue: str, said: WorkerReplies) -> Iterator[Finding]:
     """Workers that take the sweep from its queue, and drop it."""
-    known = known_tasks(said)
-    for worker, queues in sorted(consumed_queues(said).items()):
+    known = list_tasks(said)
+    for worker, queues in sorted(list_queues(said).items()):
         if queue in queues and worker in known and SWEEP_TASK not in known[worker]:
             yield error(
                 "sweep_task",

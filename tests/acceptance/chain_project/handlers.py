@@ -33,7 +33,7 @@ def _handle(task: Any, name: str, change: Change) -> None:
         return
     execution = current.get()
     assert execution is not None, "a handler runs in an execution"
-    generation = execution._run.generation
+    generation = execution.subject.run.generation
     fact = {
         "handler": name,
         "key": document["_id"],

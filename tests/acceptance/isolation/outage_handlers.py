@@ -13,7 +13,7 @@ from typing import Any
 from pymongo.errors import AutoReconnect, DuplicateKeyError
 
 from mongo_celery import Change
-from mongo_celery.bridge.worker import outcomes, tasks
+from mongo_celery.bridge.worker import subject, tasks
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.mongo.repeating import Pauses
 from tests.acceptance.chain_project.acts import perform
@@ -27,9 +27,7 @@ _CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
 if "OUTAGE_PATIENCE" in os.environ:
     vars(tasks)["ANSWER_SECONDS"] = float(os.environ["OUTAGE_PATIENCE"])
 if "OUTAGE_PAUSE" in os.environ:
-    vars(outcomes)["_WAITS"] = Pauses(
-        first=float(os.environ["OUTAGE_PAUSE"]), longest=float(os.environ["OUTAGE_PAUSE"])
-    )
+    vars(subject)["WAITS"] = Pauses(first=float(os.environ["OUTAGE_PAUSE"]), longest=float(os.environ["OUTAGE_PAUSE"]))
 
 
 class TranslatedError(Exception):
@@ -100,7 +98,7 @@ def _handler(name: str, effect: Callable[[str, Change, dict[str, Any]], None], *
             "seq": change.seq,
             "fence": change.fencing_token,
         }
-        start = record_start(fact, retries=task.request.retries, crashes=claim.crashes)  # type: ignore[union-attr]
+        start = record_start(fact, retries=task.request.retries, crashes=claim.crashes)
         perform(task, document, start, after=False)
         effect(name, change, fact)
         perform(task, document, start, after=True)

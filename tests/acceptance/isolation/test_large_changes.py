@@ -82,7 +82,7 @@ def test_stored_bytes_that_somebody_removes_are_stored_again(
         chain.wait_done()
         chain.judge()
         assert [start.retries for start in chain.starts()] == [0, 0, 0]
-        assert worker.text.count("are missing: nothing is charged") == 1
+        assert worker.text.count("are missing: no attempt is counted") == 1
 
 
 def test_a_large_change_that_halts_is_retried_by_reference(chain: Chain) -> None:

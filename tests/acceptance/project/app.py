@@ -91,7 +91,7 @@ def note(handler: str, change: Change) -> None:
     effect = {
         **fact,
         "partition": change.partition,
-        "generation": execution._run.generation,
+        "generation": execution.subject.run.generation,
         "place": change.resume_token["_data"],
     }
     registers = change.fenced(sink()["registers"])
