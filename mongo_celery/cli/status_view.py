@@ -84,7 +84,7 @@ def _facts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
         yield _line(f"nothing read for {duration(status['unread_seconds'])}", "red")
     if status["reading_waits"]:
         yield _line(f"reading waits: {status['reading_waits']}", "yellow")
-    yield from (_gap(gap) for gap in status["gaps"])
+    yield from (_gap(each["name"], gap) for each in status["subscriptions"] for gap in each["gaps"])
     yield from (_rejection("the broker rejects", each) for each in status["rejected_by_broker"])
     yield from (_rejection("MongoDB does not store", each) for each in status["not_stored"])
     yield from _stored(status)
@@ -123,9 +123,8 @@ def _listener(listener: Mapping[str, Any] | None) -> str:
     return f"{who}, serving {number(len(listener['handlers']), 'handler', 'handlers')} of app {listener['app'] or '?'}"
 
 
-def _gap(gap: Mapping[str, Any]) -> RenderableType:
-    names = f" of {', '.join(gap['subscriptions'])}" if gap["subscriptions"] else ""
-    return _line(f"history{names} was given up before {moment(gap['until'])} ({gap['policy']})", "red")
+def _gap(handler: str, gap: Mapping[str, Any]) -> RenderableType:
+    return _line(f"history of {handler} was given up before {moment(gap['until'])} ({gap['policy']})", "red")
 
 
 def _new_layout(subscription: Mapping[str, Any]) -> RenderableType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -223,7 +223,6 @@ def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: 
     assert leases.pin_start(old, Timestamp(1, 1)) is None
     assert leases.pin_start(old, Timestamp(1, 1), replace=True) is None
     assert not leases.record_report(old, {"outstanding": 1})
-    assert not leases.record_gap(old, {"until": Timestamp(1, 1)})
     assert stored(documents) == before
 
 
@@ -333,22 +332,6 @@ def test_a_start_is_pinned_once(leases: Leases) -> None:
     assert leases.pin_start(term, Timestamp(5, 1)) == Timestamp(5, 1)
     assert leases.pin_start(term, Timestamp(9, 9)) == Timestamp(5, 1)
     assert leases.pin_start(term, Timestamp(9, 9), replace=True) == Timestamp(9, 9)
-
-
-@pytest.fixture
-def gap_terms(leases: Leases) -> Iterator[Term]:
-    """Give a term, and release it."""
-    term = acquired(leases)
-    yield term
-    leases.release(term)
-
-
-def test_gaps_are_remembered_and_bounded(leases: Leases, gap_terms: Term) -> None:
-    """P9: history that was given up stays on record, the last twenty of it."""
-    for number in range(22):
-        assert leases.record_gap(gap_terms, {"until": Timestamp(number + 1, 1)})
-    gaps = (leases.read() or {})["gaps"]
-    assert [gap["until"].time for gap in gaps] == list(range(3, 23))
 
 
 @pytest.mark.parametrize(("version", "said"), [(2, "newer version"), (None, "before the first release")])

@@ -168,7 +168,7 @@ def standing() -> dict[str, Any]:
     layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
     return shape(
         facts(
-            lease=lease(**SERVED, report=report, gaps=[gap]),
+            lease=lease(**SERVED, report=report),
             subscriptions=[subscription(lost=LOST, gaps=[gap])],
             images=[image(0, ran=ran, **full)],
             layouts=layouts,
@@ -190,7 +190,6 @@ def test_the_page_has_the_keys_of_a_status() -> None:
         "`untaken`": status["untaken"],
         "`listener`": status["listener"],
         "`spill`": status["spill"],
-        "`gaps`": status["gaps"][0],
         "`rejected_by_broker`, `not_stored`": status["rejected_by_broker"][0],
         "`snapshots`": status["snapshots"][0],
         "`subscriptions`": row,
@@ -198,6 +197,7 @@ def test_the_page_has_the_keys_of_a_status() -> None:
             f"`{name}` of a subscription": row[name]
             for name in ("run_gain", "fed_back", "new_layout", "spilled", "lost")
         },
+        "`gaps` of a subscription": row["gaps"][0],
         "`partitions`": partition,
         **{f"`{name}` of a partition": partition[name] for name in ("claim", "retry", "waiting", "head", "spilled")},
     }

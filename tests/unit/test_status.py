@@ -344,10 +344,10 @@ def test_a_status_is_plain_json() -> None:
     claim = {"owner": "x", "first": Int64(6), "last": Int64(7), "until": NOON, "ttl": Int64(10_000)}
     full = image(0, claim=claim, live=True, handled={"owner": "x", "last": Int64(7), "resumeToken": {"_data": "82CC"}})
     gap = {"until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
-    status = shape(facts(lease=lease(gaps=[gap]), images=[full]))
+    status = shape(facts(subscriptions=[subscription(gaps=[gap])], images=[full]))
     assert json.loads(json.dumps(status)) == status
     assert status["partitions"][0]["claim"]["until"] == "2030-01-01T12:00:00+00:00"
-    assert status["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
+    assert status["subscriptions"][0]["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
     assert all(type(each["version"]) is int for each in (status,))
 
 

@@ -83,6 +83,9 @@ class HandlerActivity:
         """Compare a partition with a newer image of it, which was there at `seen`."""
         before = partition.image
         moved = image.committed > before.committed
+        counts = (image.retries, image.crashes, image.waiting)
+        if not moved and counts == (before.retries, before.crashes, before.waiting):
+            return
         self.retries += _growth(0 if moved else before.retries, image.retries)
         self.crashes += _growth(0 if moved else before.crashes, image.crashes)
         self.waits += _growth(0 if moved else _waits(before), _waits(image))

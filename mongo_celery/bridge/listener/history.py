@@ -5,7 +5,7 @@ It concerns each handler for itself. One whose place is in the oplog continues, 
 this order:
 
 1. `on_history_lost`, the option or the one of the process, is `oldest` or `now`: it is moved there, and what it gave up
-   is kept among the lease's `gaps`.
+   is kept among its `gaps`.
 2. `start_from="oldest"` has chosen a place that rolled away before anything was stored or claimed there: it is chosen
    again, once.
 3. else it stands still, loudly: `lost` in its document says since when and where. The stream is opened without it, and
@@ -76,7 +76,7 @@ class _Gap:
     Attributes:
         left: who is not judged yet.
         before: where each one stood when it was found.
-        moved: who was moved, by policy and new start, until that is noted.
+        moved: who was moved, by policy and new start, until that is logged.
     """
 
     left: list[str]
@@ -303,7 +303,7 @@ class LostHistory:
             subscriptions[name].move(after[name].time)
         reached = self._reached(subscriptions, after)
         for policy, place in list(gap.moved):
-            self._note(gap, place, policy)
+            self._log_move(gap, place, policy)
             del gap.moved[policy, place]
         return open_position(reached, self._fingerprint) if reached else None
 
@@ -343,7 +343,7 @@ class LostHistory:
             extra={"event": "subscription_lost", "subscription": name},
         )
 
-    def _note(self, gap: _Gap, start: Timestamp, policy: str) -> None:
+    def _log_move(self, gap: _Gap, start: Timestamp, policy: str) -> None:
         error, names = gap.error, sorted(gap.moved[policy, start])
         unseen = "" if gap.oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
         said = _said(error)
@@ -357,9 +357,6 @@ class LostHistory:
             f": {said}" if said else "",
             extra={"event": "history_lost", "subscriptions": names},
         )
-        noted = {"until": start, "policy": policy, "handlers": names, "error": str(error)}
-        if not self._store.leases.record_gap(self._renewal.term, noted):
-            raise LeaseLostError
 
     # -- where they stand --------------------------------------------------------------------------
 

@@ -263,7 +263,6 @@ class Leader:
         """
         self._activity.turns()
         now = time.monotonic()
-        self._note_progress()
         self._take_in(now)
         self._note_progress()
         self._poll(now)

@@ -60,6 +60,7 @@ class Replaying:
         if now < self._look_at and not ended:
             return
         for each in subscriptions.values():
+            each.has_ended_replay = False
             for partition in each.partitions.values():
                 partition.replay = None
                 partition.is_replaying = partition.is_replaying and partition.in_flight is not None

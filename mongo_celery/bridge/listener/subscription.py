@@ -69,6 +69,7 @@ class Subscription:
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
         run_size: most changes of one run.
         feedback: whether it seems to be given what it writes itself.
+        has_ended_replay: whether a dead letter that was sent is no longer in flight, so that another may be next.
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
 
@@ -88,6 +89,7 @@ class Subscription:
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
         self._candidates: dict[Partition, None] = {}  # those that were sent last are last
         self.counted = [0, 0]
+        self.has_ended_replay = False
         self.feedback = Feedback()
         self._undeliverable: list[Partition] = []  # may have some that are not stored
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
@@ -121,11 +123,6 @@ class Subscription:
     def is_draining(self) -> bool:
         """Return True if it takes in nothing behind a place, so that its partitions run dry."""
         return self.until is not None
-
-    @property
-    def has_ended_replay(self) -> bool:
-        """Return True if a dead letter that was sent is no longer in flight, so that another may be next."""
-        return any(each.is_replaying and each.in_flight is None for each in self.partitions.values())
 
     @property
     def is_runnable(self) -> bool:
@@ -213,8 +210,10 @@ class Subscription:
         if step in (Step.ENDED, Step.MOVED):
             self.window.complete(partition.queue, image.data)
         self._follow_stored(partition)
-        if partition.in_flight is None and partition.has_next:
-            self._candidates[partition] = None
+        if partition.in_flight is None:
+            self.has_ended_replay |= partition.is_replaying
+            if partition.has_next:
+                self._candidates[partition] = None
         return step
 
     def repeat(self, partition: Partition, now: float) -> None:

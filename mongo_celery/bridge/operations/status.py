@@ -316,7 +316,6 @@ def shape(facts: Facts) -> dict[str, Any]:
         "dead_letters": sum(facts.dead_letters.values()),
         "oversized": facts.oversized,
         "snapshots": snapshots_shown(facts.snapshots, facts.now, around),
-        "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "subscriptions": subscriptions,
         "partitions": [
             _partition(image, facts)
@@ -569,8 +568,6 @@ def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
         "from": iso(gap.get("from")),
         "until": iso(gap.get("until")),
         "policy": gap.get("policy"),
-        "subscriptions": list(gap.get("handlers", ())),
-        "error": gap.get("error"),
     }
 
 

@@ -196,11 +196,6 @@ class Leases:
         change = {"$set": {"report": dict(report)}, "$currentDate": {"reportedAt": True}}
         return self._table.update(self._mine(term), change)
 
-    def record_gap(self, term: Term, gap: Mapping[str, Any]) -> bool:
-        """Keep a lasting note of history that was given up on purpose; the last 20 are kept."""
-        change = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
-        return self._table.update(self._mine(term), change)
-
     def read(self) -> dict[str, Any] | None:
         """
         The lease document, or None before the first start.

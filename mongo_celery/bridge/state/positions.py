@@ -164,9 +164,6 @@ class Positions:
                 return False
             prefix = f"{subscription_id}/{int(found['partitioning']['term'])}"
             self._database["partitions"].update_many(*attempts_forgotten(prefix), session=session)
-            gap = {"until": start, "policy": policy, "handlers": [subscription], "error": lost.get("error")}
-            kept = {"$push": {"gaps": {"$each": [gap], "$slice": -_GAPS_KEPT}}}
-            self._database["leases"].update_one({"_id": self._bridge}, kept, session=session)
             self._audit.add(record, session)
             return True
 
