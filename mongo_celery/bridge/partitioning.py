@@ -1,5 +1,5 @@
 """
-Which partition a change belongs to: the key, and its stable hash.
+The partition of a change: the key, and its stable hash.
 
 The key must come out the same whenever a change is read again, in every process and every Python
 version; else a change that is read twice could count as done in a partition that it never passed.
@@ -63,7 +63,7 @@ class Partitioner:
 
     @property
     def is_by_document(self) -> bool:
-        """Whether all changes of a document are in one partition."""
+        """Return True if all changes of a document are in one partition."""
         return self.key is document_key
 
     def hash(self, event: Mapping[str, Any]) -> int:
@@ -105,7 +105,7 @@ def document_hash(event: Mapping[str, Any]) -> int:
 
 
 def origin_of(raw: bytes, token: Mapping[str, Any], since: int) -> Origin:
-    """What a fence says of a change where others of its document may be in other partitions; see `Origin`."""
+    """Return what a fence says of a change if others of its document may be in other partitions; see `Origin`."""
     place = token_data(token).encode()[:_PLACE_BYTES].ljust(_PLACE_BYTES)
     return Origin(document_hash(event_of(raw)) % 2**63, place, since)
 

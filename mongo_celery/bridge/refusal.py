@@ -1,5 +1,5 @@
 """
-Why a change is not given to its handler: it was refused before dispatch.
+The reason why a change is not given to its handler: it was refused before dispatch.
 
 A change is refused by the listener that reads it, for one subscription, when something between stream and dispatch
 fails on it: the event could not be read as asked for, it cannot be told whether the handler gets it, or it has no

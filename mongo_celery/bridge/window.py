@@ -176,7 +176,7 @@ class Queue:
 @dataclass(slots=True)
 class Window:
     """
-    What a subscription has read and not finished.
+    The changes that a subscription has read and not finished.
 
     Attributes:
         watermark: the last place before which everything is done; None until the first.
@@ -206,7 +206,7 @@ class Window:
         return head if isinstance(head, PendingChange) else None
 
     def is_new(self, data: str) -> bool:
-        """Whether a token lies after everything that was read; a reopened stream may repeat itself."""
+        """Return True if a token lies after everything that was read; a reopened stream may repeat itself."""
         return data > self._seen
 
     def add(self, change: PendingChange, queue: Queue) -> None:

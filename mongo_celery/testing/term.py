@@ -152,7 +152,7 @@ class SteppedTerm:
         """
         leader = self.leader
         assert self._renewal is not None, "it is led"
-        if not self._renewal.trusted():
+        if not self._renewal.is_trusted():
             raise LeaseLostError
         leader.turn()
 

@@ -118,7 +118,7 @@ class Term:
         self._replace(self.repartitioning.turn(self.now))
         if self.repartitioning.wants_reading(self.now):
             self.stream.at = min(each.window.seen for each in self.led.values())
-            self.repartitioning.reads_again(self.now)
+            self.repartitioning.resume_reading(self.now)
         self.spilling.turn(self.now, at_end=True)
 
     def work(self, name: str = NAME, *, most: int = 1_000_000) -> None:

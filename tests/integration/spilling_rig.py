@@ -16,7 +16,7 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.change import token_of
 from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.spilling import Spilling
-from mongo_celery.bridge.listener.takeover import generations_of
+from mongo_celery.bridge.listener.takeover import list_generations
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.raw_event import EVENT_TYPES
@@ -99,7 +99,7 @@ class Term:
 
     def look(self) -> None:
         """Read all partitions; LeaseLostError where a later term has them."""
-        found = self.rig.store.partitions.of(generations_of(self.takeover.layouts), self.spilling.session)
+        found = self.rig.store.partitions.of(list_generations(self.takeover.layouts), self.spilling.session)
         for image in found:
             if self.led.observe(image, time.monotonic()) is Step.SUPERSEDED:
                 raise LeaseLostError

@@ -17,7 +17,7 @@ from bson import Timestamp
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, risk_of
+from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, judge_risk
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.bridge.wiring import Wiring
@@ -128,7 +128,7 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
 def test_the_remedy_fits_what_holds_it(scene: Scene, changes: Document, state: str, command: str) -> None:
     """P16: who is told to retry what is paused learns nothing."""
     stands(scene, **changes)
-    risk = risk_of(scene.led, oplog(), CommandLine("shop"))
+    risk = judge_risk(scene.led, oplog(), CommandLine("shop"))
     assert (risk.partition, risk.state) == (1, state)
     assert command in risk.remedy
 
@@ -147,7 +147,7 @@ def test_what_infrastructure_holds_is_named_with_what_is_away(scene: Scene, capl
 def test_who_has_nothing_left_to_do_is_held_by_reading_alone(scene: Scene) -> None:
     """P16: another handler's full buffer, or a slow server: no partition of this one is to blame."""
     scene.led.window.complete(scene.led.partitions[1].queue, scene.led.window.seen)
-    risk = risk_of(scene.led, oplog(BEGIN + 2), CommandLine("shop"))
+    risk = judge_risk(scene.led, oplog(BEGIN + 2), CommandLine("shop"))
     assert (risk.partition, risk.state) == (None, None)
     assert "changes status" in risk.remedy
 

@@ -68,14 +68,14 @@ class Bridge:
         )
 
     def go_on(self, decision: str) -> Position | None:
-        return self.history(decision).go_on(HistoryLostError(), self.led, self.watermarks)
+        return self.history(decision).settle_refusal(HistoryLostError(), self.led, self.watermarks)
 
     def begin(self, decision: str = "halt") -> Position | None:
         starts_ = read_starts(self.rig.store, list(self.led), self.rig.version)
         return self.history(decision).begin(self.led, starts_)
 
     def look(self, decision: str = "halt") -> Position | None:
-        return self.history(decision).look(self.led, time.monotonic())
+        return self.history(decision).follow_moves(self.led, time.monotonic())
 
     def decide(self, name: str, policy: str) -> Timestamp:
         """Move one as `changes go-on` does; where to."""
@@ -224,7 +224,7 @@ def test_what_an_error_interrupts_is_taken_up_where_it_was(
     interrupted = bridge.history("now")
 
     def go_on() -> Position | None:
-        return interrupted.go_on(HistoryLostError(), bridge.led, bridge.watermarks)
+        return interrupted.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks)
 
     commands = ["update", "find", "findAndModify"]
     with (
@@ -270,10 +270,10 @@ def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_once(make: 
     """P1, P9: `oldest` was asked for, and a young bridge races a fast oplog; then somebody has to know."""
     bridge = make(record=None)
     lost = bridge.history("halt")
-    assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
+    assert lost.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
     rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
     bridge.rig.database["handlers"].update_one({}, {"$set": rolled})
-    assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) is None
+    assert lost.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks) is None
     assert bridge.led["record"].lost
 
 
@@ -462,10 +462,10 @@ def test_a_decision_counts_until_the_last_moment(make: Make) -> None:
     led.window.add(PendingChange(ROLLED_LATER, 0, b"change"), led.partitions[0].queue)
     assert bridge.go_on("halt") is None
     judge, now = bridge.history("halt"), time.monotonic()
-    assert judge.look(bridge.led, now) is None
+    assert judge.follow_moves(bridge.led, now) is None
     bridge.decide("record", "now")
     led.window.complete(led.partitions[0].queue, ROLLED_LATER.data)
-    position = judge.look(bridge.led, now)
+    position = judge.follow_moves(bridge.led, now)
     assert position == Position(None, bridge.document("record")["startAtOperationTime"])
     assert not led.lost
 

@@ -62,7 +62,7 @@ def test_a_report_that_cannot_be_used_ends_no_term(
     renewal.start()
     try:
         seen = {str(term.document["renewedAt"])}
-        wait_for(lambda: len(seen | {str(renewal.term.document["renewedAt"])}) > len(seen) and renewal.trusted())
+        wait_for(lambda: len(seen | {str(renewal.term.document["renewedAt"])}) > len(seen) and renewal.is_trusted())
         seen.add(str(renewal.term.document["renewedAt"]))
         wait_for(lambda: str(renewal.term.document["renewedAt"]) not in seen)
     finally:

@@ -272,7 +272,7 @@ def test_no_turn_is_due_at_once_while_there_is_nothing_to_do(shop: Shop) -> None
     now = time.monotonic()
     term.repartitioning.turn(now)
     assert term.repartitioning.due() > now
-    term.repartitioning.put_off(now + 5.0)
+    term.repartitioning.postpone(now + 5.0)
     assert term.repartitioning.due() > now + 5.0
 
 

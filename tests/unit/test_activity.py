@@ -132,10 +132,10 @@ def test_reopenings_of_several_terms_add_up() -> None:
     """A term counts its own from 0; the process never goes back."""
     activity = Activity("shop", ["summarise"], 15.0)
     for version, counts in ((1, [0, 2, 2, 3]), (2, [0, 1])):
-        activity.begins_term(version)
+        activity.note_term_begin(version)
         for count in counts:
-            activity.swept(count)
-        activity.ends_term()
+            activity.note_sweep(count)
+        activity.note_term_end()
     assert (activity.reopenings, activity.takeovers, activity.sweeps, activity.version) == (4, 2, 6, None)
 
 
@@ -143,7 +143,7 @@ def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch)
     """Unless it is known to rest, as one that has failed does before it is started again."""
     monkeypatch.setattr(module, "STALLED_SECONDS", -math.inf)
     resting = Activity("shop", [], -1.0)
-    resting.turns(60.0)
+    resting.note_turn(60.0)
     assert [each.is_alive for each in (Activity("shop", [], -1.0), resting, Activity("shop", [], 15.0))] == [
         False,
         True,
@@ -153,8 +153,8 @@ def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch)
 
 def test_counts_of_stored_and_refused_changes_are_taken_once() -> None:
     seen, counted = HandlerActivity(), [3, 1]
-    seen.took(counted)
-    seen.took(counted)
+    seen.add_counts(counted)
+    seen.add_counts(counted)
     assert (seen.spilled, seen.refused, counted) == (3, 1, [0, 0])
 
 

@@ -1,5 +1,5 @@
 """
-What one process's listener of a bridge does: whether its loop turns, whether it leads, and what it has counted.
+The activity of one process's listener of a bridge: whether its loop turns, whether it leads, and what it has counted.
 
 Written by the listener's own threads, read by any: nobody waits for anybody, and a reader may see one number newer than
 another. Counts begin at 0 with the process, go on over all its terms, and never go back. What of a run only its worker
@@ -28,7 +28,7 @@ STALLED_SECONDS = 60.0
 
 
 class Latencies:
-    """How long something took, many times: counts by bucket, the last one without an end, and their sum."""
+    """Durations of something that happens often: counts by bucket, the last one without an end, and their sum."""
 
     def __init__(self) -> None:
         self.sum = 0.0
@@ -48,7 +48,7 @@ class Latencies:
 
 class HandlerActivity:
     """
-    What was seen of one handler since the process started, while it led.
+    The activity of one handler since the process started, while it led.
 
     Attributes:
         dispatched: changes in the runs that were sent, those that were sent again included.
@@ -97,15 +97,15 @@ class HandlerActivity:
             partition.sent = (range(0), 0.0)
             self._measure(image, sent if before.committed + 1 in numbers else None, seen)
 
-    def took(self, counted: list[int]) -> None:
-        """What a subscription has counted, stored and refused changes; there it begins at 0 again."""
+    def add_counts(self, counted: list[int]) -> None:
+        """Add the stored and refused changes that a subscription has counted; it counts from 0 again."""
         self.spilled += counted[0]
         self.refused += counted[1]
         counted[:] = 0, 0
 
     def _measure(self, image: Image, sent: float | None, seen: float) -> None:
         """Times by one clock each: the server's from claim to commit, and mine from sending to reading."""
-        times, read = times_of(image), image.read_at
+        times, read = read_times(image), image.read_at
         if times is None or image.ran is None:
             return
         seconds, whole = times
@@ -115,7 +115,7 @@ class HandlerActivity:
             self.claim.add(seen - sent - (read - image.ran["claimed"]).total_seconds())
 
 
-def times_of(image: Image) -> tuple[float, float] | None:
+def read_times(image: Image) -> tuple[float, float] | None:
     """Of the last run of a partition, the seconds of its handler, and those from its claim to its commit, if known."""
     ran: Mapping[str, Any] = image.ran or {}
     took, claimed, ended = ran.get("took"), ran.get("claimed"), ran.get("at")
@@ -136,7 +136,7 @@ def _waits(image: Image) -> int:
 
 class Activity:
     """
-    What the listener of one bridge does in this process.
+    The activity of the listener of one bridge in this process.
 
     Attributes:
         bridge: its name.
@@ -161,33 +161,33 @@ class Activity:
         self._alive_until = time.monotonic() + self._stalled_after
         self._reopenings_of_term = 0
 
-    def turns(self, pause: float = 0.0) -> None:
+    def note_turn(self, pause: float = 0.0) -> None:
         """The loop turns; the next time within so many seconds more than usual."""
         self._alive_until = time.monotonic() + self._stalled_after + pause
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop has turned lately, or is known to pause."""
+        """Return True if the loop has turned lately, or is known to pause."""
         return time.monotonic() < self._alive_until
 
     def of(self, handler: str) -> HandlerActivity:
-        """What was seen of a handler, also of one that was registered late."""
+        """Return the activity of a handler, also of one that was registered late."""
         found = self.handlers.get(handler)
         if found is None:
             found = self.handlers[handler] = HandlerActivity()
         return found
 
-    def begins_term(self, version: int) -> None:
+    def note_term_begin(self, version: int) -> None:
         """This process leads."""
         self.takeovers += 1
         self.version = version
         self._reopenings_of_term = 0
 
-    def ends_term(self) -> None:
+    def note_term_end(self) -> None:
         """It leads no longer."""
         self.version = None
 
-    def swept(self, reopenings: int) -> None:
+    def note_sweep(self, reopenings: int) -> None:
         """All partitions were read; and so often the stream was opened again in this term."""
         self.sweeps += 1
         self.reopenings += _growth(self._reopenings_of_term, reopenings)

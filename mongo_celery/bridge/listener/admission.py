@@ -1,5 +1,5 @@
 """
-What a subscription owes of what was read: which events, in which partitions, and which of them are refused.
+Route each event to a partition of the subscription, or refuse it.
 
 Nothing a user's value, a user's function or a user's pipeline does comes out of here as an exception: it becomes the
 refusal of one change, in the order of one partition (P12).
@@ -116,7 +116,7 @@ class Admission:
         return PendingChange(event.mark, hash_ % self._layout.partitions, event.raw, refusal, hash_)
 
     def _judge(self, event: ChangeEvent) -> tuple[bool, Refusal | None]:
-        """Whether the event is owed, for all that can be told, and why it is refused if it is."""
+        """Return True if the event is owed, for all that can be told, and why it is refused if it is."""
         read_error, selector = event.read_error, self._selector
         try:
             if read_error is not None and not (read_error.only_match and self._is_judged(event)):
@@ -130,7 +130,7 @@ class Admission:
             return True, Refusal.because(reason, halts=True)
 
     def _selects(self, document: Mapping[str, Any]) -> bool:
-        """Whether the selector takes it; said from memory where it was asked about such a change before."""
+        """Return True if the selector takes it; said from memory where it was asked about such a change before."""
         origin = document.origin if self._is_simple and isinstance(document, RawEvent) else None
         if origin is None:
             return self._selector.selects(document)
@@ -142,11 +142,11 @@ class Admission:
         return known and not self._selector.is_bookkeeping(document)
 
     def _is_judged(self, event: ChangeEvent) -> bool:
-        """Whether the `match` of this handler, if it has one, did not fail: the event has the flags of those alone."""
+        """Return True unless the `match` of this handler failed: the event has the flags of the others alone."""
         return self._selector.filter.match is None or self._flag(event) is not None
 
     def _flag(self, event: ChangeEvent) -> Any:
-        """What the server says of this handler's `match`; None where it could not be asked, or there is none."""
+        """The server's answer about this handler's `match`; None where it could not be asked, or there is none."""
         flags = event.document.get(FLAGS)
         return flags.get(self._selector.name) if isinstance(flags, Mapping) else None
 

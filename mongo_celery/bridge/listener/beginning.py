@@ -54,7 +54,7 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """
-    What a term begins with.
+    The handlers, starts and take-over that a term begins with.
 
     Attributes:
         takeover: what its take-over has found.

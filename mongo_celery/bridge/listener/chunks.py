@@ -133,7 +133,7 @@ class Chunk:
             ns = document["ns"]
             if f"{ns['db']}.{ns['coll']}" != self.snapshot.source:
                 return
-            key, operation = key_of(document), document["operationType"]
+            key, operation = read_key(document), document["operationType"]
             if self.high is not None and key not in self.items:
                 return  # so that behind a long backlog few are kept
             given = document.get("fullDocument") is not None
@@ -168,7 +168,7 @@ class Chunk:
         return kept
 
 
-def key_of(event: Mapping[str, Any]) -> bytes:
+def read_key(event: Mapping[str, Any]) -> bytes:
     """The `_id` of an event's document, byte for byte."""
     key = event["documentKey"]
     return bytes(key.raw) if len(key) == 1 else bson.encode({_BOUND: key[_BOUND]}, codec_options=EVENT_TYPES)
@@ -177,7 +177,7 @@ def key_of(event: Mapping[str, Any]) -> bytes:
 @dataclass(frozen=True, slots=True)
 class CollectionFacts:
     """
-    What a collection is at a time.
+    The facts of a collection at a time.
 
     Attributes:
         uuid: which one of its name; None of a view and of time series.
@@ -190,9 +190,9 @@ class CollectionFacts:
     objection: str | None = None
 
 
-def facts_of(client: MongoClient[Any], source: str) -> CollectionFacts | None:
+def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     """
-    What a collection is now; None where there is none of this name.
+    Return the facts of a collection now; None if there is none of this name.
 
     Raises:
         PyMongoError: also without the right to list collections.
@@ -217,7 +217,7 @@ def facts_of(client: MongoClient[Any], source: str) -> CollectionFacts | None:
 
 
 def estimate(client: MongoClient[Any], source: str) -> int | None:
-    """How many documents a collection has, by its metadata; None where that is not answered."""
+    """Return the number of documents of a collection, by its metadata; None without an answer."""
     database, _, name = source.partition(".")
     try:
         with pymongo.timeout(_LOOK_SECONDS):
@@ -226,24 +226,24 @@ def estimate(client: MongoClient[Any], source: str) -> int | None:
         return None
 
 
-def conditions_of(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]]:
+def list_conditions(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]]:
     """The expressions that an event has to fulfil: the handler's `match`, and the snapshot's."""
     own = json_util.loads(snapshot.match) if snapshot.match is not None else None
     return [each for each in (match, own) if isinstance(each, Mapping)]
 
 
-def shape_of(
+def build_shape(
     source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]], pipeline: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """The stages that make events of documents; what they leave is without token, type and time."""
-    event = {"operationType": AS, "clusterTime": time, **_named(source), "fullDocument": "$$ROOT"}
+    event = {"operationType": AS, "clusterTime": time, **_name_document(source), "fullDocument": "$$ROOT"}
     wanted = [{"$match": {"$expr": condition}} for condition in conditions]
     given = [stage for stage in pipeline if _SPLITS not in stage]
     return [{"$replaceWith": event}, *wanted, *given, {"$unset": ["_id", "operationType", "clusterTime"]}]
 
 
-def _named(source: str) -> dict[str, Any]:
-    """What names a document in its event, as expressions."""
+def _name_document(source: str) -> dict[str, Any]:
+    """Return the fields that name a document in its event, as expressions."""
     database, _, collection = source.partition(".")
     ns = {"db": {"$literal": database}, "coll": {"$literal": collection}}
     return {"ns": ns, "documentKey": {_BOUND: "$_id"}}
@@ -255,7 +255,7 @@ def is_passing(error: Exception) -> bool:
 
 
 def concerns_a_document(error: Exception) -> bool:
-    """Whether an error may be about one of the documents that were read, or about what is asked of it."""
+    """Return True if an error may be about one of the documents that were read, or about what is asked of it."""
     is_answer = isinstance(error, OperationFailure) and not is_passing(error)
     return is_answer and code_of(error) != Code.InvalidOptions and verdict_on(error) not in _OF_NO_DOCUMENT
 
@@ -311,8 +311,8 @@ class ChunkReader:
     def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], size: int) -> bool:
         """Read the events of a range; False where it has to be smaller."""
         assert chunk.low is not None, "a chunk is read when L is known"
-        conditions = conditions_of(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
-        shape = shape_of(chunk.snapshot.source, chunk.low, conditions, self._pipeline)
+        conditions = list_conditions(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
+        shape = build_shape(chunk.snapshot.source, chunk.low, conditions, self._pipeline)
         try:
             found = self._range(chunk, bounds, shape, size)
         except OperationFailure as error:
@@ -390,7 +390,7 @@ class ChunkReader:
         match = chunk.subscription.plan.handler.filter.match
         others = [match] if isinstance(match, Mapping) else []
         try:
-            self._range(chunk, bounds, shape_of(chunk.snapshot.source, chunk.low, others, self._pipeline), size)
+            self._range(chunk, bounds, build_shape(chunk.snapshot.source, chunk.low, others, self._pipeline), size)
         except OperationFailure as without:
             if concerns_a_document(without):
                 return
@@ -399,7 +399,7 @@ class ChunkReader:
 
     def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """The one document that cannot be an event: its key, and why."""
-        found = self._range(chunk, bounds, [{"$replaceWith": _named(chunk.snapshot.source)}], 1) or []
+        found = self._range(chunk, bounds, [{"$replaceWith": _name_document(chunk.snapshot.source)}], 1) or []
         read_error = ReadError(f"the document could not be read as an event: {brief(error)}")
         chunk.items.update(self._item(chunk, bytes(each.raw), read_error) for each in found)
 
@@ -410,7 +410,7 @@ class ChunkReader:
         data = token_at(chunk.low, self._version, self._number)
         raw = event_bytes(shaped, data)
         event = ChangeEvent(Mark({"_data": data}, data, chunk.low), event_of(raw), raw, read_error)
-        return key_of(event.document), chunk.subscription.admission.admit_existing(event)
+        return read_key(event.document), chunk.subscription.admission.admit_existing(event)
 
 
 def _behind(last: DocumentId | None, end: DocumentId | None = None) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Group:
         count, executed = (sum(len(in_flight[name]) for name in long), sum(running[name] for name in long))
         room = max(LEAST_UNCLAIMED, executed // 2) - (count - executed)
         quick = in_flight.keys() - long - self._limited
-        if any(_waited(each, now) >= DELAYED_SECONDS for name in quick for each in in_flight[name]):
+        if any(_waiting_seconds(each, now) >= DELAYED_SECONDS for name in quick for each in in_flight[name]):
             self._delayed_at = now
         if now - self._delayed_at <= CONTENTION_SECONDS:
             room = min(room, max(sum(running.values()) // 2, 1) - count)
@@ -130,7 +130,11 @@ class Group:
 
 def _in_flight(subscription: Subscription, now: float) -> list[Partition]:
     """Return the partitions whose run in flight has a worker, or waits for one and will soon have it."""
-    return [each for each in subscription.in_flight if _is_running(each) or 0 <= _waited(each, now) < PATIENCE_SECONDS]
+    return [
+        each
+        for each in subscription.in_flight
+        if _is_running(each) or 0 <= _waiting_seconds(each, now) < PATIENCE_SECONDS
+    ]
 
 
 def _is_running(partition: Partition) -> bool:
@@ -138,7 +142,7 @@ def _is_running(partition: Partition) -> bool:
     return partition.image.live and partition.image.handled is None
 
 
-def _waited(partition: Partition, now: float) -> float:
+def _waiting_seconds(partition: Partition, now: float) -> float:
     """Return the seconds for which the run in flight has waited for a worker; negative if it does not."""
     run = partition.in_flight
     return now - run.sent_at if run is not None and partition.is_unclaimed else -1.0

@@ -132,7 +132,7 @@ class LostHistory:
         self._options = options
         self._decision = decision
         self._fingerprint = fingerprint
-        self._looked_at = 0.0
+        self._followed_at = 0.0
         self._error = HistoryLostError()
         self._refusal: HistoryLostError | None = None
         self._retry = RetryGate()
@@ -182,16 +182,16 @@ class LostHistory:
             From where to read on; None if that stays as it is.
 
         Raises:
-            HistoryLostError, LeaseLostError, AccessError: as `look` and `go_on`.
+            HistoryLostError, LeaseLostError, AccessError: as `follow_moves` and `settle_refusal`.
         """
         if not self._retry.is_open(now):
             return None
         try:
             if self._refusal is not None:
-                reopening = Reopening(self.go_on(self._refusal, subscriptions, watermarks))
+                reopening = Reopening(self.settle_refusal(self._refusal, subscriptions, watermarks))
                 self._refusal = None
                 return reopening
-            position = self.look(subscriptions, now)
+            position = self.follow_moves(subscriptions, now)
         except PyMongoError as error:
             renew_connections(self._client, error)
             raise_if_final(error, self._concern)
@@ -204,7 +204,9 @@ class LostHistory:
             return None
         return Reopening(position) if position is not None else None
 
-    def go_on(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> Position | None:
+    def settle_refusal(
+        self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks
+    ) -> Position | None:
         """
         The server refuses the place at which the stream is read: judge who has lost something by that.
 
@@ -226,7 +228,7 @@ class LostHistory:
     def _find_gap(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> _Gap:
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
         before = read_starts(self._store, list(subscriptions), self._renewal.term.version)
-        reached = self._reached(subscriptions, before)
+        reached = self._find_reached(subscriptions, before)
         oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
         # Where none stands before the oldest entry, the server has refused the token at which the stream was opened.
@@ -234,7 +236,7 @@ class LostHistory:
         lost = rolled or [name for name, start in reached.items() if start.place == smallest]
         return _Gap(lost, before, oplog, error)
 
-    def look(self, subscriptions: Subscriptions, now: float) -> Position | None:
+    def follow_moves(self, subscriptions: Subscriptions, now: float) -> Position | None:
         """
         See whether `changes go-on` has moved those that stand still; asks MongoDB once a second while there are any.
 
@@ -245,16 +247,16 @@ class LostHistory:
             HistoryLostError: nobody is left who can be read, nothing is left to run, and nobody was moved.
             LeaseLostError: the term has ended.
         """
-        standing = [name for name, subscription in subscriptions.items() if subscription.lost]
-        if not standing:
+        lost = [name for name, subscription in subscriptions.items() if subscription.lost]
+        if not lost:
             return None
         is_runnable = any(subscription.is_runnable for subscription in subscriptions.values())
-        is_over = len(standing) == len(subscriptions) and not is_runnable
-        if now - self._looked_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
+        is_over = len(lost) == len(subscriptions) and not is_runnable
+        if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
-        self._looked_at = now
+        self._followed_at = now
         starts = starts_now(self._store, subscriptions, self._renewal.term.version)
-        moved = [name for name in standing if starts[name].lost is None]
+        moved = [name for name in lost if starts[name].lost is None]
         if not moved:
             if is_over:
                 raise self._error
@@ -267,16 +269,16 @@ class LostHistory:
                 starts[name].time.as_datetime().isoformat(),
                 extra={"event": "gap_passed", "subscription": name},
             )
-        return open_position(self._reached(subscriptions, starts), self._fingerprint)
+        return open_position(self._find_reached(subscriptions, starts), self._fingerprint)
 
-    def place(self, subscriptions: Subscriptions) -> Position | None:
+    def find_position(self, subscriptions: Subscriptions) -> Position | None:
         """
-        Where to read on, so that each one that can be read misses nothing behind what it has read; None without one.
+        Return the place to read on, so that nobody who can be read misses anything; None if nobody can be read.
 
         Raises:
             LeaseLostError: the term has ended.
         """
-        reached = self._reached(
+        reached = self._find_reached(
             subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.version)
         )
         return open_position(reached, self._fingerprint) if reached else None
@@ -291,7 +293,7 @@ class LostHistory:
             policy = self._choose_policy(subscriptions[name], start, gap.oplog)
             place = None if policy is None else places.find(policy)
             if policy is None or place is None or not self._moves(name, policy, place, start):
-                self._stand(subscriptions[name], start, gap.oplog, gap.error)
+                self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
             else:
                 gap.moved.setdefault((policy, place), []).append(name)
             gap.left.remove(name)
@@ -301,7 +303,7 @@ class LostHistory:
         after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         for name in moved:
             subscriptions[name].move(after[name].time)
-        reached = self._reached(subscriptions, after)
+        reached = self._find_reached(subscriptions, after)
         for policy, place in list(gap.moved):
             self._log_move(gap, place, policy)
             del gap.moved[policy, place]
@@ -322,7 +324,9 @@ class LostHistory:
         start = max(start, before.place[0])
         return self._store.subscriptions.move_start(name, self._renewal.term.version, start, policy)
 
-    def _stand(self, subscription: Subscription, start: Start, oplog: Oplog | None, error: HistoryLostError) -> None:
+    def _mark_lost(
+        self, subscription: Subscription, start: Start, oplog: Oplog | None, error: HistoryLostError
+    ) -> None:
         name, place = subscription.name, start.place[0]
         oldest = oplog.first if oplog is not None else None
         reason = _reason(place, oldest, error)
@@ -346,7 +350,7 @@ class LostHistory:
     def _log_move(self, gap: _Gap, start: Timestamp, policy: str) -> None:
         error, names = gap.error, sorted(gap.moved[policy, start])
         unseen = "" if gap.oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
-        said = _said(error)
+        said = _quote(error)
         logger.error(
             "history was lost; going on from %s (%s), as was decided, with handlers %s%s; others go on where they "
             "stand%s",
@@ -360,32 +364,32 @@ class LostHistory:
 
     # -- where they stand --------------------------------------------------------------------------
 
-    def _reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
+    def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
         """Up to where each one that can be read has been read; in front of its start nothing is owed."""
         return {
-            name: max(starts[name], _read_up_to(subscription, starts[name]), key=lambda each: each.place)
+            name: max(starts[name], _find_read_end(subscription, starts[name]), key=lambda each: each.place)
             for name, subscription in subscriptions.items()
             if not subscription.lost
         }
 
 
 def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:
-    """Why a place cannot be read, as part of a sentence; what the server has said about it, where it was asked."""
+    """Return the reason why a place cannot be read, as part of a sentence; if the server was asked, its answer."""
     reason = "the server refuses that place"
     if oldest is not None and place < oldest:
         reason = f"the oplog begins at {moment(oldest.as_datetime().isoformat())}"
-    said = _said(error)
+    said = _quote(error)
     return f"{reason} ({said})" if said else reason
 
 
-def _said(error: HistoryLostError) -> str:
+def _quote(error: HistoryLostError) -> str:
     """The server's own words; empty where it was not asked."""
     return str(error).partition("The server said: ")[2]
 
 
 def _is_of_another_set(start: Start, oplog: Oplog) -> bool:
     """
-    Whether somebody has read up to a place before the set was made: its state was restored from another one's.
+    Return True if somebody has read up to a place before the set was made: its state was restored from another one's.
 
     The server would begin with the first entry, and so with the restoring. A start that was given may be as early.
     """
@@ -394,13 +398,13 @@ def _is_of_another_set(start: Start, oplog: Oplog) -> bool:
 
 
 def _was_rolled_over(lost: Mapping[str, Any]) -> bool:
-    """Whether the oplog said so; a token that was refused is refused again."""
+    """Return True if the oplog said so; a token that was refused is refused again."""
     return lost.get("oldest") is not None and lost["at"] < lost["oldest"]
 
 
-def _read_up_to(subscription: Subscription, start: Start) -> Start:
+def _find_read_end(subscription: Subscription, start: Start) -> Start:
     """
-    How far a subscription has been read, as a place to read on.
+    Return the end of what was read for a subscription, as a place to read on.
 
     By its time, not by its token, of which only the comparable part is kept: what has that very time comes again and
     is not new.

@@ -1,5 +1,5 @@
 """
-How far the oplog reaches back beside each subscription, so that nobody loses history without having been told.
+The horizon of the oplog beside each subscription: nobody loses history without a warning.
 
 The housekeeping thread reads the oldest and the latest entry, every few seconds: a slow MongoDB delays a warning, and
 never the listener. The leading thread judges what was read last against where each subscription stands. Only an oplog
@@ -69,7 +69,7 @@ class Risk:
 
     @property
     def remedy(self) -> str:
-        """What to do about it, as part of a sentence."""
+        """The command or action that helps, as part of a sentence."""
         return remedy(self.line, self.subscription, self.partition, self.state)
 
     def report(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Horizon:
         self._named: dict[str, float] = {}
 
     def share(self, subscription: Subscription) -> float:
-        """Which share of the oplog's window lies behind a subscription, by the last reading; 0 where nothing rolls."""
+        """Return the share of the oplog's window behind a subscription, by the last reading; 0 if nothing rolls."""
         oplog = self._read
         return max(oplog.share_behind(_place(subscription)), 0.0) if oplog is not None else 0.0
 
@@ -113,7 +113,7 @@ class Horizon:
             self.risks = ()
             return
         line = self._wiring.line
-        found = [risk_of(subscription, oplog, line) for subscription in subscriptions if not subscription.lost]
+        found = [judge_risk(subscription, oplog, line) for subscription in subscriptions if not subscription.lost]
         for risk in found:
             self._name(risk)
         self.risks = tuple(risk for risk in found if risk.share >= THRESHOLDS[0])
@@ -160,14 +160,14 @@ class Horizon:
 
 
 class _Said:
-    """What one process has said already of one bridge."""
+    """The sentences that one process has logged already of one bridge."""
 
     def __init__(self, _wiring: Wiring) -> None:
         self.unseen = False
 
 
-def risk_of(subscription: Subscription, oplog: Oplog, line: CommandLine) -> Risk:
-    """Where a subscription stands beside the oplog, and what holds it there."""
+def judge_risk(subscription: Subscription, oplog: Oplog, line: CommandLine) -> Risk:
+    """Return the position of a subscription beside the oplog, and what holds it there."""
     head = subscription.window.oldest
     share = max(oplog.share_behind(_place(subscription)), 0.0)
     if head is None:
@@ -210,7 +210,7 @@ def _sentence(risk: Risk) -> str:
 
 
 def _place(subscription: Subscription) -> Timestamp:
-    """Where it would be read again; in front of its start nothing is owed."""
+    """Return the place from which it would be read again; before its start nothing is owed."""
     mark = subscription.window.watermark
     start = subscription.plan.start
     return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start

@@ -181,7 +181,7 @@ HTTP_OPTION = click.Option(
 
 
 class Serving(Protocol):
-    """What makes of an address what serves there; errors are `ConfigurationError`."""
+    """Make the server of an address; errors are `ConfigurationError`."""
 
     def __call__(self, text: str, app_argument: object, *, tried: bool) -> Beside:
         """As `bridge.http.launch.serving`."""
@@ -220,7 +220,7 @@ class ListenerStep(bootsteps.StartStopStep):
 
 
 def _is_ending(worker: Any) -> bool:
-    """Whether a worker shuts down: by a signal, or already stopping its steps."""
+    """Return True if a worker shuts down: by a signal, or already stopping its steps."""
     from celery.worker import state as worker_state  # a web server has no use for all that it imports
 
     signals: tuple[Any, ...] = (worker_state.should_stop, worker_state.should_terminate)

@@ -29,7 +29,7 @@ _OF_THE_SERVER = frozenset({"admin", "config", "local"})
 
 class InitialSnapshots:
     """
-    What is owed to the subscriptions of one term. Used by one thread.
+    The snapshots that the subscriptions of one term begin with. Used by one thread.
 
     Args:
         owed: plans of those to which snapshots are owed, each with the start that was pinned with that. (The start
@@ -54,7 +54,7 @@ class InitialSnapshots:
             pinned = f"{start.time:08x}{start.inc:08x}"
             with pymongo.timeout(ANSWER_SECONDS):
                 sources = plan.selector.sources
-                found = sorted({each for source in sources for each in collections_of(self._wiring, source)})
+                found = sorted({each for source in sources for each in find_collections(self._wiring, source)})
             store.snapshots.insert(
                 {
                     "_id": store.snapshots.id_of(name, f"{pinned}-{_brief(source)}"),
@@ -67,7 +67,7 @@ class InitialSnapshots:
             del self._owed[0]
 
 
-def collections_of(wiring: Wiring, source: Source) -> Iterator[str]:
+def find_collections(wiring: Wiring, source: Source) -> Iterator[str]:
     """Namespaces of the collections of a source that there are; one that is named may come later."""
     if source.collection is not None:
         yield str(source)

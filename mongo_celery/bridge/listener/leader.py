@@ -135,7 +135,7 @@ class Leader:
         """
         with self.led():
             while not self._stopping.is_set():
-                if not self._renewal.trusted():
+                if not self._renewal.is_trusted():
                     raise LeaseLostError
                 if self._stopped_handlers is not None and self._stopped_handlers.may_lead:
                     return
@@ -192,7 +192,7 @@ class Leader:
         self._intake.wake()
 
     def report(self) -> dict[str, Any]:
-        """What `status` shows of this term beside the stored positions."""
+        """Return what `status` shows of this term beside the stored positions."""
         subscriptions = list(self._subscriptions.values())
         blocked = sum(len(subscription.blocked) for subscription in subscriptions)
         lost = (subscription.lost for subscription in subscriptions)
@@ -227,7 +227,7 @@ class Leader:
                 for each in subscriptions
                 if (found := each.feedback.report()) is not None
             ],
-            "held": [place for each in subscriptions if each.has_gap for place in each.held()],
+            "held": [place for each in subscriptions if each.has_gap for place in each.list_held()],
         }
 
     def _begin(self) -> None:
@@ -261,7 +261,7 @@ class Leader:
             LeaseLostError: somebody else leads.
             MongoCeleryError: something that waiting cannot cure.
         """
-        self._activity.turns()
+        self._activity.note_turn()
         now = time.monotonic()
         self._take_in(now)
         self._note_progress()
@@ -313,22 +313,22 @@ class Leader:
     def _repartition(self, now: float) -> None:
         """Go on with new partitionings, and read again what a handler has left meanwhile."""
         if self._poller.is_blind:
-            self._repartitioning.put_off(now)
+            self._repartitioning.postpone(now)
             return
         for subscription in self._repartitioning.turn(now):
             self._replace(subscription)
         if not self._history.is_unread and self._repartitioning.wants_reading(now):
             try:
-                position = self._history.place(self._subscriptions)
+                position = self._history.find_position(self._subscriptions)
             except PyMongoError as error:
                 self._repartitioning.note_failure(error)
                 return
             self._intake.read_from(position)
-            self._repartitioning.reads_again(now)
+            self._repartitioning.resume_reading(now)
 
     def _replace(self, subscription: Subscription) -> None:
         """Put a handler under its new partitioning in the place of what it was."""
-        self._activity.of(subscription.name).took(self._subscriptions[subscription.name].counted)
+        self._activity.of(subscription.name).add_counts(self._subscriptions[subscription.name].counted)
         self._subscriptions[subscription.name] = subscription
         self._spilling.follow(subscription)
 
@@ -343,7 +343,7 @@ class Leader:
         if now < self._publishing.ready_at:
             return
         due = self._fairness.due(self._subscriptions, now)
-        if due and self._renewal.trusted() and self._publishing.publish(due):
+        if due and self._renewal.is_trusted() and self._publishing.publish(due):
             self._poller.times.moved_at = time.monotonic()
         while self._claim_check.stored:
             self._spilling.has_documents(self._claim_check.stored.pop())

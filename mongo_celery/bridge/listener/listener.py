@@ -128,7 +128,7 @@ class Listener:
         """Both servers must answer once, within `start_timeout`; later absences are waited out."""
         until = time.monotonic() + self._options.start_timeout
         while not self._stopping.is_set():
-            self.activity.turns()
+            self.activity.note_turn()
             missing = self._missing_server()
             if missing is None:
                 return
@@ -164,7 +164,7 @@ class Listener:
         Raises:
             ForeignBridgeError: the bridge is that of another app or environment.
         """
-        self.activity.turns()
+        self.activity.note_turn()
         try:
             lease = leases.read() or {}
             difference = self._compare(lease, identity)
@@ -262,7 +262,7 @@ class Listener:
         )
         renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl, self._report)
         renewal.start()
-        self.activity.begins_term(term.version)
+        self.activity.note_term_begin(term.version)
         ended_by: Exception | None = None
         try:
             renewal.read_key()
@@ -284,7 +284,7 @@ class Listener:
             raise
         finally:
             self._leader = None
-            self.activity.ends_term()
+            self.activity.note_term_end()
             renewal.stop()
             self._release(leases, renewal, ended_by)
 
@@ -331,7 +331,7 @@ class Listener:
 
 
 def _sentence(error: Exception | None) -> str | None:
-    """What the lease keeps of the exception that ended a term; one that nobody foresaw is named by its class."""
+    """Return what the lease keeps of the exception that ended a term; one that nobody foresaw is named by its class."""
     if error is None:
         return None
     return str(error) if isinstance(error, MongoCeleryError) else f"{type(error).__name__}: {short(error)}"

@@ -168,7 +168,7 @@ class LostMessageDetector:
             for index, partition in subscription.partitions.items()
             if partition.is_unclaimed
         ]
-        overdue = [each for each in unclaimed if now >= self._overdue_at(*each)]
+        overdue = [each for each in unclaimed if now >= self._due_time(*each)]
         queues = {subscription.queue_of(index) for subscription, index in overdue}
         self._watch.watch(queues or ({self._options.queue_of(0)} if is_broker_down else ()))
         has_returned = self._watch.returned_at > self._returned_at
@@ -196,14 +196,14 @@ class LostMessageDetector:
         for subscription, index in overdue:
             queue, partition = subscription.queue_of(index), subscription.partitions[index]
             occupancy, run = answer.queues.get(queue), partition.in_flight
-            if occupancy is None or run is None or answer.asked_at < self._overdue_at(subscription, index):
+            if occupancy is None or run is None or answer.asked_at < self._due_time(subscription, index):
                 continue
             if occupancy.waiting and passed[queue] <= run.sent_at and now - run.sent_at < _LONGEST_WAIT:
                 partition.reset_grace(answer.answered_at)
             elif answer.answered_at <= read_at and occupancy.lacks(subscription.plan.handler.task_name):
                 subscription.repeat(partition, now)
 
-    def _overdue_at(self, subscription: Subscription, index: int) -> float:
+    def _due_time(self, subscription: Subscription, index: int) -> float:
         """Return the monotonic time at which a run should have been claimed."""
         partition = subscription.partitions[index]
         assert partition.in_flight is not None, "an unclaimed run was sent"

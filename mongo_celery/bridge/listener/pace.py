@@ -32,7 +32,7 @@ _QUICK_SECONDS, _SLOW_SECONDS = 1.5, 6.0
 @dataclass(slots=True)
 class ChunkPace:
     """
-    How one snapshot is getting on in this term.
+    The pace of one snapshot in this term.
 
     Attributes:
         size: of its next chunk.
@@ -50,20 +50,20 @@ class ChunkPace:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether there is no point in trying again."""
+        """Return True if there is no point in trying again."""
         return self.errors >= ATTEMPTS_MAX
 
-    def size_for(self, rate: float | None) -> int:
+    def limit_size(self, rate: float | None) -> int:
         """Of the next chunk, where so many documents a second are allowed."""
         return self.size if rate is None else max(1, min(self.size, int(rate)))
 
-    def was_read(self, chunk: Chunk, room: int) -> None:
+    def note_read(self, chunk: Chunk, room: int) -> None:
         """A chunk was read; `room` is how many bytes it should have at most."""
         self.failures, self.errors, self.error = 0, 0, None
         if chunk.weight > room:
             self.size = max(1, chunk.size * room // chunk.weight)
 
-    def was_handled(self, chunk: Chunk) -> None:
+    def note_handled(self, chunk: Chunk) -> None:
         """All of a chunk is done."""
         if chunk.seconds < _QUICK_SECONDS and chunk.size == self.size:
             self.size = min(2 * self.size, LARGEST_SIZE)
@@ -72,7 +72,7 @@ class ChunkPace:
         if chunk.snapshot.rate:
             self.ready_at = max(self.ready_at, chunk.sent_at + chunk.count / chunk.snapshot.rate)
 
-    def has_failed(self, error: Exception, text: str, size: int, now: float) -> float:
+    def note_failure(self, error: Exception, text: str, size: int, now: float) -> float:
         """
         A chunk of this size has failed.
 

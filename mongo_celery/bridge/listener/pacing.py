@@ -1,4 +1,4 @@
-"""When something that has failed is tried again, and when something that lasts is logged again."""
+"""The times at which something that has failed is tried again, and something that lasts is logged again."""
 
 from __future__ import annotations
 

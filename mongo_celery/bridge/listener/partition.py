@@ -1,5 +1,5 @@
 """
-What the listener knows of one partition, and what it does next.
+One partition as the listener knows it, and the next step there.
 
 Pure: fed with images of the partition's document and the monotonic time of reading them. At most one
 run is in flight per partition (window 1); this is where that is kept, and the only liveness rule of
@@ -41,7 +41,7 @@ _essence = attrgetter(*(each.name for each in fields(Image) if each.compare and 
 
 
 class Step(Enum):
-    """What the leader has to do about a partition now."""
+    """The next step of the leader about a partition."""
 
     WAIT = "wait"
     ENDED = "ended"
@@ -203,7 +203,7 @@ class Partition:
 
     @property
     def seen(self) -> Seen | None:
-        """What a look may compare it with, to leave it out; None where time alone can change what is to be done."""
+        """State by which the server may leave this partition out of a poll; None if time alone may change it."""
         run, image = self.in_flight, self.image
         if run is None or not self.won or image.handled is not None:
             return None
@@ -221,11 +221,11 @@ class Partition:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the next dispatch is of a run that was out, and of which nothing was seen."""
+        """Return True if the next dispatch is of a run that was out, and of which nothing was seen."""
         return self._is_repeat
 
     def is_free(self, now: float) -> bool:
-        """Whether a dead letter may be sent: nothing is out, and nothing stands but what waits for its time."""
+        """Return True if a dead letter may be sent: nothing is out, and nothing stands but what waits for its time."""
         rejected = self.rejection is not None and self.rejection.until > now
         return self.in_flight is None and self.won and self.ready_at < _NEVER and not rejected
 
@@ -273,15 +273,15 @@ class Partition:
             return self._without_run(image, now)
         self._note_claim(self.in_flight, now)
         if image.committed != self.in_flight.first - 1:
-            return self._moved(self.in_flight, before, now)
+            return self._note_move(self.in_flight, before, now)
         if image.handled is not None:
-            return self._handled(self.in_flight, now)
+            return self._note_handled(self.in_flight, now)
         if image.live:
             self.in_flight.lapsed_at = None
             return Step.WAIT
-        return self._unclaimed(self.in_flight, image, now)
+        return self._judge_unclaimed(self.in_flight, image, now)
 
-    def _moved(self, run: InFlight, before: Image, now: float) -> Step:
+    def _note_move(self, run: InFlight, before: Image, now: float) -> Step:
         """The position is another one: the run is over, unless it moved under a claim of the run that stands."""
         image = self.image
         of_it = image.fence == run.fence + 1 or (before.live and image.fence == before.fence)
@@ -303,7 +303,7 @@ class Partition:
 
     def _under_another_term(self, image: Image, now: float) -> Step:
         """
-        What an older term does in a locked partition is awaited like a run of mine, until the partition is won.
+        Await what an older term does in a locked partition like a run of mine, until the partition is won.
 
         Else my term is over; a smaller epoch says that what was won is gone, and somebody has put it there anew.
         """
@@ -332,11 +332,11 @@ class Partition:
         """A lapsed claim whose grace has passed is waited for only once, also if the broker is down meanwhile."""
         return not image.live and image.fence == self._given_up
 
-    def _handled(self, run: InFlight, now: float) -> Step:
+    def _note_handled(self, run: InFlight, now: float) -> Step:
         run.handled_at = run.handled_at or now
         return Step.COMMIT if now - run.handled_at >= self._graces.commit_grace else Step.WAIT
 
-    def _unclaimed(self, run: InFlight, image: Image, now: float) -> Step:
+    def _judge_unclaimed(self, run: InFlight, image: Image, now: float) -> Step:
         if image.state != "flowing":
             self._give_up()
             self.ready_at = _NEVER

@@ -1,6 +1,5 @@
 """
-What the app's outboxes and two-phase transactions count on is asked for while a listener leads, as beat would: workers
-sweep and recover.
+Requests that beat would send: while a listener leads, workers sweep the app's outboxes and recover its transactions.
 
 Whoever runs a bridge need not run beat. Where both run, more is asked for than is needed, which costs a few reads of
 indexes: each entry, and each transaction, is claimed by one of them.
@@ -27,7 +26,7 @@ _BROKER_SECONDS = 5
 
 class PeriodicRequests:
     """
-    What is asked for during one term; what fails is tried again.
+    The requests of one term; one that fails is sent again.
 
     Args:
         app: the Celery app.

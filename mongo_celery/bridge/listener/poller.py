@@ -67,7 +67,7 @@ _NAMED = 10
 
 class PollTimes:
     """
-    When the next poll of a term is due. Pure.
+    The times of the polls of a term. Pure.
 
     Attributes:
         moved_at: monotonic time at which something last went out, or was seen to have ended.
@@ -186,8 +186,8 @@ class PartitionPoller:
             generations = {name: led.plan.layout.generation for name, led in self._led.items()}
             images = self._partitions.of(generations, self._session)
             for subscription in self._led.values():
-                self._activity.of(subscription.name).took(subscription.counted)
-            self._activity.swept(reopenings)
+                self._activity.of(subscription.name).add_counts(subscription.counted)
+            self._activity.note_sweep(reopenings)
             return images
         if now < self.due_at(now):
             return None

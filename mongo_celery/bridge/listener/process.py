@@ -83,7 +83,7 @@ class ListenerThreads:
 
     @property
     def all_failed(self) -> bool:
-        """Whether no bridge runs, and each one's last end was a failure."""
+        """Return True if no bridge runs, and each one's last end was a failure."""
         with self._lock:
             return len(self._failed) == len(self._listeners)
 
@@ -104,14 +104,14 @@ class ListenerThreads:
         backoff = Backoff(self._pauses)
         while not self._stopping.is_set():
             started = time.monotonic()
-            error = _failure_of(listener)
+            error = _run_listener(listener)
             if error is None:
                 return
             with self._lock:
                 self._failed.add(listener)
             goes_on = not (self._stopping.is_set() or (self._ends_with_all and self.all_failed))
             pause = backoff.after(time.monotonic() - started)
-            listener.activity.turns(pause)  # nothing hangs: it rests on purpose
+            listener.activity.note_turn(pause)  # nothing hangs: it rests on purpose
             _log_failure(name, error, pause if goes_on else None)
             if not goes_on:
                 self.ended.set()
@@ -183,7 +183,7 @@ def run_listeners(
 
 def _set_aside_modules() -> None:
     """
-    What has been imported stays, and need not be looked at again by each garbage collection.
+    Keep what has been imported out of each garbage collection.
 
     A backlog makes objects by the ten thousand, so that there are many collections, and what is imported is most of
     what they would look through: a fifth of the listener's processor time.
@@ -192,7 +192,7 @@ def _set_aside_modules() -> None:
     gc.freeze()
 
 
-def _failure_of(listener: Listener) -> BaseException | None:
+def _run_listener(listener: Listener) -> BaseException | None:
     try:
         listener.run()
     except BaseException as error:  # noqa: BLE001 - whatever ends a thread unseen would end its bridge unseen

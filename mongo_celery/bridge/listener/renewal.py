@@ -74,7 +74,7 @@ class Renewal:
 
     @property
     def sealing(self) -> Sealing:
-        """What messages are signed with, as of the last renewal."""
+        """The keys by which messages are signed, as of the last renewal."""
         return self._sealing or self.read_key()
 
     def read_key(self) -> Sealing:
@@ -86,8 +86,8 @@ class Renewal:
         """Begin to renew."""
         self._thread.start()
 
-    def trusted(self) -> bool:
-        """Whether this process may act as the listener at this moment. Asks nobody."""
+    def is_trusted(self) -> bool:
+        """Return True if this process may act as the listener at this moment. Asks nobody."""
         return not self._lost and time.monotonic() < self._term.trusted_until
 
     def alive(self) -> None:
@@ -121,7 +121,7 @@ class Renewal:
                     "the listener has made no progress for %.0f s, so it gives the lease up and another one may lead. "
                     "Its thread is in %s. If that is code of yours, bound its time and restart this listener",
                     seconds,
-                    _place_of(self._leading),
+                    _describe_call(self._leading),
                     extra={"event": "listener_stalled"},
                 )
                 return
@@ -170,7 +170,7 @@ class Renewal:
             )
 
 
-def _place_of(thread: int) -> str:
+def _describe_call(thread: int) -> str:
     """Return the innermost calls of a thread, the last one first."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001
     calls = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []

@@ -156,7 +156,7 @@ class Repartitioning:
                 logger.error(
                     "handler %s is stopped until its partitions are replaced, and the others are led: %s",
                     name,
-                    move.waits or _left(subscriptions[name]),
+                    move.waits or _describe_rest(subscriptions[name]),
                     extra={"event": "handler_stopped", "subscription": name},
                 )
         return moved
@@ -184,11 +184,11 @@ class Repartitioning:
         """
         if now < self._next_at:
             return []
-        self.put_off(now)
+        self.postpone(now)
         until, moved = time.monotonic() + _TURN_SECONDS, []
         try:
             for name in list(self._moves):
-                new = self._go_on(self._led[name], self._moves[name], now)
+                new = self._advance(self._led[name], self._moves[name], now)
                 if new is not None:
                     moved.append(new)
                 if time.monotonic() > until:
@@ -199,7 +199,7 @@ class Repartitioning:
         self._complain()
         return moved
 
-    def put_off(self, now: float) -> None:
+    def postpone(self, now: float) -> None:
         """Have the next turn come a little later, whatever came of this one."""
         self._next_at = now + _POLL_SECONDS
 
@@ -218,17 +218,17 @@ class Repartitioning:
 
     # -- draining ----------------------------------------------------------------------------------
 
-    def _go_on(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
+    def _advance(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
         new = self._try_to_switch(subscription, move, now)
         if new is not None:
             return new
         if not _is_by_its_rule(subscription):  # stopped: nothing may be put into an old partition
-            move.waits = move.waits or _left(subscription)
+            move.waits = move.waits or _describe_rest(subscription)
             return None
         if move.waits:
             self._stop_draining(subscription, move, now + _SOON_SECONDS)
             return None
-        move.waits = _left(subscription)
+        move.waits = _describe_rest(subscription)
         if move.drains_until == math.inf:
             is_due = now >= move.ready_at and subscription.until is None and opens_stream(subscription.window.seen)
             if is_due and not (self._snapshots is not None and self._snapshots.reads_again(subscription.name)):
@@ -287,12 +287,12 @@ class Repartitioning:
         for index, partition in subscription.partitions.items():
             if not partition.won:
                 return f"an open transaction has locked partition {index}"
-            obstacle = self._obstacle_of(subscription.name, partition.image)
+            obstacle = self._find_obstacle(subscription.name, partition.image)
             if obstacle:
                 return f"partition {index} {obstacle}"
         return ""
 
-    def _obstacle_of(self, name: str, image: Image) -> str:
+    def _find_obstacle(self, name: str, image: Image) -> str:
         index, line = image.index, self._line
         if image.parked_keys:
             listed = line.changes("dead-letters", "list", name)
@@ -336,7 +336,7 @@ class Repartitioning:
             layout.partitions,
             extra={"event": "layout_changed", "subscription": name},
         )
-        return self._renewed(old, layout, images)
+        return self._renew(old, layout, images)
 
     def _token(self, subscription: Subscription) -> Mapping[str, Any] | None:
         """
@@ -347,7 +347,7 @@ class Repartitioning:
         mark = subscription.window.watermark
         return mark.token if mark is not None else self._tokens[subscription.name]
 
-    def _renewed(self, old: Subscription, layout: Layout, images: list[Image]) -> Subscription:
+    def _renew(self, old: Subscription, layout: Layout, images: list[Image]) -> Subscription:
         """The handler under its new partitioning; it begins where the old one has ended."""
         rule, watermark = old.plan.handler.partitioner(self._options), old.window.watermark
         plan = replace(old.plan, layout=layout, partitioner=rule, watermark=watermark, undeliverable={})
@@ -373,7 +373,7 @@ class Repartitioning:
         """Return True if the stream should be read again from where the handlers are: one has left something."""
         return bool(self._rereading) and now - self._read_again_at >= _READ_AGAIN_PAUSE
 
-    def reads_again(self, now: float) -> None:
+    def resume_reading(self, now: float) -> None:
         """Let the handlers that have left something take in what comes from now on."""
         self._read_again_at = now
         for subscription in self._rereading:
@@ -404,7 +404,7 @@ def _drain(subscription: Subscription, move: _Move, now: float) -> None:
     subscription.until, move.drains_until = _place(subscription), now + move.seconds
 
 
-def _left(subscription: Subscription) -> str:
+def _describe_rest(subscription: Subscription) -> str:
     """Name what a drain has left to do, and who has it in hand."""
     stored = f", stored changes of {len(subscription.spilled)} partitions" if subscription.spilled else ""
     claims = [(each.image.index, each.image.claim) for each in subscription.in_flight if each.image.claim]

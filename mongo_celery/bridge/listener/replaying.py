@@ -1,5 +1,5 @@
 """
-Which dead letters are to be replayed next: of each partition one at a time, between its runs.
+The dead letters that are replayed next: of each partition one at a time, between its runs.
 
 They come in the order of the stream, existing documents at their places, so that letters of one key are replayed in
 their order. One that waits for its retry, or for a server, holds back those of its key, and no others. Where one
@@ -143,7 +143,7 @@ class Replaying:
 
 
 def _is_behind(replay: ReplayRequest, first: ReplayRequest) -> bool:
-    """Whether one may be of the same key as another that is before it in the stream."""
+    """Return True if one may be of the same key as another that is before it in the stream."""
     if replay.partition != first.partition or replay.order <= first.order:
         return False
     return replay.hash == first.hash

@@ -28,8 +28,8 @@ from mongo_celery.bridge.listener.chunks import (
     ChunkReader,
     SnapshotFailedError,
     estimate,
-    facts_of,
     is_passing,
+    read_facts,
 )
 from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
 from mongo_celery.bridge.listener.pacing import RetryGate
@@ -129,7 +129,7 @@ class SnapshotThread:
 
     def hand_over(self, chunk: Chunk) -> None:
         """Note that all documents of a chunk are in the queues of their partitions."""
-        self._pace(chunk.snapshot.id).was_read(chunk, self._room)
+        self._pace(chunk.snapshot.id).note_read(chunk, self._room)
         self.appended[chunk.snapshot.id] = chunk
         self.reading = None
         self.notify()
@@ -171,9 +171,9 @@ class SnapshotThread:
             if record is not None:
                 self._read_chunk(record)
             else:
-                self._await_change(self._next_at() - time.monotonic())
+                self._await_change(self._find_next_time() - time.monotonic())
 
-    def _next_at(self) -> float:
+    def _find_next_time(self) -> float:
         now = time.monotonic()
         rests = [at for name in self.records if (at := self._pace(name).ready_at) > now]
         return max(min([self._look_at, *rests]), self._gate.opens_at)
@@ -229,7 +229,7 @@ class SnapshotThread:
                 return
             if not self._may_begin(found):
                 return
-            size = self._pace(found.id).size_for(found.rate)
+            size = self._pace(found.id).limit_size(found.rate)
             chunk = Chunk(found, self._led[found.subscription], size, sent_at=time.monotonic())
             self.reading = chunk  # from here on the leading thread notes changes
             chunk.low = self._store.begin(found, self._version)
@@ -245,7 +245,7 @@ class SnapshotThread:
             self.drop(record.id)
             self._forget(record.id)
         except Exception as error:  # noqa: BLE001 - nothing of what was read may be used
-            self._put_off(record, error, size)
+            self._postpone(record, error, size)
 
     def _prepare(self, record: Snapshot) -> Snapshot | None:
         """
@@ -256,11 +256,11 @@ class SnapshotThread:
         found = self._store.read_one(record.id)
         if found is None or found.epoch != self._version or found.state != RUNNING:
             return None
-        facts = facts_of(self._wiring.client, found.source)
+        facts = read_facts(self._wiring.client, found.source)
         if found.uuid is not None:  # it may have been dropped while nobody has looked
             if facts is not None and facts.uuid == found.uuid:
                 return found
-            self._end(found, _gone(found.source), GONE)
+            self._end(found, _describe_loss(found.source), GONE)
         elif facts is None:  # all that will be in it is in the stream
             self._finish(found, found.begun)
         elif facts.objection is not None or facts.uuid is None:
@@ -275,7 +275,7 @@ class SnapshotThread:
         """Read the documents of a chunk, or some of them again; from here on the leading thread may append them."""
         self._reader.read(chunk)
         if chunk.end is None:
-            facts = facts_of(self._wiring.client, chunk.snapshot.source)
+            facts = read_facts(self._wiring.client, chunk.snapshot.source)
             chunk.is_there = facts is not None and facts.uuid == chunk.snapshot.uuid
         chunk.high = self._move_stream(chunk)
         self._wake()
@@ -325,7 +325,7 @@ class SnapshotThread:
         if chunk.end is not None:
             until = chunk.until if record.until is None else None
             is_moved = self._store.move(record.id, self._version, chunk.begun, chunk.end, chunk.count, until)
-            self._pace(record.id).was_handled(chunk)
+            self._pace(record.id).note_handled(chunk)
             self.drop(record.id)
             if not is_moved:  # recorded already, or not mine: the next begin finds out which
                 self._look_at = 0.0
@@ -342,7 +342,7 @@ class SnapshotThread:
         """End the snapshot of a collection that was dropped or renamed: what is left of it cannot be read."""
         self.drop(snapshot_id)
         record = self.records.get(snapshot_id)
-        if record is not None and self._end(record, _gone(record.source), GONE):
+        if record is not None and self._end(record, _describe_loss(record.source), GONE):
             self._forget(snapshot_id)
         self.gone.discard(snapshot_id)
 
@@ -375,7 +375,7 @@ class SnapshotThread:
 
     # -- what goes wrong ---------------------------------------------------------------------------
 
-    def _put_off(self, record: Snapshot, error: Exception, size: int) -> None:
+    def _postpone(self, record: Snapshot, error: Exception, size: int) -> None:
         """Try again later, with less; what cannot be cured by that ends the snapshot, and nothing else."""
         self.drop(record.id)
         if self._is_closed:
@@ -386,7 +386,7 @@ class SnapshotThread:
         if final is not None or not (is_passing(error) or isinstance(error, ChunkFailedError)):
             self._give_up(record, str(final or text))
             return
-        pause = pace.has_failed(error, text, size, time.monotonic())
+        pause = pace.note_failure(error, text, size, time.monotonic())
         if pace.is_hopeless:
             self._give_up(record, f"{pace.errors} chunks one after the other could not be read, the last one: {text}")
             return
@@ -423,7 +423,7 @@ class SnapshotThread:
         )
 
 
-def _gone(source: str) -> str:
+def _describe_loss(source: str) -> str:
     """Return why a snapshot of a collection that was dropped or renamed has ended."""
     return (
         f"{source} was dropped or renamed while it was read; what was not read by then is not delivered. "

@@ -122,12 +122,12 @@ class Snapshotting:
 
     # -- the stream --------------------------------------------------------------------------------
 
-    def comes_to(self, item: ChangeEvent | Mark) -> None:
+    def note_arrival(self, item: ChangeEvent | Mark) -> None:
         """Append a chunk whose place lies before this. Called with each thing that was read, before it is taken in."""
         chunk = self._thread.reading
         if chunk is None or chunk.high is None:
             return
-        data = _data_of(item)
+        data = _token_data(item)
         if not data.startswith(TOKEN_TYPE):
             error = SnapshotFailedError(f"the server's tokens begin with {data[:2]}, among which T has no place")
             self._thread.end_reading(chunk, error)
@@ -138,9 +138,9 @@ class Snapshotting:
         if data > chunk.place:
             self._append(chunk)
 
-    def took_in(self, item: ChangeEvent | Mark) -> None:
+    def note_taken(self, item: ChangeEvent | Mark) -> None:
         """The stream has been taken in up to this, by all subscriptions."""
-        self._reached = _data_of(item)
+        self._reached = _token_data(item)
         if not (self._thread.records or self._thread.appended) or not hasattr(item, "document"):
             return
         event: Any = item
@@ -151,14 +151,14 @@ class Snapshotting:
         except Exception as error:  # noqa: BLE001 - an event of whatever form
             logger.debug("an event that cannot be looked at: %s", short(error))
 
-    def took_change(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
+    def note_change(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
         """A subscription is owed this change: it may be newer than a document that is being read."""
         chunk = self._thread.reading
         if chunk is not None and chunk.subscription is subscription:
             event: Any = item
             chunk.note(change, event)
 
-    def reopened(self) -> None:
+    def note_reopening(self) -> None:
         """The stream is read from another place on: what is not appended begins anew."""
         self._reached = ""
         if self._thread.reading is not None:
@@ -252,7 +252,7 @@ def _may_begin(subscription: Subscription) -> bool:
     return all(each.won for each in partitions) and not mostly_stand([each.image for each in partitions])
 
 
-def _data_of(item: ChangeEvent | Mark) -> str:
+def _token_data(item: ChangeEvent | Mark) -> str:
     mark: Any = getattr(item, "mark", item)
     data: str = mark.data
     return data

@@ -1,5 +1,5 @@
 """
-Where the subscriptions of a term begin.
+The starts of a term's subscriptions.
 
 A start is pinned where there is none: in the lease, before the first read, so that a crash before the first
 commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatever it is: on a young set that is
@@ -53,7 +53,7 @@ logger = logging.getLogger("mongo_celery.listener")
 @dataclass(frozen=True, slots=True)
 class Start:
     """
-    Where a subscription stands.
+    The position of a subscription.
 
     Attributes:
         is_first: whether it is the time that was pinned by `start_from`, and no place was ever stored.
@@ -70,7 +70,7 @@ class Start:
 
     @property
     def place(self) -> tuple[Timestamp, str]:
-        """Where it must be read from: comparable, by cluster time and then by token."""
+        """The place from which it must be read: comparable, by cluster time and then by token."""
         if self.watermark is None:
             return self.time, ""
         return self.watermark.cluster_time or self.time, self.watermark.data
@@ -139,7 +139,7 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a handler begins: at a time, or behind the token of a position with that time; and in words why."""
+    """The beginning of a handler: at a time, or behind the token of a position with that time; and in words why."""
 
     time: Timestamp
     position: Mapping[str, Any] | None
@@ -206,7 +206,7 @@ class _Pinning:
 
     def _pin_bridge(self) -> Timestamp:
         start_from = self._options.start_from
-        pinned = self._store.leases.pin_start(self._renewal.term, self._time_of(start_from))
+        pinned = self._store.leases.pin_start(self._renewal.term, self._find_time(start_from))
         if pinned is None:
             raise LeaseLostError
         age = max(0, int(time.time()) - pinned.time)
@@ -214,7 +214,7 @@ class _Pinning:
             "bridge %s starts for the first time, at %s (%s, %d s ago)",
             self._options.name,
             pinned.as_datetime().isoformat(),
-            _said(start_from),
+            _describe_start(start_from),
             age,
             extra={"event": "start_pinned", "age_seconds": age},
         )
@@ -223,30 +223,32 @@ class _Pinning:
     def _place(self, handler: Handler, pinned: Timestamp, *, has_position: bool) -> _Place:
         start_from = handler.start(self._options)
         if handler.start_from is None and not has_position:
-            return _Place(pinned, given_position(pinned, start_from), "where the bridge began")
+            return _Place(pinned, find_given_position(pinned, start_from), "where the bridge began")
         whose = "the bridge's" if handler.start_from is None else "its"
-        start = self._time_of(start_from)
-        return _Place(start, given_position(start, start_from), f"as {whose} start_from says ({_said(start_from)})")
+        start = self._find_time(start_from)
+        return _Place(
+            start, find_given_position(start, start_from), f"as {whose} start_from says ({_describe_start(start_from)})"
+        )
 
     def _within_history(self, place: _Place) -> _Place:
-        oldest = _oldest_behind(self._client, place.time)
+        oldest = _find_oldest(self._client, place.time)
         if oldest is None:
             return place
         why = f"with the oldest entry of the oplog, which no longer holds the place where it would begin {place.why}"
         return _Place(oldest, None, why)
 
-    def _time_of(self, start_from: StartFrom) -> Timestamp:
+    def _find_time(self, start_from: StartFrom) -> Timestamp:
         key = repr(start_from)
         if key not in self._times:
             self._times[key] = start_time(self._client, start_from)
         return self._times[key]
 
 
-def _said(start_from: StartFrom) -> str:
+def _describe_start(start_from: StartFrom) -> str:
     return start_from if isinstance(start_from, str) else "as given"
 
 
-def _oldest_behind(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
+def _find_oldest(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
     """The oldest entry of the oplog, where it begins behind a place; None where it holds that, or cannot be seen."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
@@ -256,7 +258,7 @@ def _oldest_behind(client: MongoClient[dict[str, Any]], place: Timestamp) -> Tim
     return None if oplog.holds(place) else oplog.first
 
 
-def given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:
+def find_given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:
     """
     The position that `start_from` gives as a resume token, for a bridge or a handler that has none yet.
 
@@ -270,7 +272,7 @@ def given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] |
 
 def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
     """
-    Where the stream is opened: at the smallest position of all subscriptions.
+    Return where the stream is opened: at the smallest position of all subscriptions.
 
     After its token when the token came from a stream with the same fingerprint, else at its cluster time.
     """

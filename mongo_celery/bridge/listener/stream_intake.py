@@ -1,5 +1,5 @@
 """
-What the leading thread takes in: the items of one reader after the other, in the order of the stream.
+The intake of the leading thread: the items of one reader after the other, in the order of the stream.
 
 A full buffer is normal under backlog. Then the stream is not read until workers have made room.
 """
@@ -92,7 +92,7 @@ class StreamIntake:
 
     @property
     def reopenings(self) -> int:
-        """How often the stream had to be opened again in this term."""
+        """Number of times that the stream had to be opened again in this term."""
         return self._reader.status.reopenings if self._reader is not None else 0
 
     def has_read_to(self, place: Timestamp) -> bool:
@@ -105,7 +105,7 @@ class StreamIntake:
         self.stop()
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
         self._inbox, self.at_end = Inbox(), False
-        self._snapshots.reopened()
+        self._snapshots.note_reopening()
         if position is None:
             return
         logger.info(
@@ -159,13 +159,13 @@ class StreamIntake:
                     self._note_full(now)
                     return None
             self.full, self._full_at = "", math.inf
-            self._snapshots.comes_to(item)  # existing documents come before it
+            self._snapshots.note_arrival(item)  # existing documents come before it
             self.at_end = not hasattr(item, "raw")
             for subscription in self._led.values():
                 change = subscription.take_in(item)
                 if change is not None:
-                    self._snapshots.took_change(subscription, item, change)
-            self._snapshots.took_in(item)
+                    self._snapshots.note_change(subscription, item, change)
+            self._snapshots.note_taken(item)
             batch = self._inbox.take()
             if batch and self._reader is not None:
                 self._reader.grant_credit(batch)

@@ -33,7 +33,7 @@ from mongo_celery.bridge.worker.envelope import Run
 @dataclass(frozen=True, slots=True)
 class Plan:
     """
-    What a term fixes for a subscription.
+    The facts about a subscription that a term fixes.
 
     Attributes:
         undeliverable: partitions of undeliverable changes that are stored and read again, by their places.
@@ -139,7 +139,7 @@ class Subscription:
         mark = item if isinstance(item, Mark) else item.mark
         if self.lost or not self.window.is_new(mark.data) or self._leaves(mark):
             return None
-        change = None if isinstance(item, Mark) else self._owed(item)
+        change = None if isinstance(item, Mark) else self._route(item)
         partition = self.partitions[change.index] if change is not None else None
         if change is None or partition is None or mark.data <= partition.image.data:
             self.window.pass_over(mark)
@@ -183,7 +183,7 @@ class Subscription:
             self._note_added(partition, each)
         return True
 
-    def _owed(self, event: ChangeEvent) -> PendingChange | None:
+    def _route(self, event: ChangeEvent) -> PendingChange | None:
         if not self._has_begun:
             time_ = event.mark.cluster_time
             if time_ is not None and time_ < self.plan.start:
@@ -191,7 +191,7 @@ class Subscription:
             self._has_begun = time_ is not None
         return self.admission.admit(event)
 
-    def held(self) -> list[dict[str, Any]]:
+    def list_held(self) -> list[dict[str, Any]]:
         """Partitions that stand still with changes that are buffered or stored, and need not be read again."""
         return [
             {"subscription": self.name, "partition": index}

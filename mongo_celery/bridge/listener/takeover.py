@@ -46,7 +46,7 @@ _NAMED_MAX = 10
 @dataclass(frozen=True, slots=True)
 class Takeover:
     """
-    What a take-over found.
+    The findings of a take-over.
 
     Attributes:
         layouts: under which this term begins, by subscription.
@@ -92,12 +92,12 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     """
     for _ in range(_ROUNDS):
         version = renewal.term.version
-        wanted = {handler.name: _wanted_layout(handler, options, version) for handler in handlers}
+        wanted = {handler.name: _plan_layout(handler, options, version) for handler in handlers}
         documents = store.subscriptions.take_over(wanted, version)
         layouts = {name: layout_in(documents[name]) for name in wanted}
         newest = store.snapshots.take_over(version)  # before any partition: see `state/snapshots.py`
         store.partitions.prepare({name: documents[name].get("resumeToken") for name in wanted}, layouts, version)
-        images = _won(store, layouts, version)
+        images = _win_all(store, layouts, version)
         largest = max(
             [newest, store.partitions.largest_epoch()] + [document["term"] for document in documents.values()]
         )
@@ -115,14 +115,14 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     raise LeaseLostError
 
 
-def generations_of(layouts: Mapping[str, Layout]) -> dict[str, int]:
+def list_generations(layouts: Mapping[str, Layout]) -> dict[str, int]:
     """The generations of some layouts, by subscription."""
     return {name: layout.generation for name, layout in layouts.items()}
 
 
-def _won(store: Store, layouts: Mapping[str, Layout], version: int) -> dict[str, Sequence[Image]]:
+def _win_all(store: Store, layouts: Mapping[str, Layout], version: int) -> dict[str, Sequence[Image]]:
     images: dict[str, list[Image]] = {name: [] for name in layouts}
-    for image in store.partitions.take_over(generations_of(layouts), version):
+    for image in store.partitions.take_over(list_generations(layouts), version):
         images[image.subscription].append(image)
     return dict(images)
 
@@ -190,7 +190,7 @@ def is_counted(image: Image) -> bool:
     return any(retry.get(name) for name in ("count", "crashes", "notBefore", "waiting", "error", "passedOver"))
 
 
-def _wanted_layout(handler: Handler, options: BridgeOptions, version: int) -> Layout:
+def _plan_layout(handler: Handler, options: BridgeOptions, version: int) -> Layout:
     return Layout(version, options.partitions, f"{HASH_NAME}:{handler.partitioner(options).name}")
 
 

@@ -34,7 +34,7 @@ _REPEATS = 2
 
 class UntakenQueues:
     """
-    What is known of queues that nobody consumes, in one term. Used by the leading thread.
+    The queues that nobody consumes, in one term. Used by the leading thread.
 
     Args:
         wiring: of the bridge.

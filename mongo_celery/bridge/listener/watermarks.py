@@ -71,7 +71,7 @@ class Watermarks:
 
     def _advance(self, subscriptions: Collection[Subscription]) -> None:
         """One write for all of them."""
-        moved = [(each, mark) for each in subscriptions if (mark := self._moved(each)) is not None]
+        moved = [(each, mark) for each in subscriptions if (mark := self._find_moved(each)) is not None]
         self._store.subscriptions.advance_all(
             [Advance(each.name, each.plan.version, mark.token, mark.cluster_time) for each, mark in moved],
             self._fingerprint,
@@ -79,7 +79,7 @@ class Watermarks:
         for each, mark in moved:
             each.stored = mark
 
-    def _moved(self, subscription: Subscription) -> Mark | None:
+    def _find_moved(self, subscription: Subscription) -> Mark | None:
         mark = subscription.window.watermark
         if subscription.lost or mark is None or mark is subscription.stored or _is_given_up(subscription, mark):
             return None

@@ -15,8 +15,8 @@ from bson import Timestamp, json_util
 from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import is_number, nearest
-from mongo_celery.bridge.listener.chunks import CollectionFacts, estimate, facts_of, shape_of
-from mongo_celery.bridge.listener.initial_snapshots import collections_of
+from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, read_facts
+from mongo_celery.bridge.listener.initial_snapshots import find_collections
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
@@ -196,7 +196,7 @@ def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, 
                 )
         sources = [str(each) for each in chosen]
     else:
-        sources = sorted({each for source in watched for each in collections_of(wiring, source)})
+        sources = sorted({each for source in watched for each in find_collections(wiring, source)})
     found = {source: _fact(wiring, source) for source in dict.fromkeys(sources)}
     if not found:
         raise CommandRefusedError(
@@ -207,7 +207,7 @@ def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, 
 
 def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
     try:
-        facts = facts_of(wiring.client, source)
+        facts = read_facts(wiring.client, source)
     except OperationFailure as error:
         if verdict_on(error) is Verdict.ACCESS:  # the listener finds out
             return None
@@ -222,7 +222,7 @@ def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
 def _judge(wiring: Wiring, source: str, condition: str, time: Timestamp) -> None:
     """The server judges a condition on one document: what it cannot read at all would fail on each of them."""
     database, _, name = source.partition(".")
-    shape = shape_of(source, time, [json_util.loads(condition)], ())
+    shape = build_shape(source, time, [json_util.loads(condition)], ())
     try:
         list(strict(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:

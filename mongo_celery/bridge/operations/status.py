@@ -22,7 +22,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.handlers import token_seconds
 from mongo_celery.bridge.identity import Identity, identity_of
-from mongo_celery.bridge.listener.activity import times_of
+from mongo_celery.bridge.listener.activity import read_times
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
 from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
@@ -415,7 +415,7 @@ def _takes_runs(wiring: Wiring, handler: Handler) -> bool:
 
 def _run_gain(facts: Facts, name: str, images: Sequence[Image]) -> dict[str, Any] | None:
     """What the last changes of its partitions say of runs."""
-    times = [found for image in images if (found := times_of(image)) is not None]
+    times = [found for image in images if (found := read_times(image)) is not None]
     if not times or name not in facts.registered:
         return None
     handler, whole = (median(each) for each in zip(*times, strict=True))
