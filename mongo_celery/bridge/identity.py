@@ -100,14 +100,18 @@ class Identity:
         return f"its listener publishes to {theirs}, and this process to {self.broker}"
 
     def _other_databases(self, stored: Mapping[str, Mapping[str, Any]]) -> str | None:
-        for name in sorted(stored.keys() & self.handlers.keys()):
-            theirs, mine = stored[name]["databases"], self.handlers[name].databases
-            if _EVERY_DATABASE not in {*theirs, *mine} and not {*theirs} & {*mine}:
-                return (
-                    f"its listener listens to database {', '.join(theirs)} for handler {name}, and this process to "
-                    f"{', '.join(mine)}"
-                )
+        for name in self.moved_handlers(stored):
+            return (
+                f"its listener listens to database {', '.join(stored[name]['databases'])} for handler {name}, and this "
+                f"process to {', '.join(self.handlers[name].databases)}"
+            )
         return None
+
+    def moved_handlers(self, stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return the handlers that both have, and that have no database in common."""
+        shared = sorted(stored.keys() & self.handlers.keys())
+        both = ((name, {*stored[name]["databases"]}, {*self.handlers[name].databases}) for name in shared)
+        return [name for name, theirs, mine in both if _EVERY_DATABASE not in theirs | mine and not theirs & mine]
 
     def changed_handlers(self, stored: Mapping[str, Any]) -> list[str]:
         """Return the handlers that both have, with different definitions."""

@@ -49,7 +49,7 @@ class WorkerRuntime:
         self._ring: KeyRing | None = None
         self._ring_read = 0.0
         self._unserved: frozenset[str] = frozenset()
-        self._is_foreign = False
+        self._moved: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
     def ensure_indexes(self) -> None:
@@ -98,7 +98,7 @@ class WorkerRuntime:
         if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
             self._dropper.drop_misdirected()
             return None
-        if kind == "run" and self._is_foreign:  # its effects would go to the other environment, and count as done
+        if run.subscription in self._moved and kind == "run":  # else its effects come here and count as done
             self._dropper.drop_foreign(None)
             return None
         assert run.carrier is not None, "an envelope names its message"
@@ -141,7 +141,7 @@ class WorkerRuntime:
         if ring is None or ring.identity is None:
             return
         if known is None or known.identity != ring.identity:
-            self._is_foreign = self._is_another(ring.identity)
+            self._moved = self._compare(ring.identity)
         unserved = frozenset(handler.name for handler in self._wiring.handlers) - ring.identity["handlers"].keys()
         if unserved - self._unserved:
             logger.warning(
@@ -153,22 +153,28 @@ class WorkerRuntime:
             )
         self._unserved = unserved
 
-    def _is_another(self, leading: Mapping[str, Any]) -> bool:
-        """Compare all but the broker: this worker gets the leader's messages, under whatever address."""
+    def _compare(self, leading: Mapping[str, Any]) -> frozenset[str]:
+        """
+        Compare all but the broker: this worker gets the leader's messages, under whatever address.
+
+        Returns:
+            The handlers whose databases are those of another environment.
+        """
         try:
-            difference = replace(identity_of(self._wiring), broker=None).difference(leading)
+            mine = replace(identity_of(self._wiring), broker=None)
         except ConfigurationError:  # a source cannot be had here, which is the listener's business
-            return False
+            return frozenset()
+        difference, moved = mine.difference(leading), mine.moved_handlers(leading["handlers"])
         if difference is not None:
             logger.error(
-                "bridge %s, whose messages this worker gets, is that of another app or environment: %s. This worker "
-                "handles none of them. %s",
+                "bridge %s, whose messages this worker gets, is that of another app or environment: %s. %s%s",
                 self._wiring.name,
                 difference,
+                f"This worker drops the runs of {', '.join(moved)}. " if moved else "",
                 ways_out(),
                 extra={"event": "identity_differs"},
             )
-        return difference is not None
+        return frozenset(moved)
 
 
 def _list_unexpected(carrier: Carrier, request: Any) -> Iterable[str]:

@@ -31,10 +31,11 @@ def _received(chain: Chain, handler: str) -> int:
     return sum(len(re.findall(rf"handlers\.{handler}\[[^]]*\] received", text)) for text in chain.logs.values())
 
 
-def _wait_for_messages(chain: Chain, items: Iterable[Due]) -> None:
+def _wait_for_messages(chain: Chain, items: Iterable[Due], *, left: bool = True) -> None:
+    """Wait until the queues of all these changes have a message left, or none of them has."""
     with chain.broker as broker:
         queues = [f"chain.{chain.partition_of(item.handler, item.key)}" for item in items]
-        wait_for(lambda: all(broker.llen(queue) for queue in queues))
+        wait_for(lambda: all(bool(broker.llen(queue)) == left for queue in queues))
 
 
 def _seconds_until_all_started(chain: Chain, since: int, items: list[Due]) -> float:
@@ -88,9 +89,8 @@ def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_
         busy = chain.write("plain", "busy", 1, gate="open")
         chain.wait_started(busy)
         items = [chain.write("other", next(chain.keys("other", index)), 1) for index in range(chain.partitions)]
-        wait_for(lambda: before.text.count("Received unregistered task") >= len(items))
-        dropped = before.text.count("Received unregistered task")
-        wait_for(lambda: before.text.count("Received unregistered task") > dropped)
+        before.wait_for_output("this worker does not know their task")
+        _wait_for_messages(chain, items, left=False)
         chain.open_gate("open")
         chain.wait_done(handlers=["plain"])
         before.end()
@@ -98,7 +98,7 @@ def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_
         ready = time.monotonic_ns()
         chain.wait_done()
         chain.judge(spare=0)
-        assert _seconds_until_all_started(chain, ready, items) < GRACE_SECONDS / 2
+        assert _seconds_until_all_started(chain, ready, items) < GRACE_SECONDS + 5
 
 
 def test_what_waits_for_its_rate_limit_is_not_sent_again(
@@ -141,13 +141,13 @@ def test_messages_that_wait_for_workers_are_not_sent_again(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:
     """I14: for several times the grace nobody consumes; the queues hold one message for each partition, no more."""
-    options = {"partitions": 2, "dispatch_grace": 1.5}
+    options = {"partitions": 2, "dispatch_grace": 4.0}
     with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as chain:
         chain.listener()
         items = [chain.write("plain", next(chain.keys("plain", partition)), 1) for partition in range(2)]
         _wait_for_messages(chain, items)
         since = time.monotonic()
-        wait_for(lambda: time.monotonic() - since > 4)
+        wait_for(lambda: time.monotonic() - since > 12)
         with chain.broker as broker:
             assert [broker.llen(f"chain.{index}") for index in range(2)] == [1, 1]
         chain.worker()
