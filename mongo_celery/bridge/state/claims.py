@@ -117,7 +117,7 @@ COMMIT: dict[str, Any] = {
     **dict.fromkeys(("claim", "handled", "retry"), REMOVED),
     "lastRun": {"last": "$handled.last", "took": "$handled.took", "claimed": "$claim.at", "at": "$$NOW"},
 }
-"""What a commit sets, from the mark that an execution left; also part of a take-over. `lastRun` is for metrics alone."""
+"""What a commit sets, from the mark that an execution left; also part of a take-over. `lastRun` is for people."""
 
 
 @dataclass(frozen=True, slots=True)
