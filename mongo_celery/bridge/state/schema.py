@@ -66,7 +66,7 @@ def check_schema(lease: Mapping[str, Any], steps: Mapping[int, Step] = STEPS) ->
         )
     if found in steps:
         raise DeploymentError(
-            f"bridge {bridge}: an older version of this package has stored its state, with schema {found}; this version "
+            f"bridge {bridge}: an older version of this package has stored its state, with schema {found}. This one "
             f"reads schema {SCHEMA}. Stop the older listener and start one of this version: it brings the state up to "
             "date.",
         )
