@@ -554,13 +554,13 @@ def test_a_position_that_is_written_inline_is_what_a_commit_would_make_it(rig: R
     """Rule 7: of a run of which only a part is done, with its retries; in one write."""
     found = []
     for short in (False, True):
-        rig.spoil(committed=0, resumeToken=None, retry=None, ran=None, handled=None, claim=None)
+        rig.spoil(committed=0, resumeToken=None, retry=None, lastRun=None, handled=None, claim=None)
         assert rig.claims.park(rig.claim(1, 5), delay=-1.0, not_before=None, error="once")
         claim = rig.claim(1, 5, inline=short)
         assert rig.claims.handle(claim, 3, token(3))
         assert short or rig.claims.commit(rig.where, 1)
         stored = rig.document
-        ran = stored.pop("ran")
+        ran = stored.pop("lastRun")
         assert (ran["last"], type(ran["took"])) == (3, Int64)
         assert ran["claimed"] <= ran["at"]
         assert stored.pop("fencingToken") == claim.fence

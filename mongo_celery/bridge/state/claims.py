@@ -115,9 +115,9 @@ COMMIT: dict[str, Any] = {
     "resumeToken": "$handled.resumeToken",
     "positionAt": "$handled.positionAt",
     **dict.fromkeys(("claim", "handled", "retry"), REMOVED),
-    "ran": {"last": "$handled.last", "took": "$handled.took", "claimed": "$claim.at", "at": "$$NOW"},
+    "lastRun": {"last": "$handled.last", "took": "$handled.took", "claimed": "$claim.at", "at": "$$NOW"},
 }
-"""What a commit sets, from the mark that an execution left; also part of a take-over. `ran` is for metrics alone."""
+"""What a commit sets, from the mark that an execution left; also part of a take-over. `lastRun` is for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -625,7 +625,10 @@ def _done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
     took = _took(claim)
     at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
     ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
-    return {"$set": {"committed": Int64(last), **position_at(token), "ran": ran}, "$unset": {"claim": "", "retry": ""}}
+    return {
+        "$set": {"committed": Int64(last), **position_at(token), "lastRun": ran},
+        "$unset": {"claim": "", "retry": ""},
+    }
 
 
 def _advanced(

@@ -42,14 +42,11 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
+from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.bridge.state.signing import installation_kept
-from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
-
-SCHEMA = 1
-"""The version of everything that is stored of a bridge; the lease keeps it as `schemaVersion`."""
 
 _TRUST = 0.9
 """Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
@@ -84,7 +81,9 @@ class Leases:
 
     def ensure(self) -> None:
         """
-        Create the document where it is missing. `$expr` is refused in an upsert, so this is a step of its own.
+        Create the document where it is missing, and bring an older state up to date.
+
+        `$expr` is refused in an upsert, so this is a step of its own.
 
         Its term begins at the operation time. Each term and fencing token that was given before cost a write,
         and so at least one increment of that time: also within the second of a drop none is given twice.
@@ -101,6 +100,7 @@ class Leases:
         }
         with suppress(DuplicateKeyError):  # another listener was first
             self._table.update({"_id": self._bridge}, {"$setOnInsert": document}, upsert=True)
+        migrate(self._table.collection.database, self._bridge)
 
     def _operation_number(self) -> Int64:
         with self._table.limit():
@@ -214,28 +214,6 @@ class Leases:
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.version}
-
-
-def check_schema(lease: Mapping[str, Any]) -> None:
-    """
-    Refuse a bridge whose stored state has another schema. The step from an older schema to this one belongs here.
-
-    Raises:
-        DeploymentError: the schema is newer or older than `SCHEMA`.
-    """
-    found, bridge = lease.get("schemaVersion"), lease["_id"]
-    if found == SCHEMA:
-        return
-    if isinstance(found, int) and found > SCHEMA:
-        raise DeploymentError(
-            f"bridge {bridge}: a newer version of this package has stored its state, with schema {found}. This version "
-            f"reads schema {SCHEMA}, so it changes nothing. Deploy the newer version here, or give this process a "
-            "state database of its own: Bridge(..., database='...').",
-        )
-    raise DeploymentError(
-        f"bridge {bridge}: its state was stored before the first release, without schema {SCHEMA}, and cannot be read. "
-        "Nothing is changed. Drop the state database, or use another one: Bridge(..., database='...').",
-    )
 
 
 def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:

@@ -44,7 +44,7 @@ _TRACES = ("resumeToken", "claim", "handled", "retry", "single", "halted")
 
 _PROJECTION: dict[str, Any] = {
     **dict.fromkeys(
-        ("handler", "partition", "term", "committed", "fencingToken", "state", "spilled", "ran", *_TRACES), 1
+        ("handler", "partition", "term", "committed", "fencingToken", "state", "spilled", "lastRun", *_TRACES), 1
     ),
     "live": {"$gt": ["$claim.until", "$$NOW"]},
     "due": remaining("retry.notBefore"),
@@ -478,7 +478,7 @@ def image_of(document: Mapping[str, Any]) -> Image:
         waiting=retries.get("waiting"),
         spilled=document.get("spilled"),
         retry=retry,
-        ran=document.get("ran"),
+        ran=document.get("lastRun"),
         read_at=document.get("readAt"),
         parked_keys=document.get("parkedCount") or 0,
     )

@@ -1,0 +1,144 @@
+"""`docs/reference/state.md` shows of each collection what a running bridge leaves: its fields and their types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bson import ObjectId, Timestamp
+from bson.int64 import Int64
+from celery import Celery
+from pymongo.database import Database
+
+from mongo_celery import Bridge, Change
+from mongo_celery.testing import BridgeRunner
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+Shape = dict[str, str]
+
+PAGE = Path(__file__).parents[2] / "docs/reference/state.md"
+_TYPES: Mapping[type, str] = {
+    bool: "boolean",
+    str: "text",
+    Int64: "Long",
+    int: "number",
+    float: "number",
+    datetime: "ISODate",
+    Timestamp: "Timestamp",
+    ObjectId: "ObjectId",
+    bytes: "Binary",
+    type(None): "null",
+}
+_FREE = {"change", "report"}
+"""Fields that hold what others have sent, or what `status` shows."""
+
+_LINE = re.compile(r"^\s*(?:(?P<name>\w+): )?(?P<value>.+?),?\s*(?://.*)?$")
+_VALUES: Mapping[str, str] = {
+    r"(true|false)$": "boolean",
+    r'".*"$': "text",
+    r"Long\(": "Long",
+    r"ISODate\(": "ISODate",
+    r"Timestamp\(": "Timestamp",
+    r"ObjectId\(": "ObjectId",
+    r"Binary\.": "Binary",
+    r"-?[0-9.]+$": "number",
+    r"null$": "null",
+    r"\[\]$": "nothing",
+    r"\{\}$": "nothing",
+}
+
+
+def shape_of(value: Any, path: str = "") -> Shape:
+    """Return the types of all fields in a document, by their paths; of a list its first element counts."""
+    if isinstance(value, Mapping | list) and not value:
+        return {path: "nothing"}
+    if isinstance(value, Mapping):
+        return {k: v for name, each in value.items() for k, v in shape_of(each, f"{path}.{name}").items()}
+    if isinstance(value, list):
+        return shape_of(value[0], f"{path}[]")
+    return {path: _TYPES[type(value)]}
+
+
+def shape_in(lines: Iterator[str], path: str = "") -> Shape:
+    """Return the same of a document on the page, which has one field a line."""
+    found: Shape = {}
+    for line in lines:
+        if line.strip(" ,") in {"}", "]"}:
+            break
+        match = _LINE.match(line)
+        assert match is not None, line
+        here = path + ("" if match["name"] is None else f".{match['name']}")
+        if match["value"] in {"{", "["}:
+            found |= shape_in(lines, here + ("[]" if match["value"] == "[" else ""))
+        else:
+            (kind,) = [kind for pattern, kind in _VALUES.items() if re.match(pattern, match["value"])]
+            found[here] = kind
+    return found
+
+
+def shown() -> dict[str, Shape]:
+    """Return the shapes of the page's documents, by their headings."""
+    sections = re.findall(r"^## (.+?)\n.*?```js\n\{\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return {heading: shape_in(iter(block.splitlines())) for heading, block in sections}
+
+
+@pytest.fixture
+def state(database: Database[Document], mongo_url: str) -> Iterator[Database[Document]]:
+    """Give the state of a bridge of which one handler has halted, one has parked a key, and one is done."""
+    app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+    bridge = Bridge(app, "mongodb://localhost:1/?replicaSet=nowhere", autodiscover=False, partitions=1)
+    orders = database["orders"].full_name
+
+    @bridge.on_change(orders)
+    def ship(change: Change) -> None:
+        """Succeed."""
+
+    @bridge.on_change(orders)
+    def bill(change: Change) -> None:
+        if change.document_key["_id"] == 2:
+            raise ValueError("no address")
+
+    @bridge.on_change(orders, failure_policy="park_key")
+    def report(change: Change) -> None:
+        if change.document_key["_id"] == 2:
+            raise ValueError("no customer")
+
+    with BridgeRunner(bridge, url=mongo_url) as runner:
+        database["orders"].insert_one({"_id": 1})
+        runner.deliver()
+        runner.snapshot("ship")
+        runner.deliver()
+        database["orders"].insert_one({"_id": 2, "customer": "Ann"})
+        stored = bridge.client[bridge.options.database]
+
+        def has_watermark() -> bool:
+            runner.deliver(raises=False)
+            return stored["handlers"].find_one({"handler": "ship", "resumeToken": {"$ne": None}}) is not None
+
+        wait_for(has_watermark)
+        yield stored
+
+
+def test_the_page_shows_the_state_as_it_is(state: Database[Document]) -> None:
+    """Of each collection that the bridge has made, and of no other; fields and types, not values."""
+    chosen = {
+        "handlers": state["handlers"].find_one({"handler": "ship"}),
+        "partitions": state["partitions"].find_one({"handler": "ship"}),
+        "partitions: halted": state["partitions"].find_one({"handler": "bill"}),
+        "partitions: with a parked key": state["partitions"].find_one({"handler": "report"}),
+    }
+    others = sorted(set(state.list_collection_names()) - {"handlers", "partitions"})
+
+    stored = chosen | {name: state[name].find_one() for name in others}
+
+    page = shown()
+    assert page.keys() == stored.keys()
+    for name, document in stored.items():
+        assert document is not None, name
+        readable = {**document, **{field: [] for field in _FREE & document.keys()}}
+        assert shape_of(readable) == page[name], name
