@@ -43,8 +43,6 @@ _COLORS = {
     "unknown": "red",
 }
 _SPILLED_SHOWN = 10
-_FORESEEABLE_SECONDS = 365 * 86_400
-"""A bound that lasts for longer at the present rate is told without that."""
 _ROWS = 20
 """Handlers, and partitions, that are shown unless all are asked for."""
 _INDENT = (0, 0, 0, 2)
@@ -86,7 +84,13 @@ def _facts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
         yield _line(f"reading waits: {status['reading_waits']}", "yellow")
     yield from (_gap(each["name"], gap) for each in status["subscriptions"] for gap in each["gaps"])
     yield from (_rejection("the broker rejects", each) for each in status["rejected_by_broker"])
-    yield from (_rejection("MongoDB does not store", each) for each in status["not_stored"])
+    yield from (
+        _line(
+            f"MongoDB does not store changes of {each['partition']} since {moment(each['since'])}: {each['error']}",
+            "red",
+        )
+        for each in status["not_stored"]
+    )
     yield from _stored(status)
     yield from (_line(f"snapshot {progress_line(each)}", progress_style(each)) for each in status["snapshots"])
     yield from _handlers(status["subscriptions"], everything=everything)
@@ -148,11 +152,11 @@ def _stored(status: Mapping[str, Any]) -> Iterable[RenderableType]:
     yield _beside_the_bound(spill)
     if spill["waits"]:
         yield _line(f"no more is stored: {spill['waits']}", "red", 4)
-    largest_first = sorted(spilled, key=lambda each: each["spilled"]["bytes"] or 0, reverse=True)
+    largest_first = sorted(spilled, key=lambda each: each["spilled"]["count"] or 0, reverse=True)
     for each in largest_first[:_SPILLED_SHOWN]:
         stored = each["spilled"]
-        amount = f"{_changes(stored['count'])}, {size(stored['bytes'])}"
-        text = f"{each['subscription']} {each['index']}: {amount}, for {duration(stored['age_seconds'])}"
+        amount = f"{_changes(stored['count'])}, for {duration(stored['age_seconds'])}"
+        text = f"{each['subscription']} {each['index']}: {amount}"
         yield _line(f"{text}: {_why_stored(each)}", indent=4)
     if len(spilled) > _SPILLED_SHOWN:
         more = number(len(spilled) - _SPILLED_SHOWN, "more partition", "more partitions")
@@ -168,12 +172,9 @@ def _why_stored(partition: Mapping[str, Any]) -> str:
 
 def _beside_the_bound(spill: Mapping[str, Any]) -> RenderableType:
     if spill["share"] is None:
-        uncounted = number(spill["uncounted"], "partition", "partitions")
-        return _line(f"stored: {uncounted} could not be counted in time, and no listener says how much", "yellow")
+        return _line(f"stored: {_changes(spill['count'])}; no listener says how many bytes", "yellow")
     taken = f"{size(spill['bytes'])} of {size(spill['limit'])} ({spill['share']:.0%})"
     text = f"stored: {_changes(spill['count'])}, {taken}"
-    if spill["lasts_seconds"] is not None and spill["lasts_seconds"] < _FORESEEABLE_SECONDS:
-        text += f", {size(spill['bytes_per_second'])}/s more: room for {duration(spill['lasts_seconds'])}"
     if spill["share"] >= 1:
         text += "; the bound is reached, and what stands holds back all others once buffers are full"
     return _line(text, "red" if spill["share"] >= SERIOUS else "yellow" if spill["share"] >= NEAR else "")

@@ -161,11 +161,6 @@ def oplog_fill(client: MongoClient[dict[str, Any]]) -> float | None:
     return float(stats["size"]) / float(stats["maxSize"]) if stats.get("maxSize") else None
 
 
-def oplog_bytes(client: MongoClient[dict[str, Any]]) -> int | None:
-    """The size up to which the oplog grows, or None where it cannot be seen."""
-    return int(_stats(client).get("maxSize") or 0) or None
-
-
 def _stats(client: MongoClient[dict[str, Any]]) -> Mapping[str, Any]:
     """What the server says of the oplog; nothing where it does not."""
     try:

@@ -291,8 +291,8 @@ class Chain:
         def read() -> bool:
             lease = self.state["leases"].find_one({"_id": "chain"}) or {}
             report = lease.get("report") or {}
-            numbers = (int(report.get(each, 0)) for each in ("outstanding", "buffered", "spilledCount"))
-            return sum(numbers) >= count
+            stored = self.state["backlog"].count_documents({"part": None})
+            return stored + sum(int(report.get(each, 0)) for each in ("outstanding", "buffered")) >= count
 
         wait_for(read, message=f"{count} changes are read")
 

@@ -260,7 +260,7 @@ def test_blocked_partitions_keep_the_old_ones_while_all_else_goes_on(scene: Scen
         wait_for(lambda: _blocked(scene, {"state": "halted"}))
         wait_for(lambda: _blocked(scene, {"retry.count": 1, "retry.notBefore": {"$ne": None}}))
         scene.write(*[halting] * 1500)
-        wait_for(lambda: scene.lease()["report"]["spilledCount"] > 1400, message="blocked changes are stored")
+        wait_for(lambda: scene.state["backlog"].count_documents({}) > 1400, message="blocked changes are stored")
         leader.terminate()
         leader = scene.leader("leader7", partitions=7, **options)
         leader.wait_for_output("partitioning of audit changed: generation [0-9]+, 7 partitions")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
-from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
+from mongo_celery.bridge.state.spill import Spill, StoredChange
 from mongo_celery.bridge.window import Queue, Window
 from mongo_celery.bridge.worker.subject import RunSubject
 from mongo_celery.mongo.table import Table
@@ -122,11 +122,10 @@ def _mark_before_insert() -> None:
 
     def later(
         self: Spill, partition_id: str, changes: Iterable[StoredChange], version: int, session: Any = None
-    ) -> Amount:
+    ) -> None:
         del session  # a timer's thread cannot share it
         kept = list(changes)
         threading.Timer(_LATE_SECONDS, insert, (self, partition_id, kept, version)).start()
-        return Amount(len(kept), sum(len(change.raw) for change in kept))
 
     Spill.insert = later  # type: ignore[method-assign]
 
@@ -135,8 +134,10 @@ def _removal_above_committed() -> None:
     """A removal takes whatever is stored of the partition."""
     remove = Spill.remove
 
-    def everything(self: Spill, partition_id: str, committed: str, version: int, *session: Any, **limit: Any) -> int:
-        return remove(self, partition_id, committed and _BEHIND_EVERYTHING, version, *session, **limit)
+    def everything(self: Spill, partition_id: str, committed: str, passed: str, version: int) -> Iterator[int]:
+        del passed
+        everywhere = committed and _BEHIND_EVERYTHING
+        return remove(self, partition_id, everywhere, everywhere, version)
 
     Spill.remove = everything  # type: ignore[method-assign]
 

@@ -12,9 +12,10 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.bridge.change import event_of, token_of
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.repartitioning import Repartitioning
-from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import read_starts
+from mongo_celery.bridge.listener.storing import Storing
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.claims import Claim
@@ -86,9 +87,11 @@ class Term:
         marks = {name: start.watermark for name, start in starts.items()}
         self.led = {each.name: each for each in rig.led(self.takeover, marks)}
         self.watermarks = Watermarks(rig.store, rig.renewal, "the fingerprint", dict)
-        self.spilling = Spilling(rig.store, rig.options, CONCERN, lambda _: 0.0)
-        self.spilling.begin(self.led, rig.version)
-        self.repartitioning = Repartitioning(rig.store, rig.options, CONCERN, self.watermarks, self.spilling)
+        self.storing = Storing(rig.store, rig.options, CONCERN, lambda _: 0.0)
+        self.housekeeping = Housekeeping()
+        self.storing.begin(self.led, rig.version, self.housekeeping)
+        self.housekeeping.start()
+        self.repartitioning = Repartitioning(rig.store, rig.options, CONCERN, self.watermarks, self.storing)
         self._replace(self.repartitioning.begin(self.led, self.takeover))
         self.stream = Stream(events, min((each.window.seen for each in self.led.values()), default=""))
         self.now = time.monotonic()
@@ -101,13 +104,12 @@ class Term:
     def _replace(self, moved: Iterable[Subscription]) -> None:
         for subscription in moved:
             self.led[subscription.name] = subscription
-            self.spilling.follow(subscription)
 
     def observe(self) -> None:
         """Look at all partitions."""
         for subscription in self.led.values():
             ids = [partition.partition_id for partition in subscription.partitions.values()]
-            for image in self.rig.store.partitions.look(ids, self.spilling.session):
+            for image in self.rig.store.partitions.look(ids, self.storing.session):
                 subscription.observe(image, time.monotonic())
 
     def turn(self, *, seconds: float = 2.0) -> None:
@@ -119,7 +121,7 @@ class Term:
         if self.repartitioning.wants_reading(self.now):
             self.stream.at = min(each.window.seen for each in self.led.values())
             self.repartitioning.resume_reading(self.now)
-        self.spilling.turn(self.now, at_end=True)
+        self.storing.turn(self.now, at_end=True)
 
     def work(self, name: str = NAME, *, most: int = 1_000_000) -> None:
         """Let workers handle what is due, a run of each partition at most."""
@@ -134,7 +136,7 @@ class Term:
             version=run.version,
             first=run.first,
             last=run.last,
-            token=token_of(run.changes[0])["_data"],
+            token=run.head,
         )
 
     def handle(self, run: Run) -> bool:
@@ -147,8 +149,9 @@ class Term:
 
     def end(self, claim: Claim, run: Run) -> None:
         """Let a claimed run succeed."""
-        self.handled += [(run.subscription, number_of(token_of(raw)["_data"])) for raw in run.changes]
-        assert self.rig.store.claims.handle(claim, claim.last, token_of(run.changes[-1]))
+        tokens = run.stored or [token_of(raw)["_data"] for raw in run.changes]
+        self.handled += [(run.subscription, number_of(token)) for token in tokens]
+        assert self.rig.store.claims.handle(claim, claim.last, {"_data": tokens[-1]})
         assert self.rig.store.claims.commit(claim.partition_id, claim.first)
 
     def runs(self, name: str = NAME) -> dict[int, Run]:
@@ -162,7 +165,7 @@ class Term:
             self.turn()
             for name in self.led:
                 self.work(name)
-            idle = all(not each.window.count and not each.spilled for each in self.led.values())
+            idle = all(not each.window.count and not each.backlogs for each in self.led.values())
             read = not self.stream.events or self.stream.at >= self.stream.events[-1].mark.data
             if is_done() if is_done is not None else idle and read and not self.waits:
                 self.observe()

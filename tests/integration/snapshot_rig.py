@@ -190,7 +190,7 @@ class Term:
         leader = self.leader
         leader._intake.stop()
         leader._snapshots.close()
-        leader._spilling.close()
+        leader._storing.close()
         self.wiring.client.close()
 
     def run(self, run: Run) -> None:
@@ -202,9 +202,9 @@ class Term:
         if claim is None:
             return
         changes: Sequence[bytes] = run.changes
-        if run.reference is not None:
-            found = spill.fetch(run.partition_id, run.reference.tokens)
-            changes = [found[token].raw for token in run.reference.tokens]
+        if run.stored:
+            found = spill.fetch(run.partition_id, run.stored)
+            changes = [found[token].raw for token in run.stored]
         first = decoded(changes[0]) if changes[0] else {}
         if run.refusal is not None or first["documentKey"]["_id"] in self.failing:
             assert claims.halt(claim, run.token_of(changes[0]), "key", "as asked")

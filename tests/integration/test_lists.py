@@ -19,7 +19,6 @@ from mongo_celery.bridge.changes import ChangeFailed
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.worker import execution
-from mongo_celery.bridge.worker.envelope import Reference
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.bridge.worker.tasks import report_failed_change
 from tests.integration.list_rig import Begin, beginning, failing, number_of, numbers
@@ -263,7 +262,7 @@ def test_a_newer_execution_ends_a_list_quietly_between_its_parts(begin: Begin) -
     assert (document["committed"], document["claim"]["owner"]) == (0, "newer")
 
 
-def test_a_list_that_travels_by_reference_fails_like_others(begin: Begin) -> None:
+def test_a_list_of_stored_changes_fails_like_others(begin: Begin) -> None:
     """P6: its changes are read before they are given, and those of the rest stay stored."""
     lists = begin()
     lists.handle = failing(3)
@@ -272,7 +271,7 @@ def test_a_list_that_travels_by_reference_fails_like_others(begin: Begin) -> Non
     stored = [StoredChange(data, raw, hash_of(key)) for data, raw, key in zip(tokens, raws, "abcd", strict=True)]
     lists.rig.store.spill.insert(lists.rig.where, stored, VERSION)
     with ended(WantedError):
-        lists.run(1, *"abcd", changes=(), reference=Reference.to(tokens, raws))
+        lists.run(1, *"abcd", changes=(), stored=tuple(tokens))
     assert (lists.rig.image.committed, lists.letters) == (3, [(3, "failed")])
 
 

@@ -20,8 +20,8 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import history, starts
 from mongo_celery.bridge.listener.history import LostHistory
-from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.starts import find_starts, read_starts
+from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.audit import make_record
@@ -489,9 +489,9 @@ def test_what_is_stored_at_or_below_the_watermark_runs_and_keeps_the_listener(ma
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.partitions[0].spilled = spilled = Spilled(ROLLED.data, mark_at(Timestamp(4, 1)).data)
+    led.partitions[0].backlog = backlog = StoredRange(ROLLED.data, mark_at(Timestamp(4, 1)).data)
     assert bridge.look() is None, "stored changes are left to run"
-    spilled.complete(ROLLED.data)
+    backlog.complete(ROLLED.data)
     with pytest.raises(HistoryLostError):
         bridge.look()
 
@@ -501,15 +501,15 @@ def test_what_is_stored_behind_the_watermark_waits_for_the_decision(make: Make, 
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.partitions[0].spilled = Spilled(tip.data, ROLLED.data)
-    assert led.readable(led.partitions[0]) == Limit(ROLLED.data, inclusive=True)
+    led.partitions[0].backlog = StoredRange(tip.data, ROLLED.data)
+    assert led.readable_to(led.partitions[0]) == ROLLED.data
     with pytest.raises(HistoryLostError):
         bridge.look()
     bridge.decide("record", "now")
     assert bridge.look() is not None
-    assert led.readable(led.partitions[0]).place == ROLLED.data, "nothing was read yet"
+    assert led.readable_to(led.partitions[0]) == ROLLED.data, "nothing was read yet"
     led.take_in(FUTURE_MARK)
-    assert led.readable(led.partitions[0]) == Limit(tip.data, inclusive=True)
+    assert led.readable_to(led.partitions[0]) == tip.data
 
 
 def test_a_decision_does_not_forget_the_attempts_of_a_change_that_is_stored(make: Make) -> None:

@@ -17,13 +17,11 @@ from celery import Celery
 from rich.console import Console, RenderableType
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations.amounts import StoredAmounts
 from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.overview import needs_attention
 from mongo_celery.bridge.operations.reasons import failing
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
-from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.cli.check_view import check_view
 from mongo_celery.cli.head_view import head_lines
@@ -232,45 +230,44 @@ def test_a_status_that_could_not_be_read_shows_the_error_alone() -> None:
     ]
 
 
+def stored_view(share: float | None, count: int = 1, state: str = "flowing", **report: Any) -> str:
+    """A status with something stored of some partitions, as it is printed."""
+    reported = {} if share is None else {"spilledBytes": int(share * 8 * GIB), **report}
+    images = [image(index, spilled=MARK, state=state) for index in range(count)]
+    stored = {("summarise", index): index + 1 for index in range(count)}
+    return shown(view_of(shape(facts(images=images, stored=stored, lease=lease(report=reported))), everything=False))
+
+
 def test_what_is_stored_is_one_line_a_partition_the_largest_first() -> None:
     """P16: ten of them, and how many more; sizes and ages as people say them."""
-    amounts = {("summarise", index): Amount(index + 1, index << 20) for index in range(12)}
-    stored = StoredAmounts(amounts, sum(amounts.values(), Amount()), None)
-    status = shape(facts(images=[image(index, spilled=MARK) for index in range(12)], stored=stored))
-    lines = shown(view_of(status, everything=False)).splitlines()
-    first = lines.index("  stored: 78 changes, 66 MiB of 8.0 GiB (1%)")
-    assert lines[first + 1] == "    summarise 11: 12 changes, 11 MiB, for 2 h: halted then, flowing now"
-    assert lines[first + 10] == "    summarise 2: 3 changes, 2.0 MiB, for 2 h: halted then, flowing now"
+    lines = stored_view(0.01, 12).splitlines()
+    first = lines.index("  stored: 78 changes, 82 MiB of 8.0 GiB (1%)")
+    assert lines[first + 1] == "    summarise 11: 12 changes, for 2 h: halted then, flowing now"
+    assert lines[first + 10] == "    summarise 2: 3 changes, for 2 h: halted then, flowing now"
     assert lines[first + 11] == "    and 2 more partitions"
     assert "stored:" not in shown(view_of(shape(facts()), everything=True))
-    full = shape(facts(images=[image(0, spilled=MARK)], stored=replace(stored, waits="spill_bytes allows no more")))
-    assert "no more is stored: spill_bytes allows" in shown(view_of(full, everything=False))
-    gone = replace(stored, missing=frozenset({("summarise", 0)}))
-    text = shown(view_of(shape(facts(images=[image(0, spilled=MARK)], stored=gone)), everything=False))
-    assert "what should be stored of it is not there" in text
-    stands = shape(facts(images=[image(0, spilled=MARK, state="halted")], stored=stored))
-    assert "for 2 h: halted\n" in shown(view_of(stands, everything=False))
+    assert "no more is stored: spill_bytes allows" in stored_view(0.1, spillWaits="spill_bytes allows no more")
+    assert "what should be stored of it is not there" in stored_view(0.1, spillMissing=["summarise/0"])
+    assert "for 2 h: halted\n" in stored_view(0.1, state="halted")
 
 
 @pytest.mark.parametrize(("share", "color"), [(0.5, None), (0.75, "\x1b[33m"), (0.9, "\x1b[31m"), (1.0, "\x1b[31m")])
 def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> None:
-    """P12, P16: in a colour, with the time that is left, and what happens at the bound."""
-    stored = StoredAmounts({}, Amount(9, int(share * 8 * GIB)), float(1 << 20))
+    """P12, P16: in a colour, and what happens at the bound."""
     text = StringIO()
-    view = view_of(shape(facts(images=[image(0, spilled=MARK)], stored=stored)), everything=False)
+    report = lease(report={"spilledBytes": int(share * 8 * GIB)})
+    view = view_of(shape(facts(images=[image(0, spilled=MARK)], lease=report)), everything=False)
     Console(file=text, width=160, force_terminal=True, color_system="standard").print(view)
     (line,) = (each for each in text.getvalue().splitlines() if "stored:" in each)
     assert line.startswith(f"  {color or 'stored'}")
-    assert "1.0 MiB/s more: room for" in line
     assert ("the bound is reached" in line) is (share == 1.0)
 
 
 def test_what_could_not_be_counted_is_said() -> None:
     """P16: no figure is made up."""
-    unknown = StoredAmounts({}, None, None, uncounted=1)
-    text = shown(view_of(shape(facts(images=[image(0, spilled=MARK)], stored=unknown)), everything=False))
-    assert "1 partition could not be counted in time" in text
-    assert "summarise 0: ? changes, -, for 2 h: halted then, flowing now" in text
+    text = shown(view_of(shape(facts(images=[image(0, spilled=MARK)])), everything=False))
+    assert "stored: ? changes; no listener says how many bytes" in text
+    assert "summarise 0: ? changes, for 2 h: halted then, flowing now" in text
 
 
 STANDS = Head(

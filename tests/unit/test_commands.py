@@ -160,7 +160,8 @@ def standing() -> dict[str, Any]:
     moving = [{"subscription": "summarise", "partitions": 7, "since": NOON, "waits": ""}]
     fed_back = [{"subscription": "summarise", "key": "k", "count": 100, "since": NOON}]
     untaken = {"queues": ["shop.1"], "answered": None, "unclaimed": False}
-    report = {**IDLE_REPORT, "rejected": rejected, "notStored": rejected, "moving": moving}
+    not_stored = [{"partition": "summarise/1", "error": "no room", "since": NOON}]
+    report = {**IDLE_REPORT, "rejected": rejected, "notStored": not_stored, "moving": moving}
     report |= {"fedBack": fed_back, "untaken": untaken}
     head = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
     full = {"claim": claim, "error": "no", "head": head, "spilled": MARK, "waiting": {"since": NOON, "cause": "no"}}
@@ -190,7 +191,8 @@ def test_the_page_has_the_keys_of_a_status() -> None:
         "`untaken`": status["untaken"],
         "`listener`": status["listener"],
         "`spill`": status["spill"],
-        "`rejected_by_broker`, `not_stored`": status["rejected_by_broker"][0],
+        "`rejected_by_broker`": status["rejected_by_broker"][0],
+        "`not_stored`": status["not_stored"][0],
         "`snapshots`": status["snapshots"][0],
         "`subscriptions`": row,
         **{

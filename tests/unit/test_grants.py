@@ -146,7 +146,7 @@ def test_the_help_names_all_roles() -> None:
 def test_what_a_user_lacks_is_named_by_role() -> None:
     """Rights on a database hold for its collections; what is optional is not asked for."""
     wiring = wiring_on("a.b", database="own")
-    actions = ["find", "insert", "update", "remove", "createIndex"]
+    actions = ["find", "insert", "update", "remove", "createIndex", "collStats"]
     readwrite = {"resource": {"db": "own", "collection": ""}, "actions": actions}
     found = lacking(wiring, Allowed([readwrite]))
     assert found["worker"] == []

@@ -15,7 +15,7 @@ from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations import broker_check, deployment, encryption
 from mongo_celery.bridge.operations.lease_check import judge_layout
 from mongo_celery.bridge.operations.source_check import judge_feedback, judge_sources
-from mongo_celery.bridge.operations.spill_check import judge_spill, judge_storing
+from mongo_celery.bridge.operations.spill_check import judge_spill
 from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.bridge.stream.source import Source
 from mongo_celery.broker import server_check
@@ -292,8 +292,8 @@ def state(**changes: Any) -> dict[str, Any]:
         "unread_seconds": 0,
         "broker_down": False,
     }
-    spill = {"count": 0, "bytes": 0, "limit": 8 << 30, "share": 0.0, "lasts_seconds": None, "waits": None}
-    one = {"name": "summarise", "state": "flowing", "spilled": {"partitions": 0, "count": 0, "bytes": 0}}
+    spill = {"count": 0, "bytes": 0, "limit": 8 << 30, "share": 0.0, "waits": None}
+    one = {"name": "summarise", "state": "flowing", "spilled": {"partitions": 0, "count": 0}}
     return {**calm, "spill": spill, "subscriptions": [one], "partitions": [], **changes}
 
 
@@ -318,19 +318,18 @@ def test_a_listener_with_another_layout_than_this_app_is_told() -> None:
     assert list(judge_layout({"live": False, "report": {"partitions": 16}}, 4)) == []
 
 
-def spilled(index: int, *, size: int = 4000, state: str = "halted") -> dict[str, Any]:
+def spilled(index: int, *, count: int = 4, state: str = "halted") -> dict[str, Any]:
     """A partition of which something is stored."""
-    return {**partition(index, state), "spilled": {"to": "82DD", "count": 4, "bytes": size, "age_seconds": 60}}
+    return {**partition(index, state), "spilled": {"to": "82DD", "count": count, "age_seconds": 60}}
 
 
-def bound(share: float, lasts: int | None = None) -> dict[str, Any]:
+def bound(share: float) -> dict[str, Any]:
     limit = 8 << 30
     return {
         "count": 4,
         "bytes": int(share * limit),
         "limit": limit,
         "share": share,
-        "lasts_seconds": lasts,
         "waits": None,
     }
 
@@ -339,15 +338,15 @@ def bound(share: float, lasts: int | None = None) -> dict[str, Any]:
     ("share", "name", "level", "words"),
     [
         (0.5, "spill", "ok", "50% of spill_bytes"),
-        (0.75, "spill_bound", "warning", "in 2 h"),
+        (0.75, "spill_bound", "warning", "75% of 8.0 GiB"),
         (0.9, "spill_bound", "error", "90% of 8.0 GiB"),
         (1.0, "spill_bound", "error", "once that is full"),
     ],
 )
 def test_a_bound_that_is_near_is_told_with_the_largest(share: float, name: str, level: str, words: str) -> None:
-    """P12: who takes the room, and for how long it lasts; before others are held back."""
-    partitions = [spilled(index, size=index) for index in range(5)]
-    (finding,) = judge_spill(state(spill=bound(share, 7200), partitions=partitions), LINE)
+    """P12: who takes the room, before others are held back."""
+    partitions = [spilled(index, count=index) for index in range(5)]
+    (finding,) = judge_spill(state(spill=bound(share), partitions=partitions), LINE)
     assert (finding.name, finding.level) == (name, level)
     assert words in finding.message
     assert ("partition 4 of summarise (halted), partition 3" in finding.message) is (name == "spill_bound")
@@ -357,7 +356,7 @@ def test_a_bound_that_is_near_is_told_with_the_largest(share: float, name: str, 
 def test_what_is_stored_and_what_nobody_would_run_is_told() -> None:
     """P16: no listener, no handler; and nothing is said where nothing is stored."""
     assert list(judge_spill(state(), LINE)) == []
-    retired = {"name": "retired", "state": "unregistered", "spilled": {"partitions": 1, "count": 4, "bytes": 9}}
+    retired = {"name": "retired", "state": "unregistered", "spilled": {"partitions": 1, "count": 4}}
     idle = state(state="idle", spill=bound(0.1), partitions=[spilled(0)], subscriptions=[retired])
     found = {each.name: each for each in judge_spill(idle, LINE)}
     assert {name: each.level for name, each in found.items()} == {"spill_unled": "warning", "spill_unserved": "warning"}
@@ -370,14 +369,6 @@ def test_what_should_be_stored_and_is_not_is_an_error() -> None:
     (finding,) = judge_spill(state(spill=refused, partitions=[spilled(0)]), LINE)
     assert (finding.name, finding.level) == ("spill_refused", "error")
     assert "three quarters" in finding.message
-
-
-@pytest.mark.parametrize(("rate", "level"), [(1 << 20, "ok"), (8 << 20, "warning")])
-def test_storing_that_would_roll_the_oplog_soon_is_told(rate: int, level: str) -> None:
-    """P13: what is stored is written to the oplog too."""
-    finding = judge_storing(rate, 10 << 30, LINE)
-    assert (finding.name, finding.level) == ("spill_oplog", level)
-    assert f"{rate >> 20}.0 MiB/s" in finding.message
 
 
 QUORUM = {"x-queue-type": "quorum"}

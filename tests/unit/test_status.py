@@ -11,12 +11,10 @@ import pytest
 from bson import Timestamp
 from bson.int64 import Int64
 
-from mongo_celery.bridge.operations.amounts import StoredAmounts, reported
 from mongo_celery.bridge.operations.status import Facts, shape
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.snapshots import Snapshot
-from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.mongo.oplog import Oplog
 
 Document = dict[str, Any]
@@ -415,40 +413,32 @@ MARK = {"since": NOON - timedelta(hours=2), "reason": "halted", "to": "82EE"}
 GIB = 1 << 30
 STORING = {
     **IDLE_REPORT,
-    "spilled": [{"partition": "shop/summarise/7/1", "count": 40, "size": 3 * GIB, "missing": True}],
-    "spilledCount": 70,
     "spilledBytes": 6 * GIB,
-    "spillBytesPerSecond": GIB / 1024,
     "spillWaits": "spill_bytes allows no more",
+    "spillMissing": ["summarise/1"],
 }
 
 
 def test_what_is_stored_is_shown_of_partitions_and_handlers_and_beside_the_bound() -> None:
-    """P13, P16: how much, since when and why, and for how long the bound lasts; the report names the largest only."""
+    """P13, P16: how many changes, since when and why; and what the collection takes."""
     halted, parked = image(1, state="halted", spilled=MARK), image(0, due_in=9.0, spilled={**MARK, "reason": "parked"})
-    stored = reported(STORING)
-    assert stored is not None
+    stored = {("summarise", 1): 40, ("summarise", 0): 30}
     status = shape(facts(lease=lease(report=STORING), images=[parked, halted], stored=stored))
     assert status["partitions"][1]["spilled"] == {
         "count": 40,
-        "bytes": 3 * GIB,
         "since": "2030-01-01T10:00:00+00:00",
         "age_seconds": 7210,
         "reason": "halted",
         "to": "82EE",
         "missing": True,
     }
-    parked_amount = status["partitions"][0]["spilled"]
-    assert (parked_amount["count"], parked_amount["bytes"], parked_amount["missing"]) == (None, None, False)
-    assert status["subscriptions"][0]["spilled"] == {"partitions": 2, "count": None, "bytes": None}
+    assert (status["partitions"][0]["spilled"]["count"], status["partitions"][0]["spilled"]["missing"]) == (30, False)
+    assert status["subscriptions"][0]["spilled"] == {"partitions": 2, "count": 70}
     assert status["spill"] == {
         "count": 70,
         "bytes": 6 * GIB,
         "limit": 8 * GIB,
         "share": 0.75,
-        "bytes_per_second": GIB / 1024,
-        "lasts_seconds": 2048,
-        "uncounted": 0,
         "waits": "spill_bytes allows no more",
     }
     assert json.loads(json.dumps(status)) == status
@@ -456,27 +446,7 @@ def test_what_is_stored_is_shown_of_partitions_and_handlers_and_beside_the_bound
 
 def test_figures_that_nobody_knows_are_said_to_be_unknown() -> None:
     """P16: a listener may not have reported yet, and counting may take too long."""
-    assert reported(IDLE_REPORT) is None
-    unknown = StoredAmounts({("summarise", 0): Amount(2, 100)}, None, None, uncounted=1)
-    status = shape(facts(images=[image(0, spilled=MARK), image(1, spilled=MARK)], stored=unknown))
-    assert status["spill"] == {
-        "count": None,
-        "bytes": None,
-        "limit": 8 * GIB,
-        "share": None,
-        "bytes_per_second": None,
-        "lasts_seconds": None,
-        "uncounted": 1,
-        "waits": None,
-    }
+    images = [image(0, spilled=MARK), image(1, spilled=MARK)]
+    status = shape(facts(images=images, stored={("summarise", 0): 2}))
+    assert status["spill"] == {"count": None, "bytes": None, "limit": 8 * GIB, "share": None, "waits": None}
     assert [each["spilled"]["count"] for each in status["partitions"]] == [2, None]
-
-
-@pytest.mark.parametrize(
-    ("size", "rate", "share", "lasts"),
-    [(0, None, 0.0, None), (400, -9.0, 0.4, None), (400, 10.0, 0.4, 60), (1200, 10.0, 1.2, 0)],
-)
-def test_how_long_the_bound_lasts(*, size: int, rate: float | None, share: float, lasts: int | None) -> None:
-    """Only where something is being stored is there an end to it; beyond the bound it is here."""
-    found = StoredAmounts({}, Amount(1, size), rate).beside(1000)
-    assert (found["share"], found["lasts_seconds"]) == (share, lasts)

@@ -17,7 +17,6 @@ from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import ROUNDS
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
-from mongo_celery.bridge.listener.spilled import Limit, stored_change
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
@@ -26,7 +25,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent
-from mongo_celery.bridge.window import Mark
+from mongo_celery.bridge.window import Mark, PendingChange
 from tests.fixtures.samples import event, image, mark, token_data
 
 NOW = 1000.0
@@ -113,8 +112,15 @@ def due(one: Subscription, now: float = NOW) -> list[Dispatch]:
     return found
 
 
+def outlined(change: PendingChange) -> StoredChange:
+    """A change as it is read back after it was stored."""
+    return StoredChange(change.data, b"", change.hash, change.refusal, change.token, len(change.raw))
+
+
 def numbers(dispatch: Dispatch) -> list[int]:
-    """Places in the stream of the changes of a run."""
+    """Places in the stream of the changes of a run, which travel or are stored."""
+    if dispatch.run.stored:
+        return [int(token[10:18], 16) for token in dispatch.run.stored]
     return [bson.decode(raw)["fullDocument"]["n"] for raw in dispatch.run.changes]
 
 
@@ -235,9 +241,9 @@ def test_a_layout_that_is_over_ends_exactly_at_its_end() -> None:
 
 
 def stored(number: int, refusal: Refusal | None = None) -> StoredChange:
-    """The change with this place in the stream, as it is stored."""
+    """The change with this place in the stream, as it is read back."""
     token = {"_data": token_data(number)} if refusal is not None else None
-    return StoredChange(token_data(number), change(number).raw, refusal=refusal, token=token)
+    return StoredChange(token_data(number), refusal=refusal, token=token, size=100)
 
 
 def spilled(to: int, count: int = 0, number: int = 0, **changes: Any) -> Image:
@@ -248,26 +254,19 @@ def spilled(to: int, count: int = 0, number: int = 0, **changes: Any) -> Image:
     return committed(0, count, number, spilled=mark_, **changes)
 
 
-def _in_memory(one: Subscription) -> list[StoredChange]:
-    found = one.partitions[0].spilled
-    assert found is not None
-    return list(found.ahead)
-
-
 def test_stored_changes_run_only_as_far_as_the_stream_was_read() -> None:
-    """P2: an earlier change may be read again, which was not stored; what was read holds what is stored behind it."""
+    """P2: an earlier change may be read again, which was not stored: then nothing runs before it is stored, too."""
     one = subscription(images={0: spilled(5)}, watermark=mark(1))
-    assert one.readable(one.partitions[0]) == Limit(token_data(1), inclusive=True)
+    (partition, backlog) = one.backlogs[0]
+    assert one.readable_to(partition) == token_data(1)
     one.take_in(mark(2))
-    assert one.readable(one.partitions[0]) == Limit(token_data(2), inclusive=True)
+    assert one.readable_to(partition) == token_data(2)
     one.take_in(change(3))
-    assert one.readable(one.partitions[0]) == Limit(token_data(3), inclusive=False)
-    assert not one.must_store_again(one.partitions[0])
-    one.found(one.partitions[0], [], one.readable(one.partitions[0]))
-    assert one.must_store_again(one.partitions[0])
-    one.spill(one.partitions[0], [stored(3)], 0)
+    assert (one.readable_to(partition), partition.must_store_again) == ("", True)
+    one.note_stored(partition, token_data(3), 1)
+    assert (one.readable_to(partition), partition.must_store_again) == (token_data(3), False)
     one.take_in(change(7))
-    assert one.readable(one.partitions[0]) == Limit(token_data(5), inclusive=True)
+    assert (one.readable_to(partition), backlog.to) == (token_data(5), token_data(5))
 
 
 def test_while_anything_stored_is_not_committed_the_buffer_waits() -> None:
@@ -275,7 +274,7 @@ def test_while_anything_stored_is_not_committed_the_buffer_waits() -> None:
     one = subscription(images={0: spilled(2)}, watermark=mark(2), run_size=10)
     one.take_in(change(3))
     assert due(one) == []
-    one.found(one.partitions[0], [stored(1), stored(2)], one.readable(one.partitions[0]))
+    one.add_stored(one.partitions[0], [stored(1), stored(2)])
     assert [numbers(run) for run in due(one)] == [[1, 2]]
     one.observe(spilled(2, 2, 2), NOW)
     (run,) = due(one)
@@ -295,7 +294,7 @@ def test_stored_changes_run_like_all_others() -> None:
         stored(8),
         stored(9),
     ]
-    one.found(one.partitions[0], changes, one.readable(one.partitions[0]))
+    one.add_stored(one.partitions[0], changes)
     seen = []
     for count in (5, 6, 8, 9, 12):
         (run,) = due(one)
@@ -308,36 +307,35 @@ def test_stored_changes_run_like_all_others() -> None:
         (9, [6], mark(6).token),
         (10, [7, 8, 9], None),
     ]
-    assert one.spilled == []
+    assert one.backlogs == []
 
 
-def test_the_first_two_runs_stay_in_memory_within_the_share() -> None:
-    """A short stand reads nothing back."""
-    for keep_bytes, kept in ((1 << 20, 4), (0, 0), (2 * (len(stored(1).raw) + 200), 2)):
-        one = subscription(run_size=2)
-        for number in range(1, 8):
-            one.take_in(change(number))
-        one.spill(one.partitions[0], [stored(number) for number in range(1, 8)], keep_bytes)
-        assert [each.data for each in _in_memory(one)] == [token_data(number) for number in range(1, kept + 1)]
-        assert (one.window.count, taken(one)) == (0, token_data(7))
-        assert one.size == sum(len(stored(number).raw) + 200 for number in range(1, kept + 1))
-
-
-def test_what_is_stored_behind_a_gap_in_memory_does_not_follow_it() -> None:
-    """P2: memory has what comes next, without a gap."""
-    one = subscription()
-    one.take_in(change(1))
-    one.take_in(change(2))
-    one.take_in(change(3))
-    one.spill(one.partitions[0], [stored(1), stored(2), stored(3)], 1 << 20)
+def test_what_was_stored_holds_no_watermark_and_runs_once_it_is_read_back() -> None:
+    """P5, P2: what comes next, without a gap; and what is stored behind it meanwhile comes afterwards."""
+    one = subscription(run_size=2)
+    for number in range(1, 4):
+        one.take_in(change(number))
+    partition = one.partitions[0]
+    one.note_stored(partition, token_data(3), 3)
+    assert (one.window.count, taken(one), due(one)) == (0, token_data(3), [])
+    one.add_stored(partition, [stored(1), stored(2)])
     one.take_in(change(4))
-    one.spill(one.partitions[0], [stored(4)], 1 << 20)
-    assert [each.data for each in _in_memory(one)] == [token_data(1), token_data(2)]
-    one.found(one.partitions[0], [stored(3), stored(4)], one.readable(one.partitions[0]))
-    one.take_in(change(5))
-    one.observe(spilled(4, 3, 3), NOW)
-    one.spill(one.partitions[0], [stored(5)], 1 << 20)
-    assert [each.data for each in _in_memory(one)] == [token_data(4), token_data(5)]
+    one.note_stored(partition, token_data(4), 1)
+    (run,) = due(one)
+    assert numbers(run) == [1, 2]
+    one.observe(spilled(4, 2, 2), NOW)
+    assert (due(one), one.readable_to(partition)) == ([], token_data(4))
+    one.add_stored(partition, [stored(3), stored(4)])
+    (run,) = due(one)
+    assert (numbers(run), run.run.first, run.run.changes) == ([3, 4], 3, [])
+
+
+def test_a_run_of_stored_changes_is_bounded_by_the_bytes_of_their_events() -> None:
+    """A worker has them all in memory, whatever they take in the collection."""
+    one = subscription(images={0: spilled(9)}, watermark=mark(9), run_size=10, run_bytes=250)
+    one.add_stored(one.partitions[0], [stored(number) for number in range(1, 6)])
+    (run,) = due(one)
+    assert numbers(run) == [1, 2]
 
 
 def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
@@ -352,7 +350,8 @@ def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
     assert due(one) == []  # nothing that was read after it runs before it is stored
     assert one.next_due() == math.inf
     (first,) = one.partitions[index].queue.head(1, 1 << 20)
-    one.spill(one.partitions[index], [stored_change(first)], 1 << 20)
+    one.note_stored(one.partitions[index], first.data, 1)
+    one.add_stored(one.partitions[index], [outlined(first)])
 
     refused, other = sorted(due(one), key=lambda run: numbers(run)[0])
     assert (numbers(refused), refused.run.index, refused.run.token) == ([1], index, bad.mark.token)
@@ -368,9 +367,9 @@ def test_a_refused_change_is_a_run_of_its_own() -> None:
     index = document_hash(change(1, index=9).document) % PARTITIONS
     for number in range(1, 6):
         one.take_in(change(number, index=9 if number == 3 else index))
-    one.spill(
-        one.partitions[index], [stored_change(each) for each in one.partitions[index].queue.head(3, 1 << 20)], 1 << 20
-    )
+    first = one.partitions[index].queue.head(3, 1 << 20)
+    one.note_stored(one.partitions[index], first[-1].data, 3)
+    one.add_stored(one.partitions[index], [outlined(each) for each in first])
     tokens = []
     for expected in ([1, 2], [3], [4, 5]):
         (run,) = due(one)
@@ -446,23 +445,30 @@ def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
     for limit, expected in ((1, [1]), (2 * size, [1, 2]), (3 * size - 1, [1, 2])):
         for small in (
             subscription(run_size=3, run_bytes=limit),
-            subscription(run_size=3, max_message_bytes=limit),
+            subscription(run_size=3, max_message_bytes=max(limit, size)),
         ):
             for number in range(1, 6):
                 small.take_in(change(number))
             assert numbers(due(small)[0]) == expected
 
 
-def test_a_change_that_is_too_large_for_a_message_is_a_run_alone() -> None:
-    """It travels by reference, and takes nothing with it that a message can hold."""
+def test_a_change_that_is_too_large_for_a_message_is_stored_before_it_runs() -> None:
+    """It takes nothing with it that a message can hold."""
     one = subscription(run_size=3, max_message_bytes=1000)
     for number, size in enumerate((0, 2000, 0, 0), 1):
         one.take_in(change(number, text="x" * size))
-    for first, expected in enumerate(([1], [2], [3, 4]), 1):
-        (run,) = due(one)
-        assert numbers(run) == expected
-        assert [each.raw for each in run.buffered] == run.run.changes
-        one.observe(committed(0, first, first), NOW)
+    (run,) = due(one)
+    assert (numbers(run), one.too_large) == ([1], set())
+    one.observe(committed(0, 1, 1), NOW)
+    assert (due(one), one.too_large) == ([], {one.partitions[0]})
+    (large,) = one.partitions[0].queue.head(1, 1)
+    one.note_stored(one.partitions[0], large.data, 1)
+    one.add_stored(one.partitions[0], [outlined(large)])
+    (run,) = due(one)
+    assert (numbers(run), run.run.changes, one.too_large) == ([2], [], set())
+    one.observe(committed(0, 2, 2), NOW)
+    (run,) = due(one)
+    assert (numbers(run), run.run.stored) == ([3, 4], ())
 
 
 def test_after_an_unclean_end_runs_are_one_change_each_until_it_is_passed() -> None:

@@ -16,7 +16,6 @@ from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
 from mongo_celery.bridge.identity import HandlerIdentity, Identity
-from mongo_celery.bridge.operations.amounts import StoredAmounts
 from mongo_celery.bridge.operations.reasons import (
     CODES,
     LAG_SECONDS,
@@ -30,7 +29,6 @@ from mongo_celery.bridge.operations.state_check import judge_state
 from mongo_celery.bridge.operations.status import Facts, shape
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
 from mongo_celery.bridge.state.snapshots import Snapshot
-from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.broker.address import BrokerAddress
 from mongo_celery.command_line import CommandLine
@@ -58,6 +56,7 @@ LINE = CommandLine("shop")
 ERROR = "ValueError: no"
 HEAD = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
 CLAIM = {"owner": "x", "first": Int64(6), "last": Int64(6), "until": NOON, "ttl": Int64(10_000)}
+NOT_STORED = {"partition": "record/1", "error": "no room", "since": NOON}
 REJECTED = {"partition": "summarise 1", "key": "shop.orders insert 1", "bytes": 9 << 20, "error": "too large"}
 QUICK = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseconds=20)}
 NEW_LAYOUT = {"subscription": "summarise", "partitions": 7, "waits": "waits for a claim"}
@@ -78,10 +77,9 @@ def since(seconds: int) -> Any:
     return NOON + timedelta(seconds=10 - seconds)
 
 
-def storing(share: float, waits: str | None = None) -> dict[str, Any]:
-    amounts = {("summarise", 0): Amount(4, 1000)}
-    stored = StoredAmounts(amounts, Amount(9, int(share * 8 * GIB)), waits=waits)
-    return {"stored": stored, "images": [image(0, spilled=fresh()), image(1)]}
+def storing(share: float, waits: str | None = None, **changes: Any) -> dict[str, Any]:
+    report = reporting(spilledBytes=int(share * 8 * GIB), spillWaits=waits, **changes)
+    return {"lease": report, "stored": {("summarise", 0): 4}, "images": [image(0, spilled=fresh()), image(1)]}
 
 
 def fresh(reason: str = "running", age: int = 20) -> dict[str, Any]:
@@ -206,7 +204,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "spill_missing": [
         Case(
-            {**storing(0.0), "stored": replace(storing(0.0)["stored"], missing=frozenset({("summarise", 0)}))},
+            storing(0.0, spillMissing=["summarise/0"]),
             "failing",
             None,
             "Partition 0 of summarise",
@@ -265,7 +263,14 @@ CASES: dict[str, list[Case]] = {
     ],
     "not_stored": [
         Case(
-            {"lease": reporting(notStored=[{**REJECTED, "since": NOON}], notStoredCount=1)}, "failing", None, "9.0 MiB"
+            {
+                "lease": reporting(
+                    notStored=[{"partition": "record/1", "error": "no room", "since": NOON}], notStoredCount=1
+                )
+            },
+            "failing",
+            None,
+            "no room",
         ),
     ],
     "snapshot_failed": [
@@ -485,7 +490,6 @@ def test_the_worst_comes_first() -> None:
         images=[image(0, state="paused"), halted(1)],
         dead_letters={"summarise": 1},
         subscriptions=[subscription(), RETIRED],
-        stored=StoredAmounts({}, None),
     )
     codes = [reason.code for reason in judge(shape(everything)).reasons]
     assert codes == ["no_listener", "halted", "paused", "dead_letters", "unregistered"]
@@ -494,7 +498,7 @@ def test_the_worst_comes_first() -> None:
 def test_what_is_stored_of_a_handler_that_is_gone_is_told_beside_it() -> None:
     """It takes room under the bound; and what has halted there cannot be retried here, so no command says so."""
     gone = replace(halted(1, spilled=MARK), subscription="retired")
-    stored = StoredAmounts({("retired", 1): Amount(4, 9)}, Amount(4, 9))
+    stored = {("retired", 1): 4}
     verdict = judge(shape(calm(subscriptions=[subscription(), RETIRED], images=[image(0), gone], stored=stored)))
     assert [(each.code, each.command) for each in verdict.reasons] == [("spill_unserved", None), ("unregistered", None)]
     assert "(1 partition halted)" in verdict.reasons[1].sentence

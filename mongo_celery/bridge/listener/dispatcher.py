@@ -5,8 +5,8 @@ A message is a hint. If publishing fails the outcome is unknown, and the run is 
 the claim in MongoDB drops whatever arrives twice.
 
 A broker that is away takes nothing, a broker that is there may reject one message: too large, or not to be
-serialised. What is too large for a message by `max_message_bytes` is not sent at all (`claim_check`); for a broker that
-takes less, a change that is larger than `run_bytes` never travels with others. A batch that fails on two
+serialised. What is too large for a message by `max_message_bytes` is stored, and travels by reference. For a broker
+that takes less, a change that is larger than `run_bytes` never travels with others. A batch that fails on two
 connections is tried run by run, the smallest first, on connections that work; a run that fails on two of them while
 the broker takes a third is rejected (Redis ends the connection on which a message was too large). At the first
 connection that cannot be made all attempts end, so an absence costs no more than before.
@@ -28,7 +28,6 @@ from kombu import Connection
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
-from mongo_celery.bridge.window import PendingChange
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, demand_answer
@@ -55,8 +54,6 @@ class Dispatch:
         attempt: how often this head was dispatched before.
         label: what logs and monitors show instead of the arguments; no document contents.
         queue: of its partition.
-        buffered: the changes of the run as the listener has read them, to be stored where they are too large for a
-            message; empty for those that are stored already.
         commits: whether the commit task follows; else the execution writes what there is to be written.
     """
 
@@ -65,7 +62,6 @@ class Dispatch:
     attempt: int
     label: str
     queue: str
-    buffered: Sequence[PendingChange] = ()
     commits: bool = True
 
     @property

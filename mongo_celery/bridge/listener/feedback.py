@@ -21,7 +21,6 @@ from mongo_celery.bridge.raw_event import RawEvent
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.partitions import Image
-    from mongo_celery.bridge.state.spill import StoredChange
     from mongo_celery.bridge.window import PendingChange
 
 ROUNDS = 200
@@ -58,7 +57,7 @@ class Feedback:
     def __init__(self) -> None:
         self._keys: dict[int, SentKey] = {}
 
-    def note_dispatch(self, change: PendingChange | StoredChange) -> SentKey:
+    def note_dispatch(self, change: PendingChange) -> SentKey:
         """Return the key of a run that is about to be sent: its first change stands for all of it."""
         key = self._keys.pop(change.hash, None) or SentKey()
         self._keys[change.hash] = key

@@ -18,7 +18,6 @@ import pymongo
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.beginning import StoppedHandlers, begin_term
-from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
@@ -31,7 +30,7 @@ from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.repartitioning import Repartitioning
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
-from mongo_celery.bridge.listener.spilling import Spilling
+from mongo_celery.bridge.listener.storing import Storing
 from mongo_celery.bridge.listener.stream_intake import StreamIntake
 from mongo_celery.bridge.listener.takeover import LockedPartitions
 from mongo_celery.bridge.listener.untaken import UntakenQueues
@@ -107,20 +106,19 @@ class Leader:
             concern=concern,
             line=line,
         )
-        self._spilling = Spilling(store, options, concern, self._horizon.share, line)
+        self._storing = Storing(store, options, concern, self._horizon.share, line)
         self._snapshots = Snapshotting(wiring, self.wake)
         self._intake = StreamIntake(
-            wiring, scope, self._subscriptions, self._spilling, self._snapshots, self._note_progress
+            wiring, scope, self._subscriptions, self._storing, self._snapshots, self._note_progress
         )
-        self._poller = PartitionPoller(wiring, self._spilling.session, self._subscriptions, activity)
+        self._poller = PartitionPoller(wiring, self._storing.session, self._subscriptions, activity)
         self._repartitioning = Repartitioning(
-            store, options, concern, self._watermarks, self._spilling, line, self._snapshots
+            store, options, concern, self._watermarks, self._storing, line, self._snapshots
         )
         self._replaying = Replaying(store.replays, concern, line)
         self._fairness = Fairness({})
-        self._claim_check = ClaimCheck(store.spill, options.max_message_bytes)
         self._publishing = Publishing(
-            Dispatcher(wiring.app, options, lambda: renewal.sealing, wiring.queue_names), self._claim_check, activity
+            Dispatcher(wiring.app, options, lambda: renewal.sealing, wiring.queue_names), activity
         )
         self._lost_messages = LostMessageDetector(options, BrokerWatch(wiring.app, self.housekeeping))
         self._untaken = UntakenQueues(wiring, self.housekeeping)
@@ -158,7 +156,7 @@ class Leader:
             self._publishing.close()
             self.housekeeping.stop()
             self._snapshots.close()
-            self._spilling.close()
+            self._storing.close()
 
     @property
     def subscriptions(self) -> Mapping[str, Subscription]:
@@ -200,24 +198,25 @@ class Leader:
         rejected = rejections(
             partition for subscription in subscriptions for partition in subscription.partitions.values()
         )
-        is_spilled = any(each.spilled for each in subscriptions)
-        waits = rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
+        stored = self._storing.report()
+        has_stored = any(each.backlogs for each in subscriptions)
+        waits = rejected["rejectedCount"] or stored["notStoredCount"] or reading["unreadSeconds"]
         stopped = {**self._stopped, **self._repartitioning.stopped}
         stuck = stopped or self._refused or blocked or waits
         return {
             "partitions": self._options.partitions,
             "outstanding": sum(len(subscription.in_flight) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
-            "bufferedBytes": sum(subscription.size for subscription in subscriptions),
+            "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "standing": blocked,
-            "caughtUp": self._intake.at_end and not (stuck or is_spilled or any(lost)),
+            "caughtUp": self._intake.at_end and not (stuck or has_stored or any(lost)),
             "brokerDown": self._publishing.is_down,
             "untaken": self._untaken.report(),
             "locked": self._poller.locked.names[:_NAMED],
             **rejected,
             **reading,
             "moving": self._repartitioning.report(),
-            **self._spilling.report(),
+            **stored,
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "snapshots": self._snapshots.report(),
             "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
@@ -242,7 +241,7 @@ class Leader:
             {name: each.plan.handler.group for name, each in subscriptions.items()},
             {name for name, each in subscriptions.items() if each.plan.token_seconds},
         )
-        self._spilling.begin(self._subscriptions, version)
+        self._storing.begin(self._subscriptions, version, self.housekeeping)
         self._snapshots.begin(self._subscriptions, version, InitialSnapshots(self._wiring, beginning.owed_snapshots))
         position = self._history.begin(subscriptions, beginning.starts) if subscriptions else None
         self._renewal.alive()
@@ -269,7 +268,7 @@ class Leader:
         self._follow_history(now)
         self._repartition(now)
         self._note_progress()
-        self._spilling.turn(now, at_end=self._intake.at_end)
+        self._storing.turn(now, at_end=self._intake.at_end)
         self._snapshot(now)
         self._replaying.turn(self._subscriptions, now)
         self._note_progress()
@@ -330,12 +329,11 @@ class Leader:
         """Put a handler under its new partitioning in the place of what it was."""
         self._activity.of(subscription.name).add_counts(self._subscriptions[subscription.name].counted)
         self._subscriptions[subscription.name] = subscription
-        self._spilling.follow(subscription)
 
     def _snapshot(self, now: float) -> None:
         """Go on with existing documents, between the changes."""
-        may_begin = self._intake.has_stream and not self._intake.full and not self._spilling.waits
-        self._snapshots.turn(now, room=self._options.buffer_bytes - self._spilling.size, may_begin=may_begin)
+        may_begin = self._intake.has_stream and not self._intake.full and not self._storing.waits
+        self._snapshots.turn(now, room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
         self._intake.hurry()
 
     def _dispatch(self) -> None:
@@ -345,8 +343,6 @@ class Leader:
         due = self._fairness.due(self._subscriptions, now)
         if due and self._renewal.is_trusted() and self._publishing.publish(due):
             self._poller.times.moved_at = time.monotonic()
-        while self._claim_check.stored:
-            self._spilling.has_documents(self._claim_check.stored.pop())
 
     def _wait(self) -> None:
         now = time.monotonic()
@@ -354,6 +350,6 @@ class Leader:
             self._poller.due_at(now),
             max(self._fairness.next_due(self._subscriptions), self._publishing.ready_at),
             self._repartitioning.due(),
-            self._spilling.next_at(),
+            self._storing.next_at(),
         )
         self._intake.wait(max(until - now, 0.0))

@@ -27,7 +27,8 @@ from enum import Enum
 from operator import attrgetter
 
 from mongo_celery.bridge.listener.feedback import SentKey
-from mongo_celery.bridge.listener.spilled import Spilled
+from mongo_celery.bridge.listener.pacing import RetryGate
+from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.partitions import Image, Seen
 from mongo_celery.bridge.window import Queue
@@ -84,8 +85,7 @@ class GracePeriods:
 @dataclass(frozen=True, slots=True)
 class Rejection:
     """
-    A partition's next run cannot be sent: the broker rejects its message while it takes others, or its changes are too
-    large for a message and cannot be stored.
+    A partition's next run cannot be sent: the broker rejects its message while it takes others.
 
     Attributes:
         label: names the change, without contents of its document.
@@ -94,7 +94,6 @@ class Rejection:
         since: when it was first rejected.
         count: how often it was rejected.
         until: monotonic time of the next attempt.
-        is_stored: whether it is the broker that rejects it; else it could not even be stored.
     """
 
     label: str
@@ -103,7 +102,22 @@ class Rejection:
     since: datetime
     count: int
     until: float
-    is_stored: bool = True
+
+
+@dataclass(slots=True)
+class NotStored:
+    """
+    The state database does not store a partition's changes.
+
+    Attributes:
+        gate: the next attempt.
+        error: the reason that was given last.
+        since: when it first failed.
+    """
+
+    gate: RetryGate
+    error: str
+    since: datetime
 
 
 class Partition:
@@ -124,9 +138,11 @@ class Partition:
         won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
             locked it, and an older term may still act there.
         queue: changes that were read and are neither committed nor stored.
-        spilled: its stored changes; None if it runs from the queue.
+        backlog: its stored changes; None if it runs from the queue.
         stored_to: up to where this term has stored and marked what was in the queue.
         undeliverable: places of undeliverable changes that may not be stored yet.
+        blocked_since: what was committed when it was first seen to be blocked there, and when that was.
+        not_stored: why its changes are not stored; None while nothing has failed.
         is_awaited: whether a snapshot waits for documents here: they hold it, as others the watermark.
         replay: the next dead letter that is to be replayed.
         is_replaying: whether a dead letter was sent since the requests were read.
@@ -149,9 +165,11 @@ class Partition:
         self.taken_at = self.taken_sent_at = -math.inf
         self.token_seconds = 0.0
         self.queue = Queue()
-        self.spilled: Spilled | None = None
+        self.backlog: StoredRange | None = None
         self.stored_to = ""
         self.undeliverable: deque[str] = deque()
+        self.blocked_since: tuple[int, float] = (-1, 0.0)
+        self.not_stored: NotStored | None = None
         self.is_awaited = False
         self.replay: ReplayRequest | None = None
         self.is_replaying = self.has_replayed = False
@@ -176,7 +194,7 @@ class Partition:
     @property
     def has_next(self) -> bool:
         """Return True if it has changes that are not committed, in the queue or stored."""
-        return self.spilled is not None or bool(self.queue)
+        return self.backlog is not None or bool(self.queue)
 
     @property
     def is_busy(self) -> bool:
@@ -200,6 +218,12 @@ class Partition:
         while self.undeliverable and self.is_secured(self.undeliverable[0]):
             self.undeliverable.popleft()
         return bool(self.undeliverable)
+
+    @property
+    def must_store_again(self) -> bool:
+        """Return True if queued changes are at or below its mark: nothing of it runs before they are stored again."""
+        first = self.queue.first
+        return self.backlog is not None and first is not None and first.data <= self.backlog.to
 
     @property
     def seen(self) -> Seen | None:

@@ -2,29 +2,24 @@
 Publishing what is due: what waits when the broker is away, and what waits alone when it rejects one message.
 
 A rejected run holds its own partition: it is tried again by itself, after pauses of its own that grow to
-`LONGEST_REJECTION_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow. The same holds
-for a run that is too large for a message and cannot be stored.
+`LONGEST_REJECTION_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow. A partition
+that is rejected for `spill_after` is stored, so that its messages have no change in them any more.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from bson.errors import BSONError
-from pymongo.errors import PyMongoError
-
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.listener.activity import Activity
-from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.partition import Partition, Rejection
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import brief
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -32,7 +27,6 @@ LONGEST_REJECTION_PAUSE = 15.0
 _REJECTION_PAUSES = Pauses(first=1.0, longest=LONGEST_REJECTION_PAUSE)
 _BROKER_PAUSES = Pauses(first=0.5, longest=10.0)
 _ALONE_A_TURN = 8
-_STORED_A_TURN = 16 << 20  # bytes: the leading thread has other things to do
 _REPEATS_A_RECORD = 20
 _REPORTED_MAX = 10
 _REASON_CHARS = 300
@@ -44,17 +38,15 @@ class Publishing:
 
     Args:
         dispatcher: sends the messages.
-        claim_check: stores what is too large for one.
         activity: is told what is out.
 
     Attributes:
         ready_at: monotonic time before which nothing is published, because the broker was away.
     """
 
-    def __init__(self, dispatcher: Dispatcher, claim_check: ClaimCheck, activity: Activity | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher, activity: Activity | None = None) -> None:
         self.ready_at = 0.0
         self._activity = activity
-        self._claim_check = claim_check
         self._dispatcher = dispatcher
         self._failures = 0
 
@@ -65,7 +57,6 @@ class Publishing:
 
     def publish(self, due: Sequence[tuple[Partition, Dispatch]]) -> bool:
         """Publish the next runs of some partitions; whether any of them is out now."""
-        due = list(self._checked_in(due))
         if not due:  # the broker is not even asked: what is known of it stays
             return False
         alone = [dispatch for partition, dispatch in due if partition.rejection is not None][:_ALONE_A_TURN]
@@ -86,39 +77,6 @@ class Publishing:
         """Drop the connection."""
         self._dispatcher.close()
 
-    def _checked_in(self, due: Sequence[tuple[Partition, Dispatch]]) -> Iterator[tuple[Partition, Dispatch]]:
-        """What can be sent in this turn: of what is too large for a message not more than some is stored at a time."""
-        room = _STORED_A_TURN
-        for partition, dispatch in due:
-            if not self._claim_check.needs(dispatch):
-                yield partition, dispatch
-                continue
-            if room <= 0:
-                continue
-            room -= dispatch.size
-            try:
-                yield partition, self._claim_check.check_in(dispatch)
-            except (PyMongoError, BSONError) as error:
-                self._not_stored(partition, dispatch, error)
-                room = 0  # it may be away: nobody else has to wait for it more than once in a turn
-
-    def _not_stored(self, partition: Partition, dispatch: Dispatch, error: Exception) -> None:
-        rejection = _rejection(partition, dispatch, error, time.monotonic(), is_stored=False)
-        partition.note_rejected(rejection)
-        if rejection.count % _REPEATS_A_RECORD == 1:
-            logger.error(
-                "%s in partition %s is too large for a message (%d bytes of changes), and MongoDB does not store it: "
-                "%s. The partition waits and others go on; it is tried again at least every %.0f s. Grant the right to "
-                "write to the collection `backlog` of the state database and make room for it; or raise "
-                "max_message_bytes, if the broker takes such messages",
-                dispatch.label,
-                partition.partition_id,
-                dispatch.size,
-                rejection.error,
-                LONGEST_REJECTION_PAUSE,
-                extra={"event": "change_not_stored", "partition": partition.partition_id, "bytes": dispatch.size},
-            )
-
     def _sent(self, partition: Partition, dispatch: Dispatch, now: float) -> None:
         if partition.rejection is not None:
             logger.info(
@@ -133,7 +91,7 @@ class Publishing:
         partition.note_sent(now, 0 if run.letter is not None else run.last - run.first + 1)
 
     def _rejected(self, partition: Partition, dispatch: Dispatch, error: Exception, now: float) -> None:
-        rejection = _rejection(partition, dispatch, error, now, is_stored=True)
+        rejection = _rejection(partition, dispatch, error, now)
         partition.note_rejected(rejection)
         if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
@@ -162,18 +120,9 @@ class Publishing:
 
 
 def rejections(partitions: Iterable[Partition]) -> dict[str, Any]:
-    """What the listener's report says of runs that cannot be sent: their number, and some of them, by who refuses."""
-    waiting = [
-        (partition.partition_id, partition.rejection) for partition in partitions if partition.rejection is not None
-    ]
-    rejected = [pair for pair in waiting if pair[1].is_stored]
-    not_stored = [pair for pair in waiting if not pair[1].is_stored]
-    return {
-        "rejectedCount": len(rejected),
-        "rejected": [_reported(*pair) for pair in rejected[:_REPORTED_MAX]],
-        "notStoredCount": len(not_stored),
-        "notStored": [_reported(*pair) for pair in not_stored[:_REPORTED_MAX]],
-    }
+    """Return what the listener's report says of runs that the broker rejects: their number, and some of them."""
+    rejected = [(each.partition_id, each.rejection) for each in partitions if each.rejection is not None]
+    return {"rejectedCount": len(rejected), "rejected": [_reported(*pair) for pair in rejected[:_REPORTED_MAX]]}
 
 
 def _reported(partition_id: str, rejection: Rejection) -> dict[str, Any]:
@@ -186,19 +135,17 @@ def _reported(partition_id: str, rejection: Rejection) -> dict[str, Any]:
     }
 
 
-def _rejection(partition: Partition, dispatch: Dispatch, error: Exception, now: float, *, is_stored: bool) -> Rejection:
+def _rejection(partition: Partition, dispatch: Dispatch, error: Exception, now: float) -> Rejection:
     before = partition.rejection
-    if before is not None and before.is_stored is not is_stored:
-        before = None
     count = before.count if before else 0
     since = before.since if before else datetime.now(UTC)
-    pause = _REJECTION_PAUSES.nth(count)
-    return Rejection(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause, is_stored)
+    return Rejection(
+        dispatch.label, dispatch.size, _reason(error), since, count + 1, now + _REJECTION_PAUSES.nth(count)
+    )
 
 
 def _reason(error: BaseException) -> str:
-    """What the client of the broker, or of MongoDB, has said, and not what wraps it, in bounds."""
+    """What the client of the broker has said, and not what wraps it, in bounds."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = brief(error) if isinstance(error, PyMongoError) else f"{type(error).__name__}: {short(error)}"
-    return storable(said[:_REASON_CHARS])
+    return storable(f"{type(error).__name__}: {short(error)}"[:_REASON_CHARS])

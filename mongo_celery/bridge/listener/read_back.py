@@ -1,9 +1,8 @@
 """
-Reading stored changes back: the next ones of each partition that runs from them, a batch at a time.
+Finding the next stored changes of each partition that runs from them, a batch at a time, without their bytes.
 
-Only partitions that flow are read for. What stands costs no memory: what was read of it before is forgotten, however
-large, once its next run cannot go out soon, or has been out for `spill_after`. All reads are made in the session that
-has read the partitions' images, so that what it has seen as marked is there, whoever is the primary.
+All reads are made in the session that has read the partitions' images, so that what it has seen as marked is there,
+whoever is the primary. What is known of a partition that is blocked is forgotten: it is found anew when it runs again.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pymongo.client_session import ClientSession
 
 from mongo_celery.bridge.listener.partition import Partition
-from mongo_celery.bridge.listener.spilled import Limit, Spilled
+from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.stored import StoredChange
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -29,9 +29,7 @@ _TURN_SECONDS = 0.1
 _SOON_SECONDS = 1.0
 _SOON_AGAIN_SECONDS = 0.1
 _AGAIN_SECONDS = 1.0
-_COMPLAINT_SECONDS = 30.0
 _BATCH = 100
-_BATCH_BYTES = 1 << 20
 
 
 class ReadBack:
@@ -40,26 +38,18 @@ class ReadBack:
 
     Args:
         session: in which the images are read.
-        share: bytes of memory that each partition is sure of.
     """
 
-    def __init__(self, store: Store, options: BridgeOptions, session: ClientSession, share: int) -> None:
+    def __init__(self, store: Store, session: ClientSession) -> None:
         self._store = store
-        self._options = options
         self._session = session
-        self._share = share
-        self._not_before: dict[str, float] = {}
-        self._complained_at: dict[str, float] = {}
 
-    def read(self, subscriptions: Iterable[Subscription], now: float, *, is_full: bool) -> bool:
+    def read(self, subscriptions: Iterable[Subscription], now: float) -> bool:
         """
-        Read what partitions need next, within a bound of time.
-
-        Args:
-            is_full: whether memory has room for nothing but the next run of each.
+        Find what partitions need next, within a bound of time.
 
         Returns:
-            Whether all was read.
+            Whether all was found.
 
         Raises:
             PyMongoError: the state database gave no answer; to be tried again.
@@ -67,83 +57,65 @@ class ReadBack:
         until = time.monotonic() + _TURN_SECONDS
         wanting = []
         for subscription in subscriptions:
-            for partition, spilled in subscription.spilled:
-                if self._stands(partition, now):
-                    if spilled.ahead:
-                        spilled.forget(partition.image.data)
-                elif self._is_wanting(subscription, partition, spilled, now, is_full=is_full):
-                    wanting.append((subscription, partition, spilled))
-        for subscription, partition, spilled in sorted(wanting, key=lambda each: len(each[2].ahead)):
-            self._read(subscription, partition, spilled, is_full=is_full)
+            for partition, backlog in subscription.backlogs:
+                if _is_blocked(partition, now):
+                    backlog.forget(partition.image.data)
+                elif partition.won and now >= backlog.read_at and len(backlog.ahead) < subscription.run_size:
+                    wanting.append((subscription, partition, backlog))
+        for subscription, partition, backlog in sorted(wanting, key=lambda each: len(each[2].ahead)):
+            self._read(subscription, partition, backlog)
             if time.monotonic() > until:
                 return False
         return True
 
-    def _stands(self, partition: Partition, now: float) -> bool:
-        """Whether its next run cannot go out soon, or is out and has been for long."""
-        if partition.in_flight is not None:
-            return now - partition.in_flight.sent_at >= self._options.spill_after
-        return partition.image.state != "flowing" or partition.ready_at > now + _SOON_SECONDS
-
-    def _is_wanting(
-        self, subscription: Subscription, partition: Partition, spilled: Spilled, now: float, *, is_full: bool
-    ) -> bool:
-        not_before = self._not_before.get(partition.partition_id, 0.0)
-        if not partition.won or partition.image.state != "flowing" or now < not_before:
-            return False
-        has_room = not is_full and spilled.size < self._share
-        return spilled.wants(subscription.readable(partition), 2 * subscription.run_size if has_room else 1)
-
-    def _read(self, subscription: Subscription, partition: Partition, spilled: Spilled, *, is_full: bool) -> None:
-        limit = subscription.readable(partition)
-        count, size = self._batch(partition, spilled, subscription.run_size, is_full=is_full)
-        found = self._store.spill.read(
-            partition.partition_id,
-            spilled.read_to,
-            limit.place,
-            limit=count,
-            max_bytes=size,
-            inclusive=limit.inclusive,
-            session=self._session,
-        )
-        if not found and not spilled.ahead and limit == Limit(spilled.to, inclusive=True):
-            self._find_missing(partition, spilled)
+    def _read(self, subscription: Subscription, partition: Partition, backlog: StoredRange) -> None:
+        until = subscription.readable_to(partition)
+        if until <= backlog.read_to:
             return
-        subscription.found(partition, found, limit)
-        if not found:  # the limit moves with every event that is read
-            self._not_before[partition.partition_id] = time.monotonic() + _SOON_AGAIN_SECONDS
+        limit = max(_BATCH, 2 * subscription.run_size)
+        found = self._store.spill.outline(partition.partition_id, backlog.read_to, until, limit, self._session)
+        if found:
+            subscription.add_stored(partition, [self._judge(subscription, partition, each) for each in found])
+            return
+        backlog.read_at = time.monotonic() + _SOON_AGAIN_SECONDS
+        if until < backlog.to:
+            backlog.read_to = until
+        elif not backlog.ahead:
+            self._find_missing(partition, backlog)
 
-    def _batch(self, partition: Partition, spilled: Spilled, run_size: int, *, is_full: bool) -> tuple[int, int]:
-        """How many changes to read, and of how many bytes: a run that may go out now, whole, else within the share."""
-        share = min(_BATCH_BYTES, self._share)
-        if is_full:
-            return run_size, share
-        if partition.in_flight is None and not spilled.ahead and self._options.run_bytes > share:
-            return run_size, self._options.run_bytes
-        return max(_BATCH, 2 * run_size), share - spilled.size
+    def _judge(self, subscription: Subscription, partition: Partition, change: StoredChange) -> StoredChange:
+        """An undeliverable change is judged again, by its bytes."""
+        if change.refusal is None or change.refusal.lasts:
+            return change
+        whole = self._store.spill.fetch(partition.partition_id, [change.data]).get(change.data, change)
+        return replace(subscription.admission.judge_again(whole), raw=b"")
 
-    def _find_missing(self, partition: Partition, spilled: Spilled) -> None:
+    def _find_missing(self, partition: Partition, backlog: StoredRange) -> None:
         """
         Nothing is stored although the mark promises it: say so, unless the partition has gone on meanwhile.
 
         The mark stays. Nobody of ours removes what is not committed, so a person has to look.
         """
-        now = time.monotonic()
-        self._not_before[partition.partition_id] = now + _AGAIN_SECONDS
+        backlog.read_at = time.monotonic() + _AGAIN_SECONDS
         (image,) = self._store.partitions.look([partition.partition_id], self._session)
         if image.data != partition.image.data or image.spilled is None:
             return
-        spilled.missing = True
-        if now - self._complained_at.get(partition.partition_id, -_COMPLAINT_SECONDS) < _COMPLAINT_SECONDS:
+        was_missing, backlog.missing = backlog.missing, True
+        if was_missing:
             return
-        self._complained_at[partition.partition_id] = now
         logger.error(
             "stored changes of partition %s are missing: it is marked up to %s and committed up to %s, and nothing "
-            "lies between. It stands until they are there: restore the collection spill from a backup. Where there is "
-            "none they are lost: end the listener, set `spilled` of the partition's document to null, start it again, "
-            "and make up for them by hand",
+            "lies between. It stands until they are there: restore the collection backlog from a backup. Where there "
+            "is none they are lost: end the listener, remove `spilled` from the partition's document ($unset), "
+            "start it again, and make up for them by hand",
             partition.partition_id,
-            spilled.to,
+            backlog.to,
             image.data or "nothing",
             extra={"event": "stored_changes_missing", "partition": partition.partition_id},
         )
+
+
+def _is_blocked(partition: Partition, now: float) -> bool:
+    """Whether the next run of a partition cannot go out soon."""
+    is_late = partition.in_flight is None and partition.ready_at > now + _SOON_SECONDS
+    return partition.image.state != "flowing" or is_late

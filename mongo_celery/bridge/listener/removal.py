@@ -1,29 +1,36 @@
 """
-Removing what is committed from the stored changes, and counting what is left: in a thread of its own.
+Removing stored changes that are done, and measuring what is stored.
 
 Nothing waits for either. A removal takes what a majority image showed as committed, and only what no later term has
-stored, so that it is harmless whenever it happens. Which partitions have anything stored is known by their marks, and
-found by a walk over all of them after a take-over and now and then: a listener that ended between storing and
-marking leaves changes without a mark.
+stored, so that it is harmless whenever it happens. Partitions of which something is stored are known by what this term
+stores, and by a walk over all that is stored, at the beginning and now and then: a listener that ended between storing
+and marking leaves changes without a mark. A partition is let go of only when all of it was removed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation, PyMongoError
 
-from mongo_celery.bridge.state.spill import REMOVED, Amount, Spill
+from mongo_celery.bridge.state.spill import EVERYTHING, Spill, place_of
 from mongo_celery.mongo.verdicts import brief
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.partitions import Image
 
 logger = logging.getLogger("mongo_celery.listener")
 
 _PAUSE_SECONDS = 1.0
 _STEP_SECONDS = 0.05
 _WALK_SECONDS = 600.0
+_MEASURED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +47,9 @@ class Done:
     passed: str
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """
-    What the thread has found, or done.
-
-    Attributes:
-        removed: how many documents were removed.
-        amount: what is left, where that was counted.
-        additions: as of `want`, where that was counted.
-        is_met: whether the walk has met a partition of which something is stored.
-    """
-
-    partition_id: str
-    removed: int = 0
-    amount: Amount | None = None
-    additions: int | None = None
-    is_met: bool = False
-
-
 class Removal:
     """
-    The removals of one term.
+    The removals of one term: a job of its housekeeping.
 
     Args:
         spill: where the changes are stored.
@@ -71,107 +59,99 @@ class Removal:
     def __init__(self, spill: Spill, version: int) -> None:
         self._spill = spill
         self._version = version
-        self._changed = threading.Condition()
-        self._wanted: dict[str, tuple[Done, int | None, str]] = {}
-        self._findings: list[Removed] = []
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="mongo_celery-removal", daemon=True)
+        self._lock = threading.Lock()
+        self._last: dict[str, str] = {}  # places up to which something is stored, by partition
+        self._asked: dict[str, Done] = {}
+        self._wanted: dict[str, Done] = {}
+        self._measured = self._added = 0
+        self._measured_at = -_MEASURED_SECONDS
+        self._steps = self._remove_wanted()
 
-    def start(self) -> None:
-        """Begin, with a walk over everything that is stored."""
-        self._thread.start()
+    @property
+    def size(self) -> int:
+        """Bytes that are stored: as they were measured last, with what this term has added since."""
+        with self._lock:
+            return self._measured + self._added
 
-    def stop(self) -> None:
-        """Begin nothing more. Does not wait: a call that is under way has a limit."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
+    def note(self, partition_id: str, place: str, size: int = 0) -> None:
+        """Something is stored of a partition up to a place, or may be; this term has added so many bytes."""
+        with self._lock:
+            self._last[partition_id] = max(self._last.get(partition_id, ""), place)
+            self._added += size
 
-    def want(self, partition_id: str, done: Done, additions: int | None, *, after: str) -> None:
+    def ask(self, images: Mapping[str, Image], watermarks: Mapping[str, str]) -> bool:
         """
-        Remove what is stored of a partition up to a place, soon.
+        Have removed what is done by now; return True if there is anything.
 
-        An undeliverable change that may be read again stays: it says in which partition the change is done.
+        All that is stored goes of a partition that its handler no longer has, since it was repartitioned.
 
         Args:
-            after: up to where all but those was removed before.
-            additions: how often something was stored there, to be told with a count of what is left afterwards; None
-                where nothing is to be counted.
+            images: of all partitions that are led, by their `_id`s.
+            watermarks: the stored ones, by handler: from there a later term reads.
         """
-        with self._changed:
-            _, counts, begins = self._wanted.get(partition_id, (done, None, after))
-            self._wanted[partition_id] = done, counts if additions is None else additions, min(begins, after)
-            self._changed.notify()
+        handlers = {partition_id.rsplit("/", 2)[0] for partition_id in images}
+        with self._lock:
+            for partition_id in self._last:
+                image = images.get(partition_id)
+                if image is not None:
+                    watermark = watermarks.get(partition_id.split("/")[1], "")
+                    done = Done(image.data, min(image.data, watermark))
+                elif partition_id.rsplit("/", 2)[0] in handlers:
+                    done = Done(EVERYTHING, EVERYTHING)
+                else:
+                    continue
+                if done.committed and done != self._asked.get(partition_id):
+                    self._asked[partition_id] = self._wanted[partition_id] = done
+            return bool(self._wanted)
 
-    def findings(self) -> list[Removed]:
-        """What was found or done since the last call."""
-        with self._changed:
-            found, self._findings = self._findings, []
-        return found
+    def work(self) -> float:
+        """Measure what is stored, if that is due, and make one call of a removal or the walk; return the pause then."""
+        try:
+            self._measure()
+            return next(self._steps)
+        except InvalidOperation:
+            return math.inf  # the client was closed: nobody is left for whom this is done
+        except PyMongoError as error:
+            logger.warning(
+                "removing or measuring stored changes failed, trying again: %s",
+                brief(error),
+                extra={"event": "removal_failed"},
+            )
+            self._steps = self._remove_wanted()
+            return _PAUSE_SECONDS
 
-    def _run(self) -> None:
-        steps = self._walk()
+    def _measure(self) -> None:
+        if time.monotonic() - self._measured_at < _MEASURED_SECONDS:
+            return
+        added, size = self._added, self._spill.size()
+        with self._lock:
+            self._measured = size
+            self._added -= added  # what was stored meanwhile may count twice for a while, and never not at all
+        self._measured_at = time.monotonic()
+
+    def _remove_wanted(self) -> Iterator[float]:
+        """Remove what is wanted, and walk on when nothing is."""
+        walk = self._walk()
         while True:
-            try:
-                if not self._work():
-                    return
-                pause = next(steps)
-            except InvalidOperation:
-                return  # the client was closed: nobody is left for whom this is done
-            except PyMongoError as error:
-                if self._is_over:
-                    return
-                logger.warning(
-                    "removing or counting stored changes failed, trying again: %s",
-                    brief(error),
-                    extra={"event": "removal_failed"},
-                )
-                steps = self._walk()
-                with self._changed:
-                    self._changed.wait(_PAUSE_SECONDS)
-                continue
-            with self._changed:
-                if not self._wanted and not self._is_over:
-                    self._changed.wait(pause)
-
-    def _work(self) -> bool:
-        """Do what is wanted; False when it is over."""
-        while True:
-            with self._changed:
-                if self._is_over:
-                    return False
-                if not self._wanted:
-                    return True
-                partition_id = next(iter(self._wanted))
-                wanted = done, additions, after = self._wanted[partition_id]
-            removed = self._remove(partition_id, done, after)
-            amount = self._spill.amount(partition_id) if additions is not None else None
-            with self._changed:
-                if self._wanted.get(partition_id) == wanted:
-                    del self._wanted[partition_id]
-                self._findings.append(Removed(partition_id, removed, amount, additions))
-
-    def _remove(self, partition_id: str, done: Done, after: str) -> int:
-        removed = last = 0
-        while done.passed and not self._is_over:
-            last = self._spill.remove(partition_id, done.passed, self._version)
-            removed += last
-            if last < REMOVED:
-                break
-        begins = max(done.passed, after)
-        if begins < done.committed:
-            for last in self._spill.remove_delivered(partition_id, begins, done.committed, self._version):
-                removed += last
-                if self._is_over:
-                    break
-        return removed
+            while self._wanted:
+                with self._lock:
+                    partition_id, done = next(iter(self._wanted.items()))
+                for _ in self._spill.remove(partition_id, done.committed, done.passed, self._version):
+                    yield 0.0
+                with self._lock:
+                    if self._wanted[partition_id] == done:
+                        del self._wanted[partition_id]
+                    if self._last[partition_id] <= place_of(done.passed):
+                        del self._last[partition_id], self._asked[partition_id]
+            yield next(walk)
 
     def _walk(self) -> Iterator[float]:
         """Steps over all partitions that have anything stored; the pauses after them."""
         while True:
             found: str | None = None
             while (found := self._spill.next_partition(found)) is not None:
-                with self._changed:
-                    self._findings.append(Removed(found, is_met=True))
+                self.note(found, self._spill.last(found))
                 yield _STEP_SECONDS
-            yield _WALK_SECONDS
+            walked_at = time.monotonic()
+            while time.monotonic() - walked_at < _WALK_SECONDS:
+                yield _MEASURED_SECONDS

@@ -46,7 +46,7 @@ from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.snapshotting import Snapshotting
-    from mongo_celery.bridge.listener.spilling import Spilling
+    from mongo_celery.bridge.listener.storing import Storing
     from mongo_celery.bridge.listener.watermarks import Watermarks
     from mongo_celery.bridge.state.store import Store
 
@@ -98,7 +98,7 @@ class Repartitioning:
         options: of the bridge.
         concern: whom an error of the state database concerns.
         watermarks: of this term.
-        spilling: in its session images are read.
+        storing: in its session images are read.
         line: how commands about the bridge begin.
         snapshots: of this term: a switch in the middle of a chunk would have all of it run again.
     """
@@ -109,7 +109,7 @@ class Repartitioning:
         options: BridgeOptions,
         concern: Concern,
         watermarks: Watermarks,
-        spilling: Spilling,
+        storing: Storing,
         line: CommandLine = ANY_APP,
         snapshots: Snapshotting | None = None,
     ) -> None:
@@ -119,7 +119,7 @@ class Repartitioning:
         self._options = options
         self._concern = concern
         self._watermarks = watermarks
-        self._session = spilling.session
+        self._session = storing.session
         self._version = 0
         self._led: Mapping[str, Subscription] = {}
         self._moves: dict[str, _Move] = {}
@@ -266,7 +266,7 @@ class Repartitioning:
     def _is_drained(self, subscription: Subscription) -> bool:
         """Return True if all that was read is committed, and the watermark says so."""
         window = subscription.window
-        if window.count or subscription.in_flight or subscription.spilled:
+        if window.count or subscription.in_flight or subscription.backlogs:
             return False
         if self._snapshots is not None and self._snapshots.holds(subscription.name):
             return False
@@ -279,7 +279,7 @@ class Repartitioning:
     def _obstacle(self, subscription: Subscription) -> str:
         """Return what has to be settled before a drain; empty where nothing has."""
         images = [partition.image for partition in subscription.partitions.values()]
-        marks = [spilled.to for _, spilled in subscription.spilled]
+        marks = [backlog.to for _, backlog in subscription.backlogs]
         token = self._token(subscription)
         reached = max(subscription.window.seen, token_data(token) if token else "")
         if reached < max([*marks, *(image.data for image in images)], default=""):
@@ -406,7 +406,7 @@ def _drain(subscription: Subscription, move: _Move, now: float) -> None:
 
 def _describe_rest(subscription: Subscription) -> str:
     """Name what a drain has left to do, and who has it in hand."""
-    stored = f", stored changes of {len(subscription.spilled)} partitions" if subscription.spilled else ""
+    stored = f", stored changes of {len(subscription.backlogs)} partitions" if subscription.backlogs else ""
     claims = [(each.image.index, each.image.claim) for each in subscription.in_flight if each.image.claim]
     running = "".join(f", partition {index} runs in {process_of(str(claim['owner']))}" for index, claim in claims[:1])
     return f"{subscription.window.count} changes are left to handle{stored}{running}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bson import Timestamp
 
     from mongo_celery.bridge.listener.snapshotting import Snapshotting
-    from mongo_celery.bridge.listener.spilling import Spilling
+    from mongo_celery.bridge.listener.storing import Storing
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.stream.source import Scope
     from mongo_celery.bridge.wiring import Wiring
@@ -45,7 +45,7 @@ class StreamIntake:
         wiring: of the bridge.
         scope: the stream.
         led: the subscriptions of this term.
-        spilling: says whether the buffer is full.
+        storing: says whether the buffer is full.
         snapshots: whose documents come between the items.
         note_progress: called now and then, so that a long backlog does not look like a thread that hangs.
 
@@ -61,7 +61,7 @@ class StreamIntake:
         wiring: Wiring,
         scope: Scope,
         led: Mapping[str, Subscription],
-        spilling: Spilling,
+        storing: Storing,
         snapshots: Snapshotting,
         note_progress: Callable[[], None],
     ) -> None:
@@ -70,7 +70,7 @@ class StreamIntake:
         self._wiring = wiring
         self._scope = scope
         self._led = led
-        self._spilling = spilling
+        self._storing = storing
         self._snapshots = snapshots
         self._note_progress = note_progress
         self._inbox = Inbox()
@@ -155,7 +155,7 @@ class StreamIntake:
                 return item.error
             if number % _ITEMS_A_CHECK == 0:
                 self._note_progress()
-                if self._spilling.is_full:
+                if self._storing.is_full:
                     self._note_full(now)
                     return None
             self.full, self._full_at = "", math.inf
@@ -174,10 +174,10 @@ class StreamIntake:
     def _note_full(self, now: float) -> None:
         """Say that the buffer is full; loudly if nothing more may be stored of what is blocked."""
         largest = max(self._led.values(), key=lambda subscription: subscription.window.size)
-        is_held = bool(self._spilling.waits)
+        is_held = bool(self._storing.waits)
         self.is_held_up, self.at_end = True, False
         self._full_at = min(self._full_at, now)
-        waits = f"; {self._spilling.waits}" if is_held else ""
+        waits = f"; {self._storing.waits}" if is_held else ""
         most = f"{largest.name} ({largest.window.count})"
         self.full = f"the buffer is full, most of it with changes of handler {most}{waits}"
         if self._throttle.may_log():

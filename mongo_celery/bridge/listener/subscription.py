@@ -17,7 +17,7 @@ from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import Feedback
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
-from mongo_celery.bridge.listener.spilled import Limit, Spilled
+from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
@@ -67,6 +67,7 @@ class Subscription:
         lost: whether its history is lost: nothing more is read for it, and its watermark stands. What is buffered
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
+        too_large: partitions whose next change is too large for a message, and is not stored yet.
         run_size: most changes of one run.
         feedback: whether it seems to be given what it writes itself.
         has_ended_replay: whether a dead letter that was sent is no longer in flight, so that another may be next.
@@ -88,6 +89,7 @@ class Subscription:
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
         self._candidates: dict[Partition, None] = {}  # those that were sent last are last
+        self.too_large: set[Partition] = set()
         self.counted = [0, 0]
         self.has_ended_replay = False
         self.feedback = Feedback()
@@ -115,9 +117,9 @@ class Subscription:
         return [partition for partition in self.partitions.values() if partition.is_blocked]
 
     @property
-    def spilled(self) -> list[tuple[Partition, Spilled]]:
+    def backlogs(self) -> list[tuple[Partition, StoredRange]]:
         """Partitions that run from stored changes, with these."""
-        return [(each, each.spilled) for each in self.partitions.values() if each.spilled is not None]
+        return [(each, each.backlog) for each in self.partitions.values() if each.backlog is not None]
 
     @property
     def is_draining(self) -> bool:
@@ -127,12 +129,7 @@ class Subscription:
     @property
     def is_runnable(self) -> bool:
         """Return True if anything that was read, or is stored, is left to run, whatever happens to the stream."""
-        return bool(self.window.count) or any(self._may_run(spilled) for _, spilled in self.spilled)
-
-    @property
-    def size(self) -> int:
-        """Bytes that its changes take in memory."""
-        return self.window.size + sum(spilled.size for _, spilled in self.spilled)
+        return bool(self.window.count) or any(self._may_run(backlog) for _, backlog in self.backlogs)
 
     def take_in(self, item: ChangeEvent | Mark) -> PendingChange | None:
         """Put what the reader handed over into the window; the change that it is here, where that is yet to run."""
@@ -197,7 +194,7 @@ class Subscription:
             {"subscription": self.name, "partition": index}
             for index, partition in self.partitions.items()
             if partition.image.state != "flowing"
-            and (partition.queue or (partition.spilled is not None and self._may_run(partition.spilled)))
+            and (partition.queue or (partition.backlog is not None and self._may_run(partition.backlog)))
         ]
 
     def observe(self, image: Image, now: float) -> Step:
@@ -225,58 +222,51 @@ class Subscription:
 
     def _follow_stored(self, partition: Partition) -> None:
         """Keep to the mark of a partition, and to what is committed of its stored changes."""
-        spilled, image = partition.spilled, partition.image
+        backlog, image = partition.backlog, partition.image
         marked = image.spilled["to"] if image.spilled is not None else ""
-        if spilled is None:
+        if backlog is None:
             if marked > image.data:
-                partition.spilled = Spilled(marked, image.data)
+                partition.backlog = StoredRange(marked, image.data)
             return
-        spilled.to = max(spilled.to, marked)
-        spilled.complete(image.data)
-        if image.data >= spilled.to:
-            partition.spilled = None
+        backlog.to = max(backlog.to, marked)
+        backlog.complete(image.data)
+        if image.data >= backlog.to:
+            partition.backlog = None
 
-    def spill(self, partition: Partition, changes: Sequence[StoredChange], keep_bytes: int) -> None:
+    def note_stored(self, partition: Partition, to: str, count: int) -> None:
         """
-        The first changes of a partition's queue are stored, and the mark is behind the last of them.
+        Run a partition from what is stored: the first changes of its queue are, and the mark is behind them.
 
-        Afterwards they hold no watermark, and the partition runs from what is stored. The first two runs stay in
-        memory, as far as they have no more than `keep_bytes`.
+        Afterwards they hold no watermark.
+
+        Args:
+            to: comparable part of the last one's token.
+            count: how many they are.
         """
-        data = partition.image.data
-        spilled = partition.spilled = partition.spilled or Spilled(data, data)
-        spilled.stored(changes, count=2 * self.run_size, max_bytes=keep_bytes)
-        self.counted[0] += len(changes)
-        self.window.complete(partition.queue, changes[-1].data)
-        partition.stored_to = changes[-1].data
-        if partition.in_flight is None:
-            self._candidates[partition] = None
+        backlog = partition.backlog = partition.backlog or StoredRange(to, partition.image.data)
+        backlog.to = max(backlog.to, to)
+        self.counted[0] += count
+        self.window.complete(partition.queue, to)
+        partition.stored_to = to
+        self.too_large.discard(partition)
 
-    def readable(self, partition: Partition) -> Limit:
-        """Up to where stored changes of a partition may be run."""
-        assert partition.spilled is not None, "it runs from stored changes"
+    def readable_to(self, partition: Partition) -> str:
+        """Return the place up to which stored changes of a partition may be run; empty for none."""
         self.window.complete(partition.queue, partition.image.data)
-        unread = partition.queue.first
-        return partition.spilled.limit(unread.data if unread is not None else None, self.window.seen)
+        if partition.backlog is None or partition.must_store_again:
+            return ""
+        return min(partition.backlog.to, max(self.window.seen, partition.stored_to))
 
-    def found(self, partition: Partition, changes: Sequence[StoredChange], limit: Limit) -> None:
-        """Take in stored changes of a partition; undeliverable ones are judged again."""
-        assert partition.spilled is not None, "it runs from stored changes"
-        partition.spilled.found([self.admission.judge_again(each) for each in changes], limit)
+    def add_stored(self, partition: Partition, changes: Sequence[StoredChange]) -> None:
+        """Take in stored changes that come next in a partition."""
+        assert partition.backlog is not None, "it runs from stored changes"
+        partition.backlog.add(changes)
         if partition.in_flight is None:
             self._candidates[partition] = None
 
-    def must_store_again(self, partition: Partition) -> bool:
-        """Return True if a partition waits until queued changes, which are at or below its mark, are stored again."""
-        spilled = partition.spilled
-        if spilled is None or spilled.ahead or partition.in_flight is not None:
-            return False
-        limit = self.readable(partition)
-        return not limit.inclusive and not spilled.has_more(limit)
-
-    def _may_run(self, spilled: Spilled) -> bool:
+    def _may_run(self, backlog: StoredRange) -> bool:
         """Return True if stored changes are left that may be run, for all that is known. Callable from any thread."""
-        return bool(spilled.ahead) or spilled.known_to < min(spilled.to, self.window.seen)
+        return bool(backlog.ahead) or backlog.read_to < min(backlog.to, self.window.seen)
 
     @property
     def unstored(self) -> str | None:
@@ -325,9 +315,19 @@ class Subscription:
         return changes if before is None else [each for each in changes if each.data < before]
 
     def _next(self, partition: Partition) -> Sequence[PendingChange | StoredChange]:
-        """The next run of a partition: while anything is stored that is not committed, from there alone."""
-        source = partition.queue if partition.spilled is None else partition.spilled
-        return _alike(source.head(self._limit(partition), self._run_bytes))
+        """
+        Return the next run of a partition: while anything is stored that is not committed, from there alone.
+
+        A change that is too large for a message is stored before it runs.
+        """
+        limit = self._limit(partition)
+        if partition.backlog is not None:
+            return _alike(partition.backlog.head(limit, self._options.run_bytes))
+        changes = partition.queue.head(limit, self._run_bytes)
+        if changes and len(changes[0].raw) > self._options.max_message_bytes:
+            self.too_large.add(partition)
+            return []
+        return _alike(changes)
 
     def queue_of(self, index: int) -> str:
         """The queue that runs of a partition go to."""
@@ -347,7 +347,8 @@ class Subscription:
 
     def _dispatch(self, partition: Partition, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         first = partition.next_sequence
-        partition.sent_key = self.feedback.note_dispatch(changes[0])
+        travelling = [change for change in changes if isinstance(change, PendingChange)]
+        partition.sent_key = self.feedback.note_dispatch(travelling[0]) if travelling else None
         is_parked = bool(partition.image.parked_keys)
         run = Run(
             self._options.name,
@@ -357,16 +358,16 @@ class Subscription:
             self.plan.version,
             first,
             first + len(changes) - 1,
-            [change.raw for change in changes],
+            [change.raw for change in travelling],
             refusal=changes[0].refusal,
             token=changes[0].token,
             hash=changes[0].hash,
+            stored=() if travelling else tuple(change.data for change in changes),
             hashes=tuple(change.hash for change in changes) if is_parked or len(changes) > 1 else (),
         )
-        buffered = [change for change in changes if isinstance(change, PendingChange)]
         handler, label, queue = self.plan.handler, _label(changes, first), self.queue_of(run.index)
         commits = not handler.commits_inline(self._options)
-        return Dispatch(run, handler.task_name, partition.attempt, label, queue, buffered, commits)
+        return Dispatch(run, handler.task_name, partition.attempt, label, queue, commits)
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
         index, first = partition.index, partition.next_sequence
@@ -398,7 +399,8 @@ def _alike(changes: Sequence[PendingChange | StoredChange]) -> Sequence[PendingC
 
 def _label(changes: Sequence[PendingChange | StoredChange], first: int) -> str:
     more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-    return f"({describe(changes[0].raw)} seq={first}{more})"
+    what = describe(changes[0].raw) if changes[0].raw else "stored"
+    return f"({what} seq={first}{more})"
 
 
 def make_partitions(

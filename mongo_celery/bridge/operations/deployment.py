@@ -15,7 +15,6 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.grants import roles_of
-from mongo_celery.bridge.operations.spill_check import judge_storing
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in, position_in
 from mongo_celery.bridge.stream.cursor import Position, open_cursor
@@ -25,7 +24,7 @@ from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session, sentence_on, strict
-from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_bytes, oplog_fill, read_oplog
+from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import allowed
 from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, verdict_on
@@ -255,10 +254,6 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
     yield ok("oplog_rights", "How far the oplog reaches back can be seen.")
     fill = _oplog_fill(client)
     yield _judge_window(oplog, fill)
-    rate = (lease.get("live") and (lease.get("report") or {}).get("spillBytesPerSecond")) or 0
-    size = oplog_bytes(client) if rate > 0 else None
-    if size:
-        yield judge_storing(rate, size, wiring.line)
     yield from judge_histories(_histories(wiring, lease), oplog, wiring.line, rolls=oplog.removes(fill))
 
 

@@ -116,7 +116,7 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, DROPS, _FIND, "what workers have dropped"),
         Right(state, "handlers", _UPSERT, "positions and partitionings of the handlers"),
         Right(state, "partitions", _ALL, "what is done, partition by partition; repartitioning replaces them"),
-        Right(state, "backlog", _ALL, "changes that stand, or are too large for a message"),
+        Right(state, "backlog", (*_ALL, "collStats"), "changes that are stored, and how many bytes they have"),
         Right(
             state,
             "dead_letters",
@@ -162,7 +162,7 @@ def _of_worker(state: str) -> list[Right]:
         Right(state, KEYS, _FIND, "the keys by which messages are verified"),
         Right(state, DROPS, ("insert", "update"), "counting dropped messages", "forged messages are dropped uncounted"),
         Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
-        Right(state, "backlog", _UPSERT, "changes that travel by reference; the one at which a partition halts"),
+        Right(state, "backlog", _UPSERT, "the stored changes of a run; the change at which a partition halts"),
         Right(state, "dead_letters", _ALL, "changes that are set aside; those that are replayed go"),
         Right(
             state,

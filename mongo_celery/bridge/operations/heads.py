@@ -136,7 +136,7 @@ def _change_at(store: Store, partition_id: str, image: Image) -> StoredChange | 
         return store.spill.fetch(partition_id, [data]).get(data)
     if image.spilled is None:
         return None
-    found = store.spill.read(partition_id, image.data, image.spilled["to"], limit=1, max_bytes=1)
+    found = store.spill.read(partition_id, image.data, image.spilled["to"], 1)
     return found[0] if found else None
 
 

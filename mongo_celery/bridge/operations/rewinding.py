@@ -307,8 +307,7 @@ def _partition_move(store: Store, image: Image, layout: Layout, to: StreamPlace,
     if forward and image.spilled is not None:
         partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
         with pymongo.timeout(_READ_SECONDS):
-            all_of_it = store.spill.count(partition_id, str(to.token["_data"]))
-            stored = max(all_of_it - (store.spill.count(partition_id, image.data) if image.data else 0), 0)
+            stored = store.spill.count(partition_id, image.data, str(to.token["_data"]))
     return PartitionMove(
         index=image.index,
         standing=state_of(image),
@@ -360,8 +359,8 @@ def _passed_from(
         if image.spilled is not None:
             partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
             with pymongo.timeout(_READ_SECONDS):
-                first = store.spill.read(partition_id, _own(image), str(to.token["_data"]), limit=1, max_bytes=0)
-            times += [time_of_token({"_data": each.data}, None) for each in first]
+                first = store.spill.first(partition_id, _own(image), str(to.token["_data"]))
+            times += [time_of_token({"_data": first}, None)] if first is not None else []
     return min((time for time in times if time is not None), default=None)
 
 

@@ -10,15 +10,13 @@ from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import NEAR, SERIOUS, Finding, error, ok, warning
 from mongo_celery.mongo.opening import open_session
-from mongo_celery.quantities import duration, number, size
+from mongo_celery.quantities import number, size
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _SHOWN = 3
 _LOOKING_SECONDS = 3.0
-_ROLLED_SECONDS_MIN = 3600
-"""A tail of storing that would roll the whole oplog sooner leaves nobody the time to act."""
 
 
 def check_marks(wiring: Wiring) -> Iterator[Finding]:
@@ -51,7 +49,7 @@ def _is_bare(wiring: Wiring, partition_id: str) -> bool:
         for _ in range(2):
             images = store.partitions.look([partition_id], session)
             after, to = (images[0].data, (images[0].spilled or {}).get("to", "")) if images else ("", "")
-            if to <= after or store.spill.read(partition_id, after, to, limit=1, max_bytes=1, session=session):
+            if to <= after or store.spill.outline(partition_id, after, to, 1, session):
                 return False
             seen.add((after, to))
     return len(seen) == 1
@@ -88,9 +86,7 @@ def _beside_the_bound(
     share = spill["share"]
     if share is None or share < NEAR:
         return
-    lasts = spill["lasts_seconds"]
-    soon = f", which at the present rate is so in {duration(lasts)}" if lasts else ""
-    then = f"At 100%{soon}, what stands waits in the listener's memory again, and the stream is not read for any"
+    then = "At 100%, what stands waits in the listener's memory again, and the stream is not read for any"
     if share >= 1:
         then = "So what stands waits in the listener's memory, and once that is full the stream is not read for any"
     yield (error if share >= SERIOUS else warning)(
@@ -128,22 +124,6 @@ def _partitions(spilled: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _largest(spilled: Sequence[Mapping[str, Any]], line: CommandLine) -> str:
-    largest_first = sorted(spilled, key=lambda each: each["spilled"]["bytes"] or 0, reverse=True)
+    largest_first = sorted(spilled, key=lambda each: each["spilled"]["count"] or 0, reverse=True)
     named = [f"partition {each['index']} of {each['subscription']} ({each['state']})" for each in largest_first]
     return ", ".join(named[:_SHOWN]) or f"`{line.changes('status', '--all')}` names them"
-
-
-def judge_storing(bytes_per_second: float, oplog_bytes: int, line: CommandLine) -> Finding:
-    """How long the oplog would hold what is stored at this rate: storing is written to it, too."""
-    lasts = oplog_bytes / bytes_per_second
-    text = (
-        f"Storing what stands still writes {size(bytes_per_second)}/s, which alone fills the oplog of "
-        f"{size(oplog_bytes)} in {duration(lasts)}"
-    )
-    if lasts >= _ROLLED_SECONDS_MIN:
-        return ok("spill_oplog", f"{text}.")
-    return warning(
-        "spill_oplog",
-        f"{text}: whoever reads it has no longer than that. Free what stands (`{line.changes('status', '--all')}` "
-        "names it), or enlarge the oplog with replSetResizeOplog.",
-    )

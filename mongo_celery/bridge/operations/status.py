@@ -23,7 +23,7 @@ from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.handlers import token_seconds
 from mongo_celery.bridge.identity import Identity, identity_of
 from mongo_celery.bridge.listener.activity import read_times
-from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
+from mongo_celery.bridge.operations.amounts import Place, count_stored
 from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
@@ -68,7 +68,7 @@ class Facts:
         now: the cluster's latest operation time.
         oplog: how far it reaches back; None where that cannot be seen.
         oplog_rolls: whether its oldest entries are being removed, so that who stands too far back loses history.
-        stored: how much is stored of what stands still.
+        stored: how many changes are stored of partitions, as far as they were counted.
         layouts: those in force, by subscription.
         groups: of the registered subscriptions, by name.
         heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
@@ -90,7 +90,7 @@ class Facts:
     now: Timestamp
     oplog: Oplog | None
     oplog_rolls: bool = False
-    stored: StoredAmounts = field(default_factory=StoredAmounts)
+    stored: Mapping[Place, int] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     groups: Mapping[str, str | None] = field(default_factory=dict)
     heads: Mapping[Place, Mapping[str, str]] = field(default_factory=dict)
@@ -128,8 +128,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `dropped_by_workers`: how many messages workers have dropped since the bridge exists, by reason.
     - `rejected_by_broker`: some of the messages that the broker rejects while it takes others, of
       `rejected_by_broker_count` in all: their partition, the change, its bytes, the broker's reason and since when.
-    - `not_stored`: the same of changes that are too large for a message and that MongoDB does not store, of
-      `not_stored_count` in all.
+    - `not_stored`: some of the partitions whose changes MongoDB does not store, of `not_stored_count` in all: its
+      reason, and since when.
     - `untaken`: the `queues` of which nobody has taken anything for longer than `dispatch_grace`, as the listener has
       found by asking the workers, whether any `answered`, and whether they leave runs `unclaimed`; None where there
       are none.
@@ -139,19 +139,16 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `unread_seconds`: for how long no read of the stream has succeeded; 0 while one does every few seconds, None
       without a report. `reading_waits` is why: a full buffer, or the stream's last error; `reopenings` counts those of
       this term.
-    - `spill`: how much is stored of changes that stand still, beside the bound (`limit`): its `share`,
-      `bytes_per_second` by which it grows, `lasts_seconds` until the bound at that rate, and `waits`, why something is
-      not stored that should be. The figures are those of the listener's report. Where nobody has reported, the marked
-      partitions are counted for some seconds; `uncounted` says how many it took too long for, and then `count`, `bytes`
-      and what follows from them are None.
+    - `spill`: how much is stored: the `count` of this bridge's changes (None where counting took too long), the `bytes`
+      of the collection as the listener has measured it beside the bound (`limit`), the `share` that these are of it,
+      and `waits`, why something is not stored that should be. `bytes` and `share` are None where no listener says so.
     - a partition's `oldest_seconds`: age of the change at which it is blocked, or of the first one that is stored; None
       where it is neither. Its claim's `seconds`: for how long it has been held.
     - a partition's `head`: the change at which it has halted, or is parked or waits; None where that is not known, as
       before it is stored.
-    - a partition's `spilled`: `count` and `bytes` of what is stored (None where that is not known: the report names the
-      largest), `since` when, `age_seconds`, for what `reason`, `to`, the token of the last one, and whether it is
-      `missing`, as the listener finds; None where nothing is. A subscription's has how many `partitions` are so, and
-      their sums.
+    - a partition's `spilled`: the `count` of its stored changes (None where counting took too long), `since` when,
+      `age_seconds`, for what `reason`, `to`, the token of the last one, and whether it is `missing`, as the listener
+      finds; None where nothing is stored. A subscription's has how many `partitions` are so, and their sum.
     - `parked_keys`: how many keys are parked, in a partition and in all of a subscription: changes of theirs are set
       aside until a person releases them.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`,
@@ -222,7 +219,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
-        stored=reported(_report(lease or {})) or counted(store.spill, _marked(store, layouts, images)),
+        stored=count_stored(store.spill, _marked(store, layouts, images)),
         heads=_stored_heads(store, layouts, images),
         oldest=_oldest_stored(store, layouts, images),
         time_limits={each.name: time_limit(wiring.app.tasks.get(each.task_name)) for each in wiring.handlers},
@@ -236,13 +233,14 @@ def _identity(wiring: Wiring) -> Identity | None:
         return None
 
 
-def _marked(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, str]:
-    """The partitions of which something is stored, with their `_id`s."""
+def _marked(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, tuple[str, str, str]]:
+    """Return the partitions of which something is stored, with their `_id`s, and between which places."""
     found = {}
     for image in images:
         if image.spilled:
             place = name, index = image.subscription, image.index
-            found[place] = store.partitions.partition_id(name, layouts[name].generation, index)
+            partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
+            found[place] = partition_id, image.data, image.spilled["to"]
     return found
 
 
@@ -254,7 +252,7 @@ def _stored_heads(store: Store, layouts: Mapping[str, Layout], images: Sequence[
         assert image.spilled is not None, "only those are asked about"
         name, index = image.subscription, image.index
         partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-        for change in store.spill.read(partition_id, image.data, image.spilled["to"], limit=1, max_bytes=1):
+        for change in store.spill.read(partition_id, image.data, image.spilled["to"], 1):
             found[name, index] = {"token": change.data, "key": describe(change.raw)}
     return found
 
@@ -312,7 +310,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "unread_seconds": _unread(lease, report),
         "reading_waits": report.get("readingWaits"),
         "reopenings": report.get("reopenings"),
-        "spill": facts.stored.beside(report.get("spillLimit", facts.options.spill_bytes)),
+        "spill": _spill(facts, report),
         "dead_letters": sum(facts.dead_letters.values()),
         "oversized": facts.oversized,
         "snapshots": snapshots_shown(facts.snapshots, facts.now, around),
@@ -398,7 +396,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "oplog_left_seconds": _oplog_left(facts, behind),
                 "oplog_share": _share(facts, position_in(document)),
                 "run_gain": _run_gain(facts, name, images),
-                "spilled": facts.stored.sum((name, image.index) for image in images if image.spilled),
+                "spilled": _sum_stored(facts, [image for image in images if image.spilled]),
                 "dead_letters": facts.dead_letters.get(name, 0),
                 "parked_keys": sum(image.parked_keys for image in images),
                 "lost": _lost(lost) if lost else None,
@@ -549,13 +547,34 @@ def _head(image: Image) -> dict[str, Any] | None:
     return {"token": token_data(image.head["resumeToken"]), "key": image.head["key"]}
 
 
+def _spill(facts: Facts, report: Mapping[str, Any]) -> dict[str, Any]:
+    """How much is stored, beside the bound."""
+    marked = [image for image in facts.images if image.spilled]
+    taken, limit = report.get("spilledBytes"), report.get("spillLimit", facts.options.spill_bytes)
+    return {
+        "count": _sum_stored(facts, marked)["count"],
+        "bytes": taken,
+        "limit": limit,
+        "share": None if taken is None else round(taken / limit, 3),
+        "waits": report.get("spillWaits"),
+    }
+
+
+def _sum_stored(facts: Facts, marked: Sequence[Image]) -> dict[str, Any]:
+    """Of how many partitions something is stored, and how many changes; None where they could not all be counted."""
+    counts = [facts.stored.get((image.subscription, image.index)) for image in marked]
+    known = [count for count in counts if count is not None]
+    return {"partitions": len(marked), "count": sum(known) if len(known) == len(counts) else None}
+
+
 def _spilled(image: Image, facts: Facts) -> dict[str, Any] | None:
     if image.spilled is None:
         return None
     since = iso(image.spilled["since"])
     assert since is not None, "a mark has its time from the server"
     return {
-        **facts.stored.of((image.subscription, image.index)),
+        "count": facts.stored.get((image.subscription, image.index)),
+        "missing": f"{image.subscription}/{image.index}" in _report(facts.lease or {}).get("spillMissing", ()),
         "since": since,
         "age_seconds": max(facts.now.time - int(datetime.fromisoformat(since).timestamp()), 0),
         "reason": image.spilled["reason"],

@@ -238,10 +238,12 @@ def _publishing(status: Mapping[str, Any]) -> Iterator[Reason]:
         text = f"The broker rejects {what}. {waits}: raise the broker's limit on a message, or lower max_message_bytes."
         yield failing("broker_rejects", text)
     if status["not_stored"]:
-        what, waits = _rejection(status["not_stored"][0], status["not_stored_count"])
+        first, count = status["not_stored"][0], status["not_stored_count"]
+        more = f", and of {number(count - 1, 'more partition', 'more partitions')}" if count > 1 else ""
         text = (
-            f"MongoDB does not store what is too large for a message: {what}. {waits}: it lacks a right on the "
-            "collection spill, or room on the disk."
+            f"MongoDB does not store changes of {first['partition']}{more}, since {moment(first['since'])}: "
+            f"{cut(first['error'])}. They wait in the listener's memory: the listener's user lacks a right on the "
+            "collection backlog of the state database, or MongoDB has no room on the disk."
         )
         yield failing("not_stored", text)
 

@@ -22,7 +22,7 @@ of the stream. Nothing here is guarded by an epoch, and needs none:
 | `token` | the resume token, where `_id` and bytes do not tell it: they cannot be read, or it is long |
 | `refusal` | why it is not given to its handler; whether that halts, and lasts |
 | `refused` | set where it was ever refused: it stays until no term reads it again, and says where it is done |
-| `size` | bytes of the document |
+| `size` | bytes of the event |
 
 What is read here decides what runs, so it is read in a causally consistent session that has seen the partition's image
 (the caller's): else a deposed primary could say that there is nothing.
@@ -40,16 +40,15 @@ from pymongo.errors import BulkWriteError, OperationFailure
 
 from mongo_celery.bridge.existing import END, place_of
 from mongo_celery.bridge.state.stored import (
-    Amount,
     Document,
     StoredChange,
-    amount_of,
     bulks_of,
     change_in,
     documents_of,
     id_of,
     ids_between,
     ids_under,
+    outline_in,
     part_ids,
     past,
     place_in,
@@ -57,15 +56,13 @@ from mongo_celery.bridge.state.stored import (
 )
 from mongo_celery.mongo.table import Table, call_timeout, present_in
 
-__all__ = ["REMOVED", "Amount", "Spill", "StoredChange", "place_of"]
-
-REMOVED = 2000
-"""How many documents one call removes: some hundredths of a second where a machine has nothing else to do."""
+__all__ = ["EVERYTHING", "Spill", "StoredChange", "place_of"]
 
 EVERYTHING = END
 """A place after that of every change."""
 
-_SUMMED = 500  # at a time: each may have megabytes, which the server reads for its size
+_AT_A_TIME = 1000  # documents, some of which have megabytes
+_OUTLINE = ("hash", "size", "refusal", "token")
 _ROUNDS = 3
 _SLASHES = 3  # of a partition's `_id`
 
@@ -92,32 +89,25 @@ class Spill:
         changes: Iterable[StoredChange],
         version: int,
         session: ClientSession | None = None,
-    ) -> Amount:
+    ) -> None:
         """
         Store changes of one partition; afterwards each is there, by majority, and no older term can remove it.
 
         Repeating it is harmless. One that is there already keeps its bytes, unless it was refused.
 
-        Returns:
-            What was not there before.
-
         Raises:
             PyMongoError: any of them may be missing; nothing may rely on those that are there.
         """
-        added = Amount()
         for bulk in bulks_of(documents_of(partition_id, changes, version)):
-            added += self._insert(bulk, version, session)
-        return added
+            self._insert(bulk, version, session)
 
-    def _insert(self, documents: list[Document], version: int, session: ClientSession | None) -> Amount:
+    def _insert(self, documents: list[Document], version: int, session: ClientSession | None) -> None:
         missing = {document["_id"]: document for document in documents}
-        added = Amount()
         for _ in range(_ROUNDS):
             present = self._insert_new(list(missing.values()), session)
-            added += amount_of(document for name, document in missing.items() if name not in present)
             missing = {name: missing[name] for name in present}
             if not missing or self._keep(missing, version, session):
-                return added
+                return
         raise OperationFailure(
             "Stored changes were removed again and again while they were inserted, or are a later term's; nothing may "
             "rely on them."
@@ -153,123 +143,83 @@ class Spill:
                 kept += collection.update_one(mine, update, session=session).matched_count
             return kept == len(ids)
 
-    def replace(self, partition_id: str, changes: Iterable[StoredChange], version: int) -> None:
+    def remove(self, partition_id: str, committed: str, passed: str, version: int) -> Iterator[int]:
         """
-        Put the bytes of these changes in the place of those that are stored, and damaged; never of a later term's.
+        Remove what is done of a partition, and never what a later term has stored; yield how many, call by call.
 
-        Raises:
-            PyMongoError: any of them may be as before.
-        """
-        for document in documents_of(partition_id, changes, version):
-            mine = {"_id": document["_id"], "term": {"$lte": Int64(version)}}
-            with self._table.limit():
-                self._table.collection.update_one(mine, replacing(document), upsert="part" in document)
-
-    def remove(self, partition_id: str, committed: str, version: int, *, limit: int = REMOVED) -> int:
-        """
-        Remove what is committed: up to a token of a majority image, never what a later term has stored.
+        An undeliverable change that a term may read again stays: it says in which partition the change is done.
 
         Args:
-            committed: comparable part of the committed token; nothing is committed where it is empty. `EVERYTHING` for
-                a partition that is no longer in force.
+            committed: comparable part of the committed token of a majority image; nothing is committed where it is
+                empty. `EVERYTHING` for a partition that is no longer in force.
+            passed: the same, no further than the stored watermark: up to there no change is read again.
             version: that of the term.
-            limit: how many documents one call takes at most: where there may be more, it has to be made again.
-
-        Returns:
-            How many documents; less than `limit` when all is removed.
         """
-        if not committed:
-            return 0
-        return self._delete(ids_between(partition_id, "", committed), version, limit)
+        over: list[dict[str, Any]] = [{"refused": None}]
+        if passed:
+            over.append({"_id": ids_between(partition_id, "", passed)})
+        for some in self._slices(ids_between(partition_id, "", committed)) if committed else ():
+            yield self._remove_some({"_id": some, "term": {"$lte": Int64(version)}, "$or": over})
 
-    def _delete(self, ids: Mapping[str, str], version: int, limit: int) -> int:
-        """One deletion of all could take longer than a call may; the index alone says where a part of it ends."""
+    def _remove_some(self, query: Mapping[str, Any]) -> int:
         with self._table.limit():
-            last = self._at(ids, limit)
-            some = ids if last is None else {"$gt": ids["$gt"], "$lte": last}
-            query = {"_id": some, "term": {"$lte": Int64(version)}}
             return self._table.collection.delete_many(query).deleted_count
-
-    def remove_delivered(self, partition_id: str, after: str, committed: str, version: int) -> Iterator[int]:
-        """Remove what `remove` does, but no change that was ever refused; yield how many documents, call by call."""
-        for some in self._slices(ids_between(partition_id, after, committed)):
-            query = {"_id": some, "refused": None, "term": {"$lte": Int64(version)}}
-            with self._table.limit():
-                removed = self._table.collection.delete_many(query).deleted_count
-            yield removed
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def read(
-        self,
-        partition_id: str,
-        after: str,
-        until: str,
-        *,
-        limit: int,
-        max_bytes: int,
-        inclusive: bool = True,
-        session: ClientSession | None = None,
-    ) -> list[StoredChange]:
+    def read(self, partition_id: str, after: str, until: str, limit: int) -> list[StoredChange]:
         """
-        The first stored changes of a partition behind a place, in order: at least one where there is one.
+        Return the first stored changes of a partition behind a place, in order.
 
         Args:
             after: comparable part of a token; empty for the beginning.
-            until: that of the last one that may be read; with `inclusive=False` it is the first one that may not.
+            until: that of the last one that may be read.
             limit: how many at most.
-            max_bytes: of their events; the first may have more.
         """
-        query = {"_id": ids_between(partition_id, after, until, inclusive=inclusive), "part": None}
-        changes: list[StoredChange] = []
-        size = 0
-        with self._table.limit(), self._table.collection.find(query, session=session).sort("_id", 1) as found:
-            for document in found.limit(limit):
-                change = self._change(document, session)
-                if change is None:
-                    continue
-                size += len(change.raw)
-                if changes and size > max_bytes:
-                    break
-                changes.append(change)
-        return changes
+        query = {"_id": ids_between(partition_id, after, until), "part": None}
+        with self._table.limit(), self._table.collection.find(query).sort("_id", 1) as found:
+            changes = (self._change(document) for document in found.limit(limit))
+            return [change for change in changes if change is not None]
+
+    def outline(
+        self, partition_id: str, after: str, until: str, limit: int, session: ClientSession | None = None
+    ) -> list[StoredChange]:
+        """Do as `read`, without the bytes of the events."""
+        query = {"_id": ids_between(partition_id, after, until), "part": None}
+        with self._table.limit():
+            found = self._table.collection.find(query, dict.fromkeys(_OUTLINE, 1), session=session)
+            return [outline_in(document) for document in found.sort("_id", 1).limit(limit)]
 
     def first(self, partition_id: str, after: str, until: str) -> str | None:
         """Return the comparable part of the token of the first stored change after a place; by the index alone."""
         found = self._at(ids_between(partition_id, after, until), 1)
         return None if found is None else place_in(partition_id, found)
 
-    def fetch(
-        self, partition_id: str, data: Sequence[str], session: ClientSession | None = None
-    ) -> dict[str, StoredChange]:
+    def last(self, partition_id: str) -> str:
+        """Return the place of the last stored change of a partition; empty without one."""
+        found = self._table.find_one({"_id": ids_under(partition_id)}, {"_id": 1}, sort=[("_id", -1)])
+        return "" if found is None else place_in(partition_id, found["_id"])
+
+    def fetch(self, partition_id: str, data: Sequence[str]) -> dict[str, StoredChange]:
         """Stored changes by the comparable parts of their tokens; those that are not there are left out."""
         ids = {id_of(partition_id, each): each for each in data}
-        with self._table.limit(), self._table.collection.find({"_id": {"$in": list(ids)}}, session=session) as found:
-            changes = {ids[document["_id"]]: self._change(document, session) for document in found}
+        with self._table.limit(), self._table.collection.find({"_id": {"$in": list(ids)}}) as found:
+            changes = {ids[document["_id"]]: self._change(document) for document in found}
         return {each: change for each, change in changes.items() if change is not None}
 
-    def _change(self, head: Mapping[str, Any], session: ClientSession | None) -> StoredChange | None:
+    def _change(self, head: Mapping[str, Any]) -> StoredChange | None:
         """None where it is gone: it was committed meanwhile, and removed."""
         now: Mapping[str, Any] | None = head
         while now is not None and now.get("parts") and now.get("digest"):
             wanted = {"_id": {"$in": part_ids(now)}}
-            parts = list(self._table.collection.find(wanted, session=session).sort("_id", 1))
+            parts = list(self._table.collection.find(wanted).sort("_id", 1))
             if len(parts) == now["parts"]:
                 return change_in(now, parts)
             seen = now["digest"]
-            now = self._table.collection.find_one({"_id": now["_id"]}, session=session)
+            now = self._table.collection.find_one({"_id": now["_id"]})
             if now is not None and now.get("digest") == seen:
                 return change_in(now, parts)
         return None if now is None else change_in(now)
-
-    def amount(self, partition_id: str) -> Amount:
-        """How much is stored of a partition, committed or not. Reads all of it, in as many calls as it takes."""
-        total = Amount()
-        group = {"_id": None, "count": {"$sum": {"$cond": ["$part", 0, 1]}}, "size": {"$sum": "$size"}}
-        for some in self._slices(ids_under(partition_id)):
-            for row in self._table.aggregate([{"$match": {"_id": some}}, {"$group": group}]):
-                total += Amount(row["count"], row["size"])
-        return total
 
     def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
         """Yield the places of changes that were ever refused, behind a place up to another one, call by call."""
@@ -283,7 +233,7 @@ class Spill:
         while last is not None:
             behind = {**ids, "$gt": last}
             with self._table.limit():
-                last = self._at(behind, _SUMMED)
+                last = self._at(behind, _AT_A_TIME)
             yield behind if last is None else {"$gt": behind["$gt"], "$lte": last}
 
     def next_partition(self, after: str | None = None) -> str | None:
@@ -301,8 +251,13 @@ class Spill:
         document = next(found.skip(number - 1).limit(1), None)
         return None if document is None else str(document["_id"])
 
-    def count(self, partition_id: str, until: str, session: ClientSession | None = None) -> int:
-        """At most how many changes are stored of a partition up to a place: their parts count too."""
+    def count(self, partition_id: str, after: str, until: str) -> int:
+        """Return at most how many changes are stored of a partition between two places: their parts count too."""
         with self._table.limit():
-            ids = ids_between(partition_id, "", until)
-            return self._table.collection.count_documents({"_id": ids}, session=session)
+            return self._table.collection.count_documents({"_id": ids_between(partition_id, after, until)})
+
+    def size(self) -> int:
+        """Return the bytes of all that is stored in the collection, also of other bridges of this state database."""
+        with self._table.limit():
+            found = self._table.collection.database.command("collStats", self._table.collection.name)
+        return int(found.get("size", 0))

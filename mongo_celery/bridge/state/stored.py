@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import bson
@@ -28,7 +28,7 @@ Document = dict[str, Any]
 
 _ZIPPED_FROM = 1024
 _WORTH_IT = 0.9
-_SIZE_AND_RAW = 20  # both fields without the bytes themselves
+_RAW_FIELD = 10  # without the bytes themselves
 _SHOWN_CHARS = 80
 _DOCUMENT_BYTES = (16 << 20) - (16 << 10)
 _PART_BYTES = 8 << 20
@@ -47,31 +47,19 @@ class StoredChange:
 
     Attributes:
         data: comparable part of its resume token.
-        raw: the event's bytes; empty where they are damaged, and then there is a refusal.
+        raw: the event's bytes; empty where they were not read, or are damaged, and then there is a refusal.
         hash: of its partition key, from 0 to 2^64 - 1.
         refusal: why it is not given to its handler; None for all others.
         token: the whole resume token, where `raw` may not give it, and where it is long; None for all others.
-        size: bytes that it takes in the collection; 0 before it is stored.
+        size: bytes of the event, as its document says; 0 before it is stored.
     """
 
     data: str
-    raw: bytes
+    raw: bytes = b""
     hash: int = 0
     refusal: Refusal | None = None
     token: Mapping[str, Any] | None = None
     size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """How many changes, and the bytes that they take."""
-
-    count: int = 0
-    size: int = 0
-
-    def __add__(self, other: Amount) -> Amount:
-        """Both together."""
-        return Amount(self.count + other.count, self.size + other.size)
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -87,11 +75,10 @@ def place_in(partition_id: str, document_id: str) -> str:
     return document_id[len(partition_id) + 1 :].partition("/")[0]
 
 
-def ids_between(partition_id: str, after: str, until: str, *, inclusive: bool = True) -> dict[str, str]:
+def ids_between(partition_id: str, after: str, until: str) -> dict[str, str]:
     """The `_id`s of a partition behind a token or place, up to another one: the changes and their parts."""
     behind = f"{id_of(partition_id, after)}/{_END}" if after else f"{partition_id}/"
-    last = id_of(partition_id, until)
-    return {"$gt": behind, "$lte": f"{last}/{_END}"} if inclusive else {"$gt": behind, "$lt": last}
+    return {"$gt": behind, "$lte": f"{id_of(partition_id, until)}/{_END}"}
 
 
 def ids_under(prefix: str) -> dict[str, str]:
@@ -123,6 +110,7 @@ def documents_of(partition_id: str, changes: Iterable[StoredChange], version: in
             **where,
             "term": Int64(version),
             "hash": Int64(change.hash - _HASHES if change.hash >= _HASHES // 2 else change.hash),
+            "size": len(change.raw),
             **_rare(change),
         }
         kept = packed(change.raw)
@@ -133,7 +121,7 @@ def documents_of(partition_id: str, changes: Iterable[StoredChange], version: in
             head["digest"] = hashlib.blake2b(raw, digest_size=8).hexdigest()
             yield from _parts(head, raw)
             raw = b""
-        yield _sized(head, raw)
+        yield {**head, "raw": Binary(raw)}
 
 
 def packed(raw: bytes) -> Document:
@@ -152,25 +140,14 @@ def bulks_of(documents: Iterable[Document]) -> Iterator[list[Document]]:
     bulk: list[Document] = []
     size = 0
     for document in documents:
-        if bulk and (size + document["size"] > _BULK_BYTES or len(bulk) >= _BULK_DOCUMENTS or "parts" in document):
+        taken = len(document["raw"])
+        if bulk and (size + taken > _BULK_BYTES or len(bulk) >= _BULK_DOCUMENTS or "parts" in document):
             yield bulk
             bulk, size = [], 0
         bulk.append(document)
-        size += document["size"]
+        size += taken
     if bulk:
         yield bulk
-
-
-def amount_of(documents: Iterable[Mapping[str, Any]]) -> Amount:
-    """How many changes these documents are, and their bytes."""
-    found = list(documents)
-    return Amount(sum("part" not in each for each in found), sum(size_of(each) for each in found))
-
-
-def size_of(document: Mapping[str, Any]) -> int:
-    """Bytes of a document, as it says; 0 where it does not."""
-    size = document.get("size")
-    return size if isinstance(size, int) else 0
 
 
 def replacing(document: Mapping[str, Any]) -> Document:
@@ -192,29 +169,30 @@ def change_in(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()) 
     One whose bytes are not all there, or cannot be read, is refused: it halts its own partition, and nothing else. So
     is a document that nobody of ours has written.
     """
+    change = outline_in(head)
     try:
-        return _change_in(head, parts)
+        raw, damage = _bytes_of(head, parts)
     except Exception as error:  # noqa: BLE001 - whatever somebody has left there
-        partition_id, _, place = head["_id"].rpartition("/")
-        reason = _damaged(partition_id, place, f"the document cannot be read ({error!r})")
-        return StoredChange(place, b"", refusal=Refusal.because(reason, halts=True), token={"_data": place})
+        raw, damage = b"", f"the document cannot be read ({error!r})"
+    if not damage:
+        return replace(change, raw=raw)
+    return _damaged(head["_id"], change.token or {"_data": change.data}, damage)
 
 
-def _change_in(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> StoredChange:
-    partition_id, _, place = head["_id"].rpartition("/")
-    token = head.get("token") or {"_data": place}
-    raw, damage = _bytes_of(head, parts)
-    refusal = head.get("refusal")
-    if damage:
-        refusal = {"reason": _damaged(partition_id, token_data(token), damage), "halts": True}
-    return StoredChange(
-        data=token_data(token),
-        raw=raw,
-        hash=head["hash"] % _HASHES,
-        refusal=Refusal.because(**refusal) if refusal else None,
-        token=token if damage or "token" in head else None,
-        size=amount_of([head, *parts]).size,
-    )
+def outline_in(head: Mapping[str, Any]) -> StoredChange:
+    """Return the change in a document without its bytes."""
+    place = head["_id"].rpartition("/")[2]
+    try:
+        token, refusal = head.get("token"), head.get("refusal")
+        return StoredChange(
+            data=token_data(token or {"_data": place}),
+            hash=head["hash"] % _HASHES,
+            refusal=Refusal.because(**refusal) if refusal else None,
+            token=token,
+            size=int(head.get("size", 0)),
+        )
+    except Exception as error:  # noqa: BLE001 - whatever somebody has left there
+        return _damaged(head["_id"], {"_data": place}, f"the document cannot be read ({error!r})")
 
 
 def _bytes_of(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
@@ -230,11 +208,13 @@ def _bytes_of(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tu
         return b"", f"they cannot be decompressed ({error})"
 
 
-def _damaged(partition_id: str, data: str, damage: str) -> str:
-    return (
+def _damaged(document_id: str, token: Mapping[str, Any], damage: str) -> StoredChange:
+    partition_id, data = document_id.rpartition("/")[0], token_data(token)
+    reason = (
         f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
         f"{damage}. Restore them in the collection `backlog` of the state database and retry, or skip the change."
     )
+    return StoredChange(data, refusal=Refusal.because(reason, halts=True), token=token)
 
 
 def _rare(change: StoredChange) -> Document:
@@ -261,12 +241,8 @@ def _parts(head: Document, raw: bytes) -> Iterator[Document]:
     shared = {"term": head["term"], "hash": head["hash"]}
     for number, part_id in enumerate(part_ids(head)):
         part = raw[number * _PART_BYTES : (number + 1) * _PART_BYTES]
-        yield _sized({"_id": part_id, **shared, "part": number + 1}, part)
-
-
-def _sized(document: Document, raw: bytes) -> Document:
-    return {**document, "size": len(raw) + _overhead(document), "raw": Binary(raw)}
+        yield {"_id": part_id, **shared, "part": number + 1, "raw": Binary(part)}
 
 
 def _overhead(document: Document) -> int:
-    return len(bson.encode(document)) + _SIZE_AND_RAW
+    return len(bson.encode(document)) + _RAW_FIELD

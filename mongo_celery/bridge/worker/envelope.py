@@ -6,11 +6,11 @@ HMAC-SHA256 under the bridge's signing key, then one BSON document. The kind of 
 the signed part, so that a commit cannot be replayed as a run. Changes travel as the bytes that the
 server sent, so that every BSON type arrives exact, whatever serializer the broker uses.
 
-A refused change travels alone, with its reason and its token. A run that is too large for a message travels by
-reference: its changes are stored, and the message names them, with a digest of their bytes. What the worker reads
-there is signed by that as if it had travelled. The replay of a dead letter names the letter and the number of the
-attempt; its change is read where the letter is. A run of several changes, or beside parked keys, carries the hash of
-each change's key: any of them may fail, and a worker stops before one whose key is parked.
+An undeliverable change travels alone, with its reason and its token. A run of stored changes travels by reference:
+the message names them by their tokens, and the worker reads their bytes under its claim. The replay of a dead letter
+names the letter and the number of the attempt; its change is read where the letter is. A run of several changes, or
+beside parked keys, carries the hash of each change's key: any of them may fail, and a worker stops before one whose
+key is parked.
 
 Who can only write to the broker can neither invent changes nor commits; who replays a valid message
 meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
@@ -27,7 +27,7 @@ import binascii
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,44 +69,19 @@ class Carrier:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """
-    Part of a message in the place of changes that are stored.
-
-    Attributes:
-        tokens: comparable parts of their resume tokens, which tell where they are.
-        sizes: bytes of each.
-        digest: of all their bytes.
-    """
-
-    tokens: tuple[str, ...]
-    sizes: tuple[int, ...]
-    digest: bytes
-
-    @classmethod
-    def to(cls, tokens: Iterable[str], changes: Sequence[bytes]) -> Reference:
-        """The reference to these changes."""
-        return cls(tuple(tokens), tuple(map(len, changes)), _digest(changes))
-
-    def fits(self, changes: Sequence[bytes]) -> bool:
-        """Return True if these are the changes that it refers to, byte for byte."""
-        return self.sizes == tuple(map(len, changes)) and self.digest == _digest(changes)
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """
     Consecutive changes of one partition, dispatched under one version of the lease.
 
     Attributes:
-        changes: the raw BSON of each event; empty in the envelope of a commit, and where they travel by reference.
+        changes: the raw BSON of each event; empty in the envelope of a commit, and where they are stored.
         first: sequence number of the first change.
         last: sequence number of the last change.
         carrier: the message in which it travels; None before it is signed.
         refusal: why its one change is not given to the handler; None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
         hash: of the first change's partition key, from 0 to 2^64 - 1; 0 where no change travels.
-        reference: to changes that are stored; None for those that travel in the message.
+        stored: comparable parts of the tokens of changes that are stored, and do not travel; empty for all others.
         letter: `_id` of the dead letter that is replayed; None for a run of changes.
         starts: how often that letter was started before.
         hashes: of the partition keys of all its changes; empty for one change of a partition without parked keys.
@@ -124,7 +99,7 @@ class Run:
     refusal: Refusal | None = None
     token: Mapping[str, Any] | None = None
     hash: int = 0
-    reference: Reference | None = None
+    stored: tuple[str, ...] = ()
     letter: str | None = None
     starts: int = 0
     hashes: tuple[int, ...] = ()
@@ -142,9 +117,7 @@ class Run:
     @property
     def head(self) -> str:
         """Comparable part of the first change's resume token."""
-        if self.reference is not None:
-            return self.reference.tokens[0]
-        return token_data(self.token_of(self.changes[0]))
+        return self.stored[0] if self.stored else token_data(self.token_of(self.changes[0]))
 
     def hash_at(self, offset: int) -> int:
         """Return the hash of the partition key of one of the changes."""
@@ -186,10 +159,9 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
     if run.refusal is not None:
         assert run.token is not None, "a refused change is known by its token"
         document |= {"r": run.refusal.reason, "h": run.refusal.halts, "p": dict(run.token)}
-    if run.reference is not None:
-        assert not run.changes, "what is referred to does not travel"
-        tokens, sizes = run.reference.tokens, run.reference.sizes
-        document |= {"d": tokens, "z": [*map(Int64, sizes)], "x": Binary(run.reference.digest)}
+    if run.stored:
+        assert not run.changes, "what is stored does not travel"
+        document["d"] = run.stored
     if run.letter is not None:
         assert not run.changes, "the change of a dead letter does not travel"
         document |= {"e": run.letter, "m": Int64(run.starts)}
@@ -242,12 +214,12 @@ def verify_run(kind: str, envelope: object, key: bytes) -> Run:
         document["v"],
         first,
         last,
-        (bytes(document["c"]),) if is_refused and "x" not in document else tuple(_split(document["c"])),
+        (bytes(document["c"]),) if is_refused and "d" not in document else tuple(_split(document["c"])),
         Carrier(document["t"], document["l"]),
         Refusal(document["r"], document["h"]) if is_refused else None,
         document["p"] if is_refused else None,
         document["q"] % _HASHES,
-        Reference(tuple(document["d"]), tuple(document["z"]), bytes(document["x"])) if "x" in document else None,
+        tuple(document.get("d", ())),
         document.get("e"),
         document.get("m", 0),
         tuple(_hashes(bytes(document.get("w", b"")))),
@@ -256,13 +228,6 @@ def verify_run(kind: str, envelope: object, key: bytes) -> Run:
 
 def _hashes(data: bytes) -> Iterator[int]:
     return (int.from_bytes(data[at : at + _HASH_BYTES], "big") for at in range(0, len(data), _HASH_BYTES))
-
-
-def _digest(changes: Iterable[bytes]) -> bytes:
-    digest = hashlib.sha256()
-    for change in changes:
-        digest.update(change)
-    return digest.digest()
 
 
 def _sign(key: bytes, body: bytes) -> bytes:

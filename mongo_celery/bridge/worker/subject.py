@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import bson
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
-    from mongo_celery.bridge.worker.envelope import Reference, Run
+    from mongo_celery.bridge.worker.envelope import Run
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -87,8 +88,8 @@ _FULL = (
     "or discard some, then run `{retry}`. The handler's error: {error}"
 )
 _MISSING = (
-    "%s: no attempt is counted, and they are stored again before the change is sent again. Stop whatever else removes "
-    "documents of the collection `backlog`"
+    "%s: no attempt is counted, and the change is tried again. Restore the collection `backlog` from a backup, and "
+    "stop whatever else removes its documents"
 )
 
 
@@ -249,34 +250,38 @@ class RunSubject(Subject):
         )
 
     def load(self, claim: Claim) -> Decision:
-        """Fetch changes that travel by reference. A parked key and a refusal keep the first one from its handler."""
-        if self.run.reference is not None and (waiting := self._fetch(claim, self.run.reference)):
+        """Fetch changes that are stored. A parked key and a refusal keep the first one from its handler."""
+        if self.run.stored and (waiting := self._fetch(claim)):
             return waiting
         refusal = self.run.refusal
         if self.is_parked(claim, 0) and (refusal is None or not refusal.halts):  # such a one halts, whatever its key
             return self._queue_dead_letter()
         return [] if refusal is None else self.fail(claim, 0, RefusedChangeError(refusal.reason))
 
-    def _fetch(self, claim: Claim, reference: Reference) -> Decision:
+    def _fetch(self, claim: Claim) -> Decision:
         """
-        Read the changes of a run that travels by reference; where they cannot be read the head waits, uncounted.
+        Read the bytes of stored changes.
 
-        The listener stores them before it sends the message, and stores them again when it sends it again.
+        The run ends before one that is not there, or is damaged: that becomes the first of another run. If it is the
+        first of this run, its partition halts where it is damaged, and waits where it is missing, uncounted.
         """
-        run, found = self.run, dict[str, StoredChange]()
+        run = self.run
         what = f"change {run.first} of {run.partition_id}"
         try:
-            found = self._store.spill.fetch(run.partition_id, reference.tokens)
+            found = self._store.spill.fetch(run.partition_id, run.stored)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             return self.wait(claim, what, cause_text(error), error)
-        except Exception as error:  # noqa: BLE001 - whatever a document does that is not what was stored
-            logger.debug("%s as it is stored: %s", what, error_text(error))
-        changes = tuple(found[token].raw for token in reference.tokens if token in found)
-        if not reference.fits(changes):
-            missing = f"the stored bytes of {what}, token {reference.tokens[0][:_TOKEN_CHARS]}, are missing"
+        first = found.get(run.stored[0])
+        if first is None:
+            missing = f"the stored bytes of {what}, token {run.stored[0][:_TOKEN_CHARS]}, are missing"
             logger.error(_MISSING, missing, extra={"event": "stored_change_missing", "partition": run.partition_id})
             return self.wait(claim, what, missing, LookupError(missing))
-        self.run = replace(run, changes=changes)
+        whole = takewhile(lambda token: token in found and found[token].raw, run.stored)
+        changes = tuple(found[token].raw for token in whole)
+        if changes:
+            self.run = replace(run, changes=changes)
+        else:
+            self.run = replace(run, changes=(b"",), refusal=first.refusal, token=first.token)
         self._is_stored = True
         return []
 

@@ -25,9 +25,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from mongo_celery.bridge.listener import removal
-from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.publishing import Publishing
+from mongo_celery.bridge.state import spill
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.replays import Replays
@@ -35,7 +34,7 @@ from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.bridge.worker.execution import Execution
 
-_STEPPED = (ClaimCheck, Claims, Execution, Partitions, Publishing, Replays, Spill, Subscriptions)
+_STEPPED = (Claims, Execution, Partitions, Publishing, Replays, Spill, Subscriptions)
 _CLASSES = {each.__name__: each for each in _STEPPED}
 
 
@@ -82,6 +81,4 @@ def _is_first() -> bool:
 
 def _cut(pieces: int) -> None:
     """Remove in many calls what would else take one."""
-    removal.REMOVED = pieces  # type: ignore[attr-defined]
-    remove = Spill.remove
-    Spill.remove = lambda *arguments: remove(*arguments, limit=pieces)  # type: ignore[method-assign]
+    spill._AT_A_TIME = pieces

@@ -28,9 +28,9 @@ STORING: dict[str, Document] = {
     "after the watermark": {"at": WATERMARK, "once": MARK, "behind": True},
 }
 RUNNING: dict[str, Document] = {
-    "with a message of what is stored": {"at": "Publishing.publish", "once": "Spill.read", "behind": True},
+    "with a message of what is stored": {"at": "Publishing.publish", "once": "Spill.outline", "behind": True},
     "after the commit, before the removal": {"at": "Spill.remove"},
-    "in the middle of a removal": {"at": "Spill.remove", "behind": True, "pieces": 3},
+    "in the middle of a removal": {"at": "Spill._remove_some", "behind": True, "pieces": 3},
     "before the mark is cleared": {"at": "Partitions.clear_spilled"},
 }
 SWITCHING: dict[str, Document] = {
@@ -159,11 +159,11 @@ def layout(chain: SpillRig) -> Document:
 
 
 @pytest.mark.slow
-def test_a_listener_is_killed_between_a_claim_check_and_its_message(make: Make) -> None:
+def test_a_listener_is_killed_between_storing_a_large_change_and_its_mark(make: Make) -> None:
     """P6, P13: the next one finds the bytes that nothing has marked, and nobody has asked for."""
     chain = make("plain", max_message_bytes=4096, run_size=1)
     chain.worker()
-    killed = chain.pointed("listener", {"at": "ClaimCheck.check_in", "behind": True})
+    killed = chain.pointed("listener", {"at": MARK})
     for n in (1, 2, 3):
         chain.write("plain", "large", n, padding="x" * 20_000 * (n % 2))
     chain.wait_gone(killed)

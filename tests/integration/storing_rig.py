@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -14,8 +15,9 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.partition import Step
-from mongo_celery.bridge.listener.spilling import Spilling
+from mongo_celery.bridge.listener.storing import AGAIN, Storing
 from mongo_celery.bridge.listener.takeover import list_generations
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.partitioning import partition_hash
@@ -80,8 +82,10 @@ class Term:
         (self.led,) = self.rig.led(self.takeover, {"record": at})
         self.share = 0.0
         concern = Concern("the state database", "readWrite")
-        self.spilling = Spilling(self.rig.store, self.rig.options, concern, lambda _: self.share)
-        self.spilling.begin({"record": self.led}, self.rig.version)
+        self.storing = Storing(self.rig.store, self.rig.options, concern, lambda _: self.share)
+        self.housekeeping = Housekeeping()
+        self.storing.begin({"record": self.led}, self.rig.version, self.housekeeping)
+        self.housekeeping.start()
         self.watermarks = Watermarks(self.rig.store, self.rig.renewal, STREAM, dict)
         self.ran: list[int] = []
         self._later = 0.0
@@ -99,7 +103,7 @@ class Term:
 
     def look(self) -> None:
         """Read all partitions; LeaseLostError where a later term has them."""
-        found = self.rig.store.partitions.of(list_generations(self.takeover.layouts), self.spilling.session)
+        found = self.rig.store.partitions.of(list_generations(self.takeover.layouts), self.storing.session)
         for image in found:
             if self.led.observe(image, time.monotonic()) is Step.SUPERSEDED:
                 raise LeaseLostError
@@ -108,7 +112,7 @@ class Term:
         """Let so much time pass, look, and do what is due."""
         self._later += later
         self.look()
-        self.spilling.turn(time.monotonic() + self._later, at_end=at_end)
+        self.storing.turn(time.monotonic() + self._later, at_end=at_end)
 
     def turn_until(self, condition: Callable[[], object], later: float = _LATER) -> None:
         """Turn again and again, each time so much later, until something is so."""
@@ -117,28 +121,34 @@ class Term:
             self.turn(later)
             return condition()
 
-        wait_for(turned, message=lambda: f"stored {self.stored()}, {self.image()}, {self.spilling.report()}")
+        wait_for(turned, message=lambda: f"stored {self.stored()}, {self.image()}, {self.storing.report()}")
 
     def store(self, index: int = 0, reason: str = "halted") -> bool:
         """Store what a partition has in the buffer."""
-        while self.led.partitions[index].queue:
-            if not self.spilling.store(self.led, index, reason):
+        partition = self.led.partitions[index]
+        while partition.queue:
+            if not self.storing.store(self.led, partition, AGAIN if partition.must_store_again else reason):
                 return False
         return True
 
     def in_memory(self) -> list[StoredChange]:
         """What was read back of the first partition."""
-        spilled = self.led.partitions[0].spilled
-        assert spilled is not None, "it runs from stored changes"
-        return list(spilled.ahead)
+        backlog = self.led.partitions[0].backlog
+        assert backlog is not None, "it runs from stored changes"
+        return list(backlog.ahead)
 
     def dispatch(self) -> list[Run]:
         """What is due now, as published."""
         found = []
         for partition, dispatch in self.led.due(time.monotonic()):
             partition.note_sent(time.monotonic())
-            found.append(dispatch.run)
+            found.append(self.loaded(dispatch.run))
         return found
+
+    def loaded(self, run: Run) -> Run:
+        """A run as a worker has it: with the bytes of what is stored."""
+        found = self.rig.store.spill.fetch(run.partition_id, run.stored) if run.stored else {}
+        return replace(run, changes=[found[token].raw for token in run.stored if token in found]) if run.stored else run
 
     def flush(self) -> str | None:
         """Store the watermark; how far it is."""
@@ -149,7 +159,8 @@ class Term:
 
     def close(self) -> None:
         """End the term."""
-        self.spilling.close()
+        self.housekeeping.stop()
+        self.storing.close()
 
     # -- what workers do ---------------------------------------------------------------------------
 
@@ -161,7 +172,7 @@ class Term:
             version=run.version,
             first=run.first,
             last=run.last,
-            token=token_of(run.changes[0])["_data"],
+            token=run.head,
         )
         if claim is None:
             raise RefusedError(f"somebody else has run {run.first}, or does")
@@ -210,7 +221,7 @@ class Term:
 
     def stored(self, index: int = 0) -> list[int]:
         """Places of the stored changes of a partition."""
-        found = self.rig.store.spill.read(self.partition_id(index), "", "9", limit=1_000_000, max_bytes=1 << 40)
+        found = self.rig.store.spill.read(self.partition_id(index), "", "9", 1_000_000)
         return [number_of(each.raw) for each in found]
 
     def image(self, index: int = 0) -> Image:

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_of
-from mongo_celery.bridge.listener import removal, spilling
-from mongo_celery.bridge.listener.partition import Rejection
+from mongo_celery.bridge.listener import storing
 from mongo_celery.bridge.partitioning import partition_hash
-from mongo_celery.bridge.state.spill import Spill, StoredChange
+from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
@@ -30,7 +28,7 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
-from tests.integration.spilling_rig import PARTITIONS, Term, change, number_of, terms
+from tests.integration.storing_rig import PARTITIONS, Term, change, number_of, terms
 
 Document = dict[str, Any]
 Begin = Callable[..., Term]
@@ -92,22 +90,8 @@ def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     term.read(252)
     assert term.work(until=252)[-1] == 252
     term.turn_until(lambda: not term.stored() and term.marked() is None)
-    term.turn_until(lambda: term.spilling.report()["spilledCount"] == 0 and "spill_ended" in events(caplog))
+    term.turn_until(lambda: "spill_ended" in events(caplog))
     assert events(caplog).count("spill_begun") == events(caplog).count("spill_ended") == 1
-
-
-def test_what_a_failed_bulk_has_stored_is_counted(begin: Begin, failpoint: Failpoint) -> None:
-    """P16: the repetition finds its documents there, and adds nothing; the bound must know of them all the same."""
-    term = begin()
-    halted(term, 1)
-    term.turn()
-    term.turn_until(lambda: term.spilling.report()["spilledCount"] == 1, later=_BEGUN)
-    term.read(2, 3)
-    unknown = {"code": 50, "errmsg": "the time is over"}  # it has happened
-    with failpoint(failCommands=["insert"], writeConcernError=unknown, appName=APP, mode={"times": 1}):
-        term.turn_until(lambda: term.marked() == token_data(3))
-    assert term.stored() == [1, 2, 3]
-    term.turn_until(lambda: term.spilling.report()["spilledCount"] == len(term.stored()))
 
 
 def test_what_comes_behind_stored_changes_is_stored_too(begin: Begin) -> None:
@@ -150,7 +134,10 @@ def test_what_fails_between_storing_and_marking_completes_nothing(
             term.turn(_BEGUN)
         assert (term.marked(), term.watermark, term.led.window.count) == (None, None, 3)
         assert events(caplog).count("spill_failed") >= 1
+        (failure,) = term.storing.report()["notStored"]
+        assert (failure["partition"], bool(failure["error"])) == ("record/0", True)
     term.turn_until(term.marked, later=_BEGUN)
+    assert term.storing.report()["notStoredCount"] == 0
     assert (term.stored(), term.watermark) == ([1, 2, 3], token_data(3))
     term.retry()
     assert term.work(until=3) == [1, 2, 3]
@@ -221,7 +208,7 @@ def test_a_term_that_is_over_marks_nothing(begin: Begin) -> None:
     halted(old, 1, 2)
     new = begin()
     with pytest.raises(LeaseLostError):
-        old.spilling.store(old.led, 0, "halted")
+        old.storing.store(old.led, old.led.partitions[0], "halted")
     assert (new.marked(), old.watermark) == (None, None)
     new.retry()
     new.read(1, 2)
@@ -272,17 +259,16 @@ def test_a_handler_that_matches_less_still_gets_what_was_stored(begin: Begin) ->
 
 
 def test_what_a_crash_has_left_without_a_mark_is_found_and_removed(begin: Begin) -> None:
-    """The bound counts it, and nothing else would ever remove it."""
+    """The bound holds for it, and nothing else would ever remove it."""
     old = begin()
     halted(old, 1, 2)
     stored = [StoredChange(token_data(number), change(number).raw) for number in (1, 2)]
     old.rig.store.spill.insert(old.partition_id(), stored, old.rig.version)
     new = begin()
-    new.turn_until(lambda: new.spilling.report()["spilledCount"] == 2)
     new.read(1, 2, 3)
     new.retry()
     assert new.work(until=3) == [1, 2, 3]
-    new.turn_until(lambda: not new.stored() and not new.spilling.report()["spilledCount"])
+    new.turn_until(lambda: not new.stored())
 
 
 def test_a_rewind_stores_again_what_was_removed(begin: Begin) -> None:
@@ -312,17 +298,17 @@ def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
     assert term.marked() == token_data(20)
     for number in range(21, 61):
         term.read(number, padding=1000)
-    term.turn_until(lambda: term.spilling.waits)
+    term.turn_until(lambda: term.storing.waits)
     kept = term.stored()
     assert 20 < len(kept) < 60, "the longest prefix that has room"
     assert (term.marked(), term.watermark) == (token_data(kept[-1]), token_data(kept[-1]))
-    sentence = term.spilling.report()["spillWaits"]
+    sentence = term.storing.report()["spillWaits"]
     assert all(word in sentence for word in (term.partition_id(), "bytes", "spill_bytes"))
     assert events(caplog).count("spill_full") == 1
     term.retry()
     assert term.work(until=60) == list(range(1, 61))
     term.turn(_SECOND)
-    assert term.spilling.report()["spillWaits"] is None
+    assert term.storing.report()["spillWaits"] is None
 
 
 def test_an_undeliverable_change_is_stored_also_at_the_bound(begin: Begin) -> None:
@@ -335,7 +321,7 @@ def test_an_undeliverable_change_is_stored_also_at_the_bound(begin: Begin) -> No
     term.turn_until(lambda: term.marked() == token_data(2))
     assert term.stored() == [1, 2], "what is behind it has no room"
     assert {(run.index, run.first) for run in term.dispatch()} >= {(1, 1)}
-    assert term.spilling.report()["spillWaits"] is None
+    assert term.storing.report()["spillWaits"] is None
 
 
 def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> None:
@@ -346,8 +332,27 @@ def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> 
     new = begin(spill_bytes=1)
     new.retry()
     new.read(*range(1, 12))
-    new.turn_until(lambda: new.spilling.report()["spilledBytes"] > 1)
     assert new.work(until=11) == list(range(1, 12))
+
+
+def test_a_change_that_is_too_large_for_a_message_is_stored_and_runs_by_reference(begin: Begin) -> None:
+    """P2, P12, P13: it alone, also at the bound; what a message can hold travels before and behind it."""
+    term = begin(max_message_bytes=2000, run_size=10, spill_bytes=1)
+    term.read(1)
+    term.read(2, 3, padding=3000)
+    term.read(4)
+    sent: list[tuple[list[int], bool]] = []
+
+    def done() -> bool:
+        for run in term.dispatch():
+            sent.append(([number_of(raw) for raw in run.changes], bool(run.stored)))
+            term.run(run)
+        return term.ran == [1, 2, 3, 4]
+
+    term.turn_until(done, later=0.0)
+    assert sent == [([1], False), ([2, 3], True), ([4], False)]
+    term.flush()
+    term.turn_until(lambda: not term.marked() and not term.stored())
 
 
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
@@ -364,10 +369,10 @@ def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     new.retry()
     new.turn_until(lambda: "stored_changes_missing" in events(caplog))
     assert (new.dispatch(), new.marked()) == ([], token_data(2))
-    assert [each["missing"] for each in new.spilling.report()["spilled"]] == [True]
+    assert new.storing.report()["spillMissing"] == ["record/0"]
     new.documents.insert_many(saved)
     assert new.work(until=2) == [1, 2]
-    assert new.marked() is None or not new.led.spilled
+    assert new.marked() is None or not new.led.backlogs
 
 
 def test_a_watermark_far_back_in_the_oplog_is_freed(begin: Begin) -> None:
@@ -384,26 +389,23 @@ def test_a_watermark_far_back_in_the_oplog_is_freed(begin: Begin) -> None:
     assert term.work(until=3) == [1, 2, 3]
 
 
-def test_memory_has_the_next_changes_only(begin: Begin) -> None:
-    """However much is stored, what is read back is a part of the buffer; and a reader that waits can go on."""
-    last = 500
-    term = begin(buffer_bytes=200_000)
+def test_what_is_stored_takes_no_memory(begin: Begin) -> None:
+    """However much is stored, the listener has tokens of the next ones alone; and a reader that waits can go on."""
+    last = 300
+    term = begin(buffer_bytes=100_000)
     halted(term, 1)
     for number in range(2, last + 1):
         term.read(number, padding=1000)
-        if term.spilling.is_full:
+        if term.storing.is_full:
             term.turn(_BEGUN)
     term.turn_until(lambda: term.marked() == token_data(last))
-    assert term.led.window.count == 0
     term.retry()
-    largest = 0
     while not term.ran or term.ran[-1] < last:
         term.turn(_ENDED)
-        largest = max(largest, term.spilling.size)
+        assert (term.storing.size, [each.raw for each in term.in_memory() if each.raw]) == (0, [])
         for run in term.dispatch():
             term.run(run)
     assert term.ran == list(range(1, last + 1))
-    assert largest <= 200_000 / 4
 
 
 def refused(term: Term, number: int, *behind: int) -> None:
@@ -493,7 +495,7 @@ def test_a_change_that_was_undeliverable_and_is_done_is_not_run_where_the_correc
     """P1, P6: it stays stored until the watermark has passed it, so that it is known where it is done."""
     term = begin(partition_by=keyless_for_two)
     term.read(1, 2, 3)
-    term.turn_until(lambda: term.marked() == token_data(3))
+    term.turn_until(lambda: term.marked() == token_data(2))
     if how == "discarded":
         term.run(next_run(term))
         run = next_run(term)
@@ -501,10 +503,16 @@ def test_a_change_that_was_undeliverable_and_is_done_is_not_run_where_the_correc
         assert term.rig.store.claims.discard(term.claim(run), token_of(run.changes[0]))
     else:
         term = begin(partition_by=corrected)
-        term.read(2)
+        term.read(2, 3)
         term.pass_over(4)
-    term.work(until=3)
-    assert term.ran == ([1, 3] if how == "discarded" else [1, 2, 3])
+    handled = [1, 3] if how == "discarded" else [1, 2, 3]
+
+    def all_ran() -> bool:
+        for run in term.dispatch():
+            term.run(run)
+        return sorted(term.ran) == handled
+
+    term.turn_until(all_ran)
     term.turn_until(lambda: not term.marked() and term.stored() == [2])
     new = begin(partition_by=corrected)
     new.read(2)
@@ -540,7 +548,7 @@ def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_mor
     term.dispatch()
     last = 1
     for _ in range(turns):
-        while not term.spilling.is_full:
+        while not term.storing.is_full:
             last += 1
             term.read(last, padding=1000)
         term.turn(_SECOND)
@@ -549,7 +557,7 @@ def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_mor
 
 
 def test_what_was_stored_before_with_other_bytes_runs_with_these(begin: Begin) -> None:
-    """P12: a message that says where they are stored has a digest of them; what memory had read would never fit it."""
+    """P13: an event may have another look-up when it is read again; what was read first is as good."""
     old = begin()
     halted(old, 1, 2)
     first = StoredChange(token_data(1), change(1, padding=9).raw)
@@ -560,38 +568,6 @@ def test_what_was_stored_before_with_other_bytes_runs_with_these(begin: Begin) -
     new.turn(_BEGUN)
     new.retry()
     assert next_run(new).changes[0] == first.raw
-
-
-@pytest.mark.parametrize("how", ["halted", "running", "rejected"])
-def test_a_large_head_that_stands_again_costs_no_memory(begin: Begin, how: str) -> None:
-    """P12: what was read back of it would fill the buffer, which nobody could empty; and afterwards it runs."""
-    term = begin(buffer_bytes=100_000, run_size=1)
-    term.read(1, padding=150_000)
-    halted(term, 2)
-    term.turn()
-    term.turn(_BEGUN)
-    assert term.led.window.count == 0
-    term.retry()
-    run = next_run(term)
-    filled = term.spilling.is_full
-    assert filled
-    claim = term.claim(run) if how == "running" else None
-    if how == "halted":
-        term.halt(run)
-    elif claim is None:
-        partition = term.led.partitions[0]
-        partition.in_flight = None
-        partition.note_rejected(Rejection("a", 1, "too large", datetime.now(UTC), 9, time.monotonic() + 3600.0))
-    term.turn(_BEGUN)
-    assert not term.spilling.is_full
-    if how == "halted":
-        term.retry()
-    elif claim is not None:
-        assert term.rig.store.claims.handle(claim, 1, {"_data": token_data(1)})
-        assert term.rig.store.claims.commit(run.partition_id, 1)
-    else:
-        partition.rejection = None
-    assert term.work(until=2)[-1] == 2
 
 
 def test_stored_changes_that_are_gone_behind_others_are_told(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
@@ -614,7 +590,7 @@ def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
     old.retry()
     old.flush()
     new = begin()
-    new.spilling.turn(time.monotonic(), at_end=False)
+    new.storing.turn(time.monotonic(), at_end=False)
     assert not new.in_memory()
     new.turn()
     assert len(new.in_memory()) == 2
@@ -622,7 +598,7 @@ def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
 
 def test_at_the_bound_the_listener_is_not_kept_busy(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """P12: however many partitions wait for room, they are judged once a round, and all others are dispatched."""
-    monkeypatch.setattr(spilling, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(storing, "_TURN_SECONDS", 0.0)
     term = begin(spill_bytes=1)
     for index in (0, 1):
         halted(term, 1 + index) if index == 0 else term.read(2, index=1)
@@ -631,33 +607,5 @@ def test_at_the_bound_the_listener_is_not_kept_busy(begin: Begin, monkeypatch: p
     term.look()
     term.turn()
     term.turn(_BEGUN)
-    assert term.spilling.waits
-    assert term.spilling.next_at() == math.inf
-
-
-def test_what_is_stored_is_counted_once(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To count reads all of it: the walk over what is stored has only what it meets for the first time counted."""
-    monkeypatch.setattr(removal, "_WALK_SECONDS", 0.0)
-    walked: list[object] = []
-    counted: list[str] = []
-    next_partition, amount = Spill.next_partition, Spill.amount
-
-    def walk(*arguments: Any) -> Any:
-        walked.append(arguments)
-        return next_partition(*arguments)
-
-    def count(spill: Spill, where: str) -> Any:
-        counted.append(where)
-        return amount(spill, where)
-
-    monkeypatch.setattr(Spill, "next_partition", walk)
-    monkeypatch.setattr(Spill, "amount", count)
-    old = begin()
-    halted(old, 1, 2)
-    old.store()
-    old.close()
-    new = begin()
-    new.turn_until(lambda: new.spilling.report()["spilledCount"] == 2)
-    del walked[:], counted[:]
-    new.turn_until(lambda: len(walked) > 8)
-    assert (counted, new.spilling.report()["spilledCount"]) == ([], 2)
+    assert term.storing.waits
+    assert term.storing.next_at() == math.inf

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mongo_celery.bridge.state.partitions import Partitions
-from mongo_celery.bridge.state.spill import Spill, StoredChange
+from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LeaseLostError
 from tests.fixtures.mongo import MakeClient
-from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
-from tests.integration.spilling_rig import RefusedError, Term, change, terms
+from tests.integration.storing_rig import RefusedError, Term, terms
 from tests.integration.term_rig import KilledError, around
 
 Begin = Callable[..., Term]
@@ -25,12 +24,12 @@ STEPS: list[tuple[type, str]] = [
     (Spill, "insert"),
     (Partitions, "mark_spilled"),
     (Subscriptions, "advance_all"),
-    (Spill, "read"),
+    (Spill, "outline"),
     (Partitions, "clear_spilled"),
 ]
 _NAMES = [name for _, name in STEPS]
 _FIRST, _LAST = 12, 20
-_BEGUN, _SWEPT = 6.0, 1.1
+_BEGUN = 6.0
 
 
 @pytest.fixture
@@ -127,27 +126,3 @@ def test_a_listener_that_wakes_at_any_step_harms_nothing(
         with pytest.raises((LeaseLostError, RefusedError)):
             life.live(life.first)
     life.judge()
-
-
-def test_what_is_stored_behind_a_count_is_removed_too(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P13: a count that was asked for before does not know it; as the last word it would leave a change behind."""
-    term = begin()
-    where, version = term.partition_id(), term.rig.version
-    stored = [StoredChange(token_data(number), change(number).raw) for number in (1, 2)]
-    term.rig.store.spill.insert(where, stored[:1], version)
-    term.spilling.has_documents(where)
-    term.read(1, 2)
-    assert term.work(until=1) == [1]
-    term.turn_until(lambda: not term.stored())
-    done: list[str] = []
-    around(monkeypatch, (Spill, "amount"), lambda: done.append("counted"), behind=True)
-    around(monkeypatch, (Spill, "next_partition"), lambda: done.append("met"), behind=True)
-    term.spilling.has_documents(where)
-    term.turn(_SWEPT)
-    wait_for(lambda: sorted(done) == ["counted", "met"])
-    term.rig.store.spill.insert(where, stored[1:], version)
-    term.spilling.has_documents(where)
-    for _ in range(3):
-        term.turn(_SWEPT)
-    assert term.work(until=2) == [1, 2]
-    term.turn_until(lambda: not term.stored())

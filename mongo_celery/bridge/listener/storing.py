@@ -1,0 +1,357 @@
+"""
+Storing changes in the state database, so that the watermark passes and the stream is read on.
+
+The order of writes is what nothing is lost by:
+
+1. the first changes of the partition's buffer are inserted, by majority; each is there afterwards, under this term.
+2. the partition is marked up to the last of them, guarded by the epoch.
+3. only then they are complete for the window, and a watermark behind them may be stored.
+
+A crash between 1 and 2 leaves changes that nobody reads, between 2 and 3 changes that are read and stored again. Any
+error means that nothing is complete; it is tried again after a pause. While the mark lies behind what is committed,
+the partition runs from what is stored, by reference (`stored_range`, `read_back`); when that is done the mark is
+cleared, and what is committed is removed (`removal`).
+
+| a partition's changes are stored | when | beyond the bound |
+|---|---|---|
+| again | what it has in the buffer is at or below its mark: it cannot run before | yes |
+| undeliverable | one of them cannot be given to its handler: at once, with what is before it | yes |
+| too large | the next one fits into no message | yes |
+| blocked | its first change has not run for `spill_after`: halted, paused, parked, waiting, running, rejected | no |
+| oplog | a quarter of the oplog's window lies behind the watermark that it holds | no |
+| full | the buffer is full, and another partition has nothing to do (`pressure`): the largest first | no |
+
+`spill_bytes` bounds what the collection has, as the server measures it every five seconds; at the bound no more is
+stored but what cannot run otherwise, and the stream waits for who frees it, loudly. Bridges that share a state database
+share the collection, and each has its own bound for all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING, Any
+
+from bson.errors import BSONError
+from pymongo.client_session import ClientSession
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.error_text import storable
+from mongo_celery.bridge.existing import place_of
+from mongo_celery.bridge.listener.housekeeping import Housekeeping, Job
+from mongo_celery.bridge.listener.pacing import RetryGate
+from mongo_celery.bridge.listener.partition import NotStored, Partition
+from mongo_celery.bridge.listener.pressure import Pressure
+from mongo_celery.bridge.listener.read_back import ReadBack
+from mongo_celery.bridge.listener.removal import Removal
+from mongo_celery.bridge.listener.stored_range import stored_change
+from mongo_celery.bridge.listener.storing_report import StoringReport
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.command_line import ANY_APP, CommandLine
+from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.store import Store
+    from mongo_celery.bridge.window import PendingChange
+
+logger = logging.getLogger("mongo_celery.listener")
+
+AGAIN, UNDELIVERABLE, TOO_LARGE, OPLOG, FULL = "stored again", "undeliverable", "too large", "oplog", "buffer full"
+"""Why changes are stored, beside the states in which a partition is blocked."""
+
+_NEEDED = (AGAIN, UNDELIVERABLE, TOO_LARGE)
+"""Reasons of which the bound holds nothing back: the change could not run otherwise."""
+
+AT_RISK = 0.25
+"""Share of the oplog's window that may lie behind a watermark before what holds it is stored."""
+
+_JUDGED_SECONDS = 0.25
+_TURN_SECONDS = 0.2
+_SWEEP_SECONDS = 1.0
+_BULK_CHANGES = 1000
+_BULK_BYTES = 4 << 20
+_REASON_CHARS = 300
+_PAUSES = Pauses(first=1.0, longest=16.0)
+
+
+class Storing:
+    """
+    The stored changes of one term. Used by the leading thread; `report` by the one that renews the lease, too.
+
+    Args:
+        store: the state database.
+        options: of the bridge.
+        concern: whom an error of the state database concerns.
+        share_behind: which share of the oplog's window lies behind a subscription.
+        line: how commands about the bridge begin.
+
+    Attributes:
+        session: in which everything is read that decides what runs: images and stored changes.
+        waits: why something is not stored that should be, as a sentence; empty while nothing waits.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        options: BridgeOptions,
+        concern: Concern,
+        share_behind: Callable[[Subscription], float],
+        line: CommandLine = ANY_APP,
+    ) -> None:
+        self.session: ClientSession = store.start_session()
+        self.waits = ""
+        self._state = store
+        self._options = options
+        self._concern = concern
+        self._share_behind = share_behind
+        self._led: Mapping[str, Subscription] = {}
+        self._version = 0
+        self._removal = Removal(store.spill, 0)
+        self._report = StoringReport(options.spill_bytes, line)
+        self._pressure = Pressure(options.buffer_bytes)
+        self._reading = ReadBack(store, self.session)
+        self._gate = RetryGate()
+        self._removing: Job | None = None
+        self._judged_at = self._swept_at = 0.0
+        self._unfinished = self._has_swept = False
+
+    # -- a term ------------------------------------------------------------------------------------
+
+    def begin(self, subscriptions: Mapping[str, Subscription], version: int, housekeeping: Housekeeping) -> None:
+        """Take over what is stored of these subscriptions."""
+        self._led, self._version = subscriptions, version
+        self._removal = Removal(self._state.spill, version)
+        self._removing = housekeeping.add(self._removal.work)
+
+    def close(self) -> None:
+        """End the session."""
+        self.session.end_session()
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that changes take, of all subscriptions."""
+        return sum(subscription.window.size for subscription in self._led.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be read."""
+        return self.size >= self._options.buffer_bytes
+
+    def report(self) -> dict[str, Any]:
+        """What `status` shows of stored changes."""
+        return self._report.report(list(self._led.values()), self._removal.size, self.waits)
+
+    def next_at(self) -> float:
+        """Monotonic time of the next turn that has something to do, as far as that is known."""
+        return 0.0 if self._unfinished or any(each.too_large for each in self._led.values()) else math.inf
+
+    def turn(self, now: float, *, at_end: bool) -> None:
+        """
+        Do what is due, within a bound of time.
+
+        Args:
+            at_end: whether the stream has no more to give at this moment.
+
+        Raises:
+            LeaseLostError: the term has ended.
+            MongoCeleryError: something that waiting cannot cure.
+        """
+        if not self._gate.is_open(now) or self.session.operation_time is None:  # no image was seen in it
+            return
+        try:
+            self._unfinished = not self._reading.read(self._led.values(), now)
+            if now - self._swept_at >= _SWEEP_SECONDS:
+                self._swept_at = now
+                self._sweep()
+        except PyMongoError as error:
+            self._note_failure("reading or clearing stored changes", error)
+            return
+        is_urgent = any(each.too_large or each.unstored is not None for each in self._led.values())
+        if is_urgent or now - self._judged_at >= _JUDGED_SECONDS:
+            self._judged_at = now
+            self._store_due(now, at_end=at_end)
+
+    # -- storing -----------------------------------------------------------------------------------
+
+    def store(self, subscription: Subscription, partition: Partition, reason: str) -> int:
+        """
+        Store a bulk of what a partition has in its queue; it holds no watermark then, and runs from what is stored.
+
+        Args:
+            reason: why, for people.
+
+        Returns:
+            How many changes; none where the bound does not allow it.
+
+        Raises:
+            LeaseLostError: the term has ended.
+            PyMongoError: all is as before; to be tried again.
+        """
+        subscription.window.complete(partition.queue, partition.image.data)
+        changes = self._next_bulk(subscription, partition, reason)
+        if not changes:
+            return 0
+        size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
+        stored, to = [stored_change(change) for change in changes], changes[-1].data
+        self._removal.note(partition.partition_id, place_of(to), 0 if reason == AGAIN else size)
+        self._state.spill.insert(partition.partition_id, stored, self._version, self.session)
+        if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
+            raise LeaseLostError
+        subscription.note_stored(partition, to, len(stored))
+        if reason == FULL:
+            self._pressure.note_stored(size, self.size)
+        if reason not in (UNDELIVERABLE, TOO_LARGE):  # the change itself was logged, or runs at once
+            self._report.note_begun(partition, reason)
+        return len(stored)
+
+    def _next_bulk(self, subscription: Subscription, partition: Partition, reason: str) -> list[PendingChange]:
+        """Return what is stored next: no more than is needed, where it is stored beyond the bound."""
+        first, room = partition.queue.first, self._options.spill_bytes - self._removal.size
+        if first is None or (reason not in _NEEDED and first.weight > room):
+            return []
+        changes = partition.queue.head(_BULK_CHANGES, _BULK_BYTES)
+        if reason == AGAIN:
+            to = partition.backlog.to if partition.backlog is not None else ""
+            return [change for change in changes if change.data <= to]
+        if reason == TOO_LARGE:
+            subscription.too_large.discard(partition)
+            return list(takewhile(lambda change: len(change.raw) > self._options.max_message_bytes, changes))
+        if reason == UNDELIVERABLE:
+            needed = max((number for number, change in enumerate(changes, 1) if change.refusal), default=len(changes))
+            return changes[:needed]
+        sizes = accumulate(change.weight for change in changes)
+        return [change for change, size in zip(changes, sizes, strict=True) if size <= room]
+
+    def _store_due(self, now: float, *, at_end: bool) -> None:
+        """Store what is due, one bulk after the other, within a bound of time."""
+        until, waits = time.monotonic() + _TURN_SECONDS, ""
+        idle = [] if at_end or not (self.is_full or self._pressure.is_full) else self._find_idle()
+        self._pressure.observe(self.size, idle, now)
+        for subscription, partition, due in self._find_due(now):
+            reason: str | None = due
+            try:
+                while reason is not None and self.store(subscription, partition, reason):
+                    partition.not_stored = None
+                    if time.monotonic() > until:
+                        self._judged_at, self._unfinished = 0.0, True
+                        return
+                    reason = self._reason(subscription, partition, now)
+            except (PyMongoError, BSONError) as error:
+                self._note_failure(f"storing changes of partition {partition.partition_id}", error, partition)
+                if not _is_of_one(error):
+                    return
+                continue
+            if reason is not None and reason not in _NEEDED and partition.queue:
+                waits = waits or self._report.complain(partition, self._removal.size)
+        self.waits, self._has_swept = waits, False
+
+    def _find_due(self, now: float) -> list[tuple[Subscription, Partition, str]]:
+        """Return what is to be stored now, and why: first what cannot run otherwise, then the largest."""
+        found = [
+            (subscription, partition, reason)
+            for subscription in self._led.values()
+            for partition in subscription.partitions.values()
+            if partition.queue and (partition.not_stored is None or partition.not_stored.gate.is_open(now))
+            if (reason := self._reason(subscription, partition, now)) is not None
+        ]
+        return sorted(found, key=lambda each: (each[2] in _NEEDED, each[1].queue.size), reverse=True)
+
+    def _reason(self, subscription: Subscription, partition: Partition, now: float) -> str | None:
+        """Return the reason for which the changes of a partition are to be stored now; None where they are not."""
+        if not partition.won:
+            return None
+        if partition.must_store_again:
+            return AGAIN
+        if partition.must_store:
+            return UNDELIVERABLE
+        if partition in subscription.too_large:
+            return TOO_LARGE
+        why, oldest = self._blocked_reason(partition, now), subscription.window.oldest
+        holds = oldest is not None and oldest is partition.queue.first
+        if why is None and holds and self._share_behind(subscription) >= AT_RISK:
+            return OPLOG
+        return FULL if why is None and self._pressure.must_store else why
+
+    def _blocked_reason(self, partition: Partition, now: float) -> str | None:
+        """Return why a partition is blocked, if it is for long enough; what comes behind is stored once a second."""
+        why = blocked_by(partition)
+        if why is None:
+            return None
+        if partition.blocked_since[0] != partition.image.committed:
+            partition.blocked_since = partition.image.committed, now
+        is_tail = partition.backlog is not None and len(partition.queue) < _BULK_CHANGES
+        waits = is_tail and not (self._has_swept or self.is_full)
+        return why if now - partition.blocked_since[1] >= self._options.spill_after and not waits else None
+
+    def _find_idle(self) -> list[Partition]:
+        """Return the flowing partitions that have nothing to do, and had before."""
+        return [
+            partition
+            for subscription in self._led.values()
+            if not subscription.lost
+            for partition in subscription.partitions.values()
+            if partition.image.committed and partition.image.state == "flowing" and not partition.is_busy
+        ]
+
+    # -- failures and removals ---------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Once a second: ask for removals, and clear the marks that are passed."""
+        partitions = [partition for each in self._led.values() for partition in each.partitions.values()]
+        watermarks = {each.name: each.stored.data for each in self._led.values() if each.stored is not None}
+        for partition in partitions:
+            if partition.image.head is not None:  # the execution that has halted may have stored its change
+                self._removal.note(partition.partition_id, place_of(token_data(partition.image.head["resumeToken"])))
+        if self._removal.ask({each.partition_id: each.image for each in partitions}, watermarks) and self._removing:
+            self._removing.wake()
+        self._clear_marks(partitions)
+        self._report.note_size(self._removal.size)
+        self._has_swept = True
+
+    def _clear_marks(self, partitions: Iterable[Partition]) -> None:
+        """Clear the marks that are passed, and log where they are cleared."""
+        passed = []
+        for partition in partitions:
+            if partition.won and partition.backlog is None:
+                if partition.image.spilled is not None:
+                    passed.append(partition.partition_id)
+                else:
+                    self._report.note_ended(partition.partition_id)
+        if passed:
+            self._state.partitions.clear_spilled(passed, self._version)
+
+    def _note_failure(self, what: str, error: Exception, partition: Partition | None = None) -> None:
+        if isinstance(error, PyMongoError):
+            raise_if_final(error, self._concern)
+        logger.warning("%s failed, trying again: %s", what, brief(error), extra={"event": "spill_failed"})
+        if partition is not None:
+            failed = partition.not_stored or NotStored(RetryGate(_PAUSES), "", datetime.now(UTC))
+            failed.error = storable(brief(error)[:_REASON_CHARS])
+            failed.gate.note_failure()
+            partition.not_stored = failed
+        if partition is None or not _is_of_one(error):
+            self._gate.note_failure()
+
+
+def blocked_by(partition: Partition) -> str | None:
+    """Return the reason for which a partition does not continue at this moment; None where it waits for a worker."""
+    state = state_of(partition.image)
+    if state != "flowing":
+        return state
+    if partition.rejection is not None:
+        return "rejected"
+    return "running" if partition.image.claim is not None else None
+
+
+def _is_of_one(error: Exception) -> bool:
+    """Whether a failure says nothing of other partitions: this one is locked, or its changes cannot be stored."""
+    return isinstance(error, BSONError) or (isinstance(error, OperationFailure) and not error.timeout)

@@ -1,0 +1,117 @@
+"""
+What is said of stored changes: logged once when they begin, end or near their bound, and shown by `status`.
+
+`StoringReport.report` is called by the thread that renews the lease, too; all else by the leading thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from mongo_celery.bridge.listener.pacing import LogThrottle
+from mongo_celery.bridge.listener.partition import Partition
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.command_line import CommandLine
+from mongo_celery.findings import NEAR
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_MISSING_MAX = 50
+_NOT_STORED_MAX = 10
+
+
+class StoringReport:
+    """
+    What one term says of stored changes.
+
+    Args:
+        bound: bytes that they may have.
+    """
+
+    def __init__(self, bound: int, line: CommandLine) -> None:
+        self._freeing = (
+            "resume, retry or move to the dead letters what is blocked, or raise spill_bytes: "
+            f"`{line.changes('status', '--all')}` shows it"
+        )
+        self._bound = bound
+        self._begun = set[str]()
+        self._throttle = LogThrottle()
+        self._is_near = False
+
+    def note_begun(self, partition: Partition, reason: str) -> None:
+        """Log that changes of a partition were stored, if they are the first ones."""
+        if partition.partition_id in self._begun or partition.image.spilled is not None:
+            return
+        self._begun.add(partition.partition_id)
+        sentence = "changes of partition %s are stored in the state database from here on (%s), so that others continue"
+        extra = {"partition": partition.partition_id, "reason": reason}
+        if partition.image.state != "flowing":
+            logger.warning(sentence, partition.partition_id, reason, extra={"event": "spill_begun", **extra})
+        else:
+            logger.info(sentence, partition.partition_id, reason, extra={"event": "spill_begun", **extra})
+
+    def note_ended(self, partition_id: str) -> None:
+        """Log that a partition runs from the stream, and has no mark, if it ran from stored changes before."""
+        if partition_id in self._begun:
+            self._begun.discard(partition_id)
+            logger.info(
+                "what was stored of partition %s is done: it runs from the stream again",
+                partition_id,
+                extra={"event": "spill_ended", "partition": partition_id},
+            )
+
+    def note_size(self, size: int) -> None:
+        """Log once that what is stored has come near to its bound, until it falls below again."""
+        was_near, self._is_near = self._is_near, size >= NEAR * self._bound
+        if self._is_near and not was_near:
+            logger.warning(
+                "stored changes have %d of the %d bytes that spill_bytes allows. At the bound no more is stored, and "
+                "the stream waits. Before that, %s",
+                size,
+                self._bound,
+                self._freeing,
+                extra={"event": "spill_bound", "bytes": size},
+            )
+
+    def complain(self, partition: Partition, size: int) -> str:
+        """Return the sentence about a change that the bound keeps from being stored; log it now and then."""
+        first = partition.queue.first
+        wanted = first.weight if first is not None else 0
+        sentence = (
+            f"the next {wanted} bytes of changes of partition {partition.partition_id} cannot be stored: {size} bytes "
+            f"are stored, and spill_bytes allows {self._bound}. When the buffer is full the stream waits for them: "
+            f"{self._freeing}"
+        )
+        if self._throttle.may_log():
+            extra = {"partition": partition.partition_id, "bytes": wanted}
+            logger.error("%s", sentence, extra={"event": "spill_full", **extra})
+        return sentence
+
+    def report(self, subscriptions: Iterable[Subscription], size: int, waits: str) -> dict[str, Any]:
+        """
+        What `status` shows of stored changes.
+
+        Args:
+            size: bytes that they have.
+            waits: why something is not stored that should be; empty while nothing waits.
+        """
+        partitions = [
+            (f"{subscription.name}/{index}", partition)
+            for subscription in subscriptions
+            for index, partition in subscription.partitions.items()
+        ]
+        missing = [name for name, each in partitions if each.backlog is not None and each.backlog.missing]
+        failed = [(name, each.not_stored) for name, each in partitions if each.not_stored is not None]
+        return {
+            "spillLimit": self._bound,
+            "spilledBytes": size,
+            "spillWaits": waits or None,
+            "spillMissing": missing[:_MISSING_MAX],
+            "notStoredCount": len(failed),
+            "notStored": [
+                {"partition": name, "error": failure.error, "since": failure.since}
+                for name, failure in failed[:_NOT_STORED_MAX]
+            ],
+        }
