@@ -11,8 +11,9 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.monitoring import CommandListener
 
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError
-from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
+from mongo_celery.bridge.stream.reader import StreamReader, StreamStatus
 from mongo_celery.bridge.stream.source import Scope, Selector, make_filter, make_scope, parse_source
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError

@@ -20,8 +20,8 @@ from pymongo.database import Database
 from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS, namespace_of
 from mongo_celery.bridge.operations.places import PassedPlace, read_from
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent
-from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.stream.source import Scope, make_scope
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
@@ -251,6 +251,18 @@ def test_many_documents_on_which_a_match_fails_are_found_among_others(read: Read
         reading.wait_for_keys(*range(60))
     assert list(reading.read_errors) == list(range(0, 60, 3))
     assert reading.failure is None
+
+
+def test_a_document_on_which_a_match_fails_is_found_behind_thousands_of_others(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P12, P15: in a batch that the server cannot give, with few openings."""
+    count = 5000
+    with read(scope_on(items.full_name, match=DIVIDES)) as reading:
+        items.insert_many([{"_id": number, "n": number % count} for number in range(1, count + 3)])
+        reading.wait_for_keys(*range(1, count + 3))
+    assert list(reading.read_errors) == [count]
+    assert reading.reader.status.reopenings < 12
 
 
 def test_a_pipeline_that_fails_on_one_document_concerns_its_event_alone(
