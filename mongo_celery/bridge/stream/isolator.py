@@ -19,7 +19,7 @@ the place of the next event, or of its end, which is after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -161,8 +161,7 @@ class EventIsolator:
         explained: ReadError | None = _explain(error, has_pipeline=bool(scope.given))
         steps: list[tuple[Scope, ReadError | None]] = []
         if scope.flags and self._try(candidate, scope.with_flags(())) is not None:
-            failed = {name for name in scope.flags if self._try(candidate, scope.with_flags([name])) is None}
-            # None has failed if the look-up finds something else by now.
+            failed = self._find_failed(candidate, sorted(scope.flags))  # none if a look-up finds something else by now
             steps.append((scope.with_flags(scope.flags.keys() - failed), _explain_match(error, failed)))
         if verdict_on(error) is Verdict.TOO_LARGE:
             whole = self._read_fragments(candidate)
@@ -176,6 +175,15 @@ class EventIsolator:
             if document is not None:
                 return Reread(document, read_error)
         return Reread(candidate, explained)
+
+    def _find_failed(self, candidate: RawBSONDocument, names: Sequence[str]) -> set[str]:
+        """Return the handlers whose `match` fails on the event. Halves are tried, so that one of many costs little."""
+        if self._try(candidate, self._scope.with_flags(names)) is not None:
+            return set()
+        if len(names) == 1:
+            return set(names)
+        half = len(names) // 2
+        return self._find_failed(candidate, names[:half]) | self._find_failed(candidate, names[half:])
 
     def _read_fragments(self, candidate: RawBSONDocument) -> RawBSONDocument | None:
         """
