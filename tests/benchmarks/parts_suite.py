@@ -24,8 +24,9 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Item
-from mongo_celery.bridge.stream.reader import Position, StreamReader
+from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import Scope, strip_flags
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run, verify_run
 from tests.benchmarks.readings import Reading, reading

@@ -9,10 +9,11 @@ from typing import Any, Self
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
-from pymongo.monitoring import CommandListener
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError
-from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
+from mongo_celery.bridge.stream.reader import StreamReader, StreamStatus
 from mongo_celery.bridge.stream.source import Scope, Selector, make_filter, make_scope, parse_source
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
@@ -54,12 +55,28 @@ def now(client: MongoClient[Any]) -> Position:
     return Position(None, Timestamp(time.time, time.inc + 1))
 
 
+class Commands(CommandListener):
+    """The commands that a client has sent."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.names.append(event.command_name)
+
+    def succeeded(self, event: CommandSucceededEvent) -> None:
+        """Nothing to note."""
+
+    def failed(self, event: CommandFailedEvent) -> None:
+        """Nothing to note."""
+
+
 class Reading:
     """
     Reads from a position until its `with` block ends.
 
     Args:
-        room: how many items are taken before `make_room` is called; by default the reader never waits.
+        room: how many items are taken before `grant_credit` is called; by default the reader never waits.
         pauses: before the stream is opened again.
         commands: is told all commands.
         status: of a reader before.

@@ -25,7 +25,7 @@ from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.audit import make_record
-from mongo_celery.bridge.stream.reader import Position
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError

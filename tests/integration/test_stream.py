@@ -17,8 +17,9 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.bridge.listener.starts import start_time
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
-from mongo_celery.bridge.stream.reader import Position, StreamReader
+from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import make_scope
 from mongo_celery.bridge.window import Mark
 from mongo_celery.embedded import MongoReplicaSet

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT
 from mongo_celery.bridge.stream.reader import PAUSES
@@ -23,7 +22,7 @@ from mongo_celery.errors import HistoryLostError, MongoCeleryError, StreamRefuse
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import CODES, Code, Verdict
 from tests.fixtures.process import wait_for
-from tests.integration.stream_rig import APP_NAME, SHORT_PAUSES, Reading, now, scope_on
+from tests.integration.stream_rig import APP_NAME, SHORT_PAUSES, Commands, Reading, now, scope_on
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -35,22 +34,6 @@ TRANSIENT = sorted(CODES[Verdict.TRANSIENT] - {Code.ChangeStreamInvalidated, Cod
 FINAL = sorted(set().union(*CODES.values()) - CODES[Verdict.TRANSIENT] - CODES[Verdict.DUPLICATE_KEY])
 NO_PAUSES = Pauses(first=0.01, longest=60.0, growth=1.0)
 """So that many errors one after the other are one row and cost no time."""
-
-
-class Commands(CommandListener):
-    """The commands that a client has sent."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def started(self, event: CommandStartedEvent) -> None:
-        self.names.append(event.command_name)
-
-    def succeeded(self, event: CommandSucceededEvent) -> None:
-        """Nothing to note."""
-
-    def failed(self, event: CommandFailedEvent) -> None:
-        """Nothing to note."""
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from pymongo.database import Database
 from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS, namespace_of
 from mongo_celery.bridge.operations.places import PassedPlace, read_from
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent
-from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.stream.source import Scope, make_scope
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
-from tests.integration.stream_rig import Reading, now, scope_on, selector_of
+from tests.integration.stream_rig import Commands, Reading, now, scope_on, selector_of
 
 Document = dict[str, Any]
 Read = Callable[[Scope], Reading]
@@ -251,6 +251,35 @@ def test_many_documents_on_which_a_match_fails_are_found_among_others(read: Read
         reading.wait_for_keys(*range(60))
     assert list(reading.read_errors) == list(range(0, 60, 3))
     assert reading.failure is None
+
+
+def test_the_match_that_fails_is_found_among_many_with_few_openings(
+    mongo_url: str, items: Collection[Document]
+) -> None:
+    """P12: a handler whose `match` always fails must not slow down a bridge with many others."""
+    conditions = {f"h{number:02}": {"$gt": [{"$size": "$fullDocument.list"}, number]} for number in range(40)}
+    selectors = [selector_of(items.full_name, name=name, match=match) for name, match in conditions.items()]
+    selectors.append(selector_of(items.full_name, name="divides", match=DIVIDES))
+    scope, commands = make_scope(selectors, state_database="none"), Commands()
+    with Reading(mongo_url, scope, now(items.database.client), commands=commands) as reading:
+        items.insert_one({"_id": 1, "n": 0, "list": []})
+        reading.wait_for_keys(1)
+    (event,) = reading.events
+    assert set(event[FLAGS]) == set(conditions)
+    assert reading.read_errors[1].only_match
+    assert commands.names.count("aggregate") < 30
+
+
+def test_a_document_on_which_a_match_fails_is_found_behind_thousands_of_others(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P12, P15: in a batch that the server cannot give, with few openings."""
+    count = 5000
+    with read(scope_on(items.full_name, match=DIVIDES)) as reading:
+        items.insert_many([{"_id": number, "n": number % count} for number in range(1, count + 3)])
+        reading.wait_for_keys(*range(1, count + 3))
+    assert list(reading.read_errors) == [count]
+    assert reading.reader.status.reopenings < 12
 
 
 def test_a_pipeline_that_fails_on_one_document_concerns_its_event_alone(

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pymongo.errors import InvalidOperation
 
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Item, credit_cost
-from mongo_celery.bridge.stream.reader import Position, StreamReader
+from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import Scope
 from tests.fixtures.samples import token_data
 

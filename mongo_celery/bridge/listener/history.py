@@ -41,7 +41,7 @@ from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time, starts_now
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.stream.reader import Position
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import HistoryLostError, LeaseLostError

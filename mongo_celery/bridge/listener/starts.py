@@ -36,7 +36,7 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions, StartFrom
 from mongo_celery.bridge.state.subscriptions import OWED, lost_in, name_in
-from mongo_celery.bridge.stream.reader import Position
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import ConfigurationError, DeploymentError, LeaseLostError

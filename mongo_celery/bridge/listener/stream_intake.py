@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.pacing import LogThrottle
+from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import Failed
-from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
+from mongo_celery.bridge.stream.reader import StreamReader, StreamStatus
 
 if TYPE_CHECKING:
     from bson import Timestamp

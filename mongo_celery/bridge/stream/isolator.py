@@ -19,7 +19,7 @@ the place of the next event, or of its end, which is after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ class EventIsolator:
             PyMongoError: these cannot be read either; then no single event is the reason.
         """
         last, time_ = token_data(start.token) if start.token is not None else "", start.time
-        is_passing, last = last_stand_in > last, max(last_stand_in, last)
+        follows_stand_in, last = last_stand_in > last, max(last_stand_in, last)
         with closing(self._open(self._bare(WITHOUT_OVERSIZED, _WITHOUT_DOCUMENTS), start, 1)) as cursor:
             limit_batch(cursor, 1)
             while cursor.alive:
@@ -117,13 +117,13 @@ class EventIsolator:
                 token = token_of(candidate) if candidate is not None else post_batch_token(cursor)
                 if token is None:
                     return
-                while event := self._find_oversized(start if time_ is None else Position(None, time_), last, token):
-                    is_passing, last, time_ = True, token_data(event["_id"]), event["clusterTime"]
-                    yield Reread(event, ReadError(explain_oversized(event)))
+                while stand_in := self._find_oversized(Position(None, time_), last, token):
+                    follows_stand_in, last, time_ = True, token_data(stand_in["_id"]), stand_in["clusterTime"]
+                    yield Reread(stand_in, ReadError(explain_oversized(stand_in)))
                 yield token if candidate is None else self._read(candidate)
-                if is_passing and token_data(token) <= last:
-                    set_await(cursor, AWAIT_SECONDS)  # for now the oplog ends with one that is too large
-                elif is_passing or candidate is None:
+                if follows_stand_in and token_data(token) <= last:
+                    set_await(cursor, AWAIT_SECONDS)  # the oplog ends with a stand-in, at which no stream opens
+                elif follows_stand_in or candidate is None:
                     return
                 else:
                     last, time_ = token_data(token), candidate["clusterTime"]
@@ -161,8 +161,7 @@ class EventIsolator:
         explained: ReadError | None = _explain(error, has_pipeline=bool(scope.given))
         steps: list[tuple[Scope, ReadError | None]] = []
         if scope.flags and self._try(candidate, scope.with_flags(())) is not None:
-            failed = {name for name in scope.flags if self._try(candidate, scope.with_flags([name])) is None}
-            # None has failed if the look-up finds something else by now.
+            failed = self._find_failed(candidate, sorted(scope.flags))  # none if a look-up finds something else by now
             steps.append((scope.with_flags(scope.flags.keys() - failed), _explain_match(error, failed)))
         if verdict_on(error) is Verdict.TOO_LARGE:
             whole = self._read_fragments(candidate)
@@ -176,6 +175,15 @@ class EventIsolator:
             if document is not None:
                 return Reread(document, read_error)
         return Reread(candidate, explained)
+
+    def _find_failed(self, candidate: RawBSONDocument, names: Sequence[str]) -> set[str]:
+        """Return the handlers whose `match` fails on the event. Halves are tried, so that one of many costs little."""
+        if self._try(candidate, self._scope.with_flags(names)) is not None:
+            return set()
+        if len(names) == 1:
+            return set(names)
+        half = len(names) // 2
+        return self._find_failed(candidate, names[:half]) | self._find_failed(candidate, names[half:])
 
     def _read_fragments(self, candidate: RawBSONDocument) -> RawBSONDocument | None:
         """

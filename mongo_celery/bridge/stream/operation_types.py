@@ -53,10 +53,10 @@ _ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*'
 
 def check_operations(asked: Collection[str]) -> frozenset[str]:
     """
-    The operation types that a handler asks for.
+    Return the operation types that a handler asks for.
 
     Raises:
-        ConfigurationError: a name is nearly one that is known, or something stands beside `"*"`.
+        ConfigurationError: a name is nearly one that is known, or `"*"` is not alone.
     """
     names = frozenset(asked)
     if ALL in names and len(names) > 1:

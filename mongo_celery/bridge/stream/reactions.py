@@ -74,7 +74,7 @@ def classify_error(error: BaseException, *, opening: bool) -> Reaction:
         opening: whether the stream was being opened; then a parser's assertion is final.
     """
     if isinstance(error, OperationFailure) and not isinstance(error, WTimeoutError):
-        return _to_the_server(error, opening=opening)
+        return _classify_failure(error, opening=opening)
     if isinstance(error, InvalidOperation) and "resume token" in str(error):
         return Reaction.REFUSED
     if isinstance(error, ClientConfigurationError):
@@ -104,10 +104,12 @@ def closes_connection(error: BaseException) -> bool:
     return type(error) is AutoReconnect  # a time-out and a deposed primary are subclasses
 
 
-def _to_the_server(error: OperationFailure, *, opening: bool) -> Reaction:
+def _classify_failure(error: OperationFailure, *, opening: bool) -> Reaction:
     reaction = _REACTIONS.get(verdict_on(error))
     if reaction is Reaction.REOPEN_BY_TIME:
-        return _without_token(error)
+        # The code also says that the pipeline removed or changed `_id`, which is the pipeline's fault.
+        text = str(error)
+        return Reaction.REFUSED if "_id" in text and "modif" in text else reaction
     resumable = error.has_error_label(_RESUMABLE)
     if reaction is Reaction.REFUSED and resumable and not opening:
         return Reaction.REOPEN  # what was accepted once is not wrong; the server knows better
@@ -120,14 +122,8 @@ def _to_the_server(error: OperationFailure, *, opening: bool) -> Reaction:
     return Reaction.REFUSED if opening and (error.code or 0) >= _FIRST_LOCATION else Reaction.UNKNOWN
 
 
-def _without_token(error: OperationFailure) -> Reaction:
-    """Code 280 also says that the pipeline removed or changed `_id`; that is the pipeline's fault."""
-    text = str(error)
-    return Reaction.REFUSED if "_id" in text and "modif" in text else Reaction.REOPEN_BY_TIME
-
-
 def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCeleryError:
-    """The error of ours for a final reaction: our sentence with its cure, then code, name and words of the server."""
+    """Return the error of a final reaction: our sentence with the fix, then code, name and words of the server."""
     code = getattr(error, "code", None)
     if verdict_on(error) is Verdict.LOGIN:
         return AccessError(login_refused(error), code=code)

@@ -32,6 +32,7 @@ from mongo_celery.bridge.existing import is_unread
 from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
     LOW_LATENCY_SECONDS,
+    Position,
     limit_batch,
     next_batch,
     open_cursor,
@@ -39,7 +40,6 @@ from mongo_celery.bridge.stream.cursor import (
     set_await,
     token_of,
 )
-from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
 from mongo_celery.bridge.stream.isolator import ClientFactory, EventIsolator, Reread
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError, credit_cost
 from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, shorten

@@ -1,18 +1,16 @@
 """
 The sources and filters of handlers, and the one change stream that serves all handlers of a bridge.
 
-Server-side filters use only what the oplog fixes: namespace and operation. A condition on anything else
-(`match`) is computed by the server into a flag, and applied by the listener: a filter on a looked-up
-field would make a token unresumable as soon as the document changes. What is bookkeeping is left out there or
-here (`bookkeeping`).
+Server-side filters use only what the oplog fixes: namespace and operation. The server computes a condition on anything
+else (`match`) into a flag, and the listener applies it: a filter on a looked-up field would make a token unresumable as
+soon as the document changes. Server or listener leave bookkeeping out (`bookkeeping`).
 
-The server's filter decides how fast the stream passes the writes of others, and the oplog is left behind by a
-stream that is slower than they are. So it is cheap before it is exact: one look-up of the namespace in a list,
-however long, and nothing a collection, a handler or a field. It lets everything pass that a handler asks for; what
-it lets pass besides, `Selector` leaves out.
+The server's filter decides how fast the stream passes the writes of others, and a stream that is slower than they are
+falls off the oplog. So the filter is cheap before it is exact: one look-up of the namespace in a list, however long,
+and no clause for each collection, handler or field. It lets everything pass that a handler asks for. `Selector` leaves
+out the rest.
 
-The bridge's own state database is always excluded; else every commit would be a change that leads to a
-commit.
+The bridge's own state database is always excluded. Without that every commit would be a change that leads to a commit.
 """
 
 from __future__ import annotations
@@ -467,8 +465,7 @@ def make_scope(
     )
     asked = {"fullDocument": full_document, "fullDocumentBeforeChange": before_change, "showExpandedEvents": expanded}
     options = {name: value for name, value in asked.items() if value and value not in _DEFAULTS}
-    given = tuple(stage for stage in pipeline if stage)
-    return Scope(database, collection, selection, options, _make_flags(selectors, opened), given)
+    return Scope(database, collection, selection, options, _make_flags(selectors, opened), tuple(pipeline))
 
 
 def resolve_selectors(
@@ -507,9 +504,9 @@ def _match_events(selectors: Sequence[Selector], opened: Source, state_database:
     """
     Return our first stage, for a stream that is open on a source.
 
-    What concerns a whole collection is rare, comes by operation alone, and is left to the selectors: its namespace may
-    be a database's, or stand under `to`. What moves a collection always passes: the stream is opened again after the
-    token of an invalidate, and a snapshot of what was dropped or renamed must not end as if all had been read.
+    Events of a whole collection are rare and pass by operation alone: their namespace may be a database's, or be under
+    `to`, so the selectors judge them. Events that move a collection always pass: the stream is opened again after the
+    token of an invalidate, and a snapshot of a dropped or renamed collection must not end as if all had been read.
     """
     asked = frozenset().union(*(selector.filter.operations for selector in selectors))
     others = sorted((asked | MOVES) - DOCUMENT_OPERATIONS)
@@ -542,8 +539,8 @@ def _match_namespaces(sources: Iterable[Source]) -> dict[str, Any]:
     """
     Return one list for all collections, and one for all databases that are watched whole.
 
-    As an expression, since the server translates that to the oplog's own namespace and looks it up in a set. A
-    `$match` on `ns.db` and `ns.coll` becomes one regular expression for each name, tried one after the other.
+    The server translates an expression to the oplog's own namespace and looks it up in a set. It would translate a
+    `$match` on `ns.db` and `ns.coll` to one regular expression for each name, tried one after the other.
     """
     whole = sorted(str(source.database) for source in sources if source.collection is None)
     single = sorted(str(each) for each in sources if each.collection is not None and each.database not in whole)
