@@ -7,6 +7,7 @@ RabbitMQ counts consumers, and does not say which messages they hold. An unknown
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ for _, tag in ipairs(redis.call('HKEYS', KEYS[1])) do
     bytes = bytes + redis.call('HSTRLEN', KEYS[1], tag)
     if bytes > tonumber(ARGV[2]) then return false end
     local message = redis.call('HGET', KEYS[1], tag)
-    found[#found + 1] = string.match(message, '"([^"]*)"%]$') or ''
-    found[#found + 1] = string.match(message, '"task": *"([^"]*)"') or ''
+    local queue, task = string.match(message, '"([^"]*)"%]$') or '', string.match(message, '"task": *"([^"]*)"') or ''
+    found[queue] = found[queue] or {}
+    found[queue][task] = true
 end
-return found
+return cjson.encode(found)
 """
 """Return queue and task of each unacknowledged message: only these names travel, not the messages."""
 
@@ -90,15 +92,10 @@ def _of_redis(channel: Any, queues: list[str]) -> dict[str, Occupancy]:
     }
 
 
-def _tasks_by_queue(names: Any) -> dict[str, set[str]] | None:
+def _tasks_by_queue(found: Any) -> dict[str, set[str]] | None:
     """Return None if the server refused the script, or the script found too much."""
-    if not isinstance(names, list):
-        return None
-    text = [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in names]
-    found: dict[str, set[str]] = {}
-    for queue, task in zip(text[::2], text[1::2], strict=True):
-        found.setdefault(queue, set()).add(task)
-    return found
+    text = found.decode(errors="replace") if isinstance(found, bytes) else found
+    return {queue: set(tasks) for queue, tasks in json.loads(text).items()} if isinstance(text, str) else None
 
 
 def _read_declared(connection: Connection, queue: str) -> Occupancy:

@@ -265,6 +265,10 @@ def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Colle
         view(target, 5).bulk_write(requests)
     assert [each["index"] for each in caught.value.details["writeErrors"]] == [1], "of several new ones, too"
     assert {each["_id"] for each in target.find({"_id": {"$gte": 10}})} == {10}
+    requests = [UpdateOne({"_id": 1}, {"$set": {"x": 1}}), ReplaceOne({"_id": 20}, {"email": "b"}, upsert=True)]
+    with pytest.raises(BulkWriteError) as caught:
+        view(target, 5).bulk_write(requests)
+    assert (caught.value.details["nMatched"], caught.value.details["nModified"]) == (1, 1)
 
 
 @pytest.mark.parametrize("request_", [InsertOne({"_id": 1}), DeleteMany({})])

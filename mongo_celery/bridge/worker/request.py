@@ -53,7 +53,7 @@ def _sanitize_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_unexpected(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
-    unexpected = [str(name) for name, value in headers.items() if name in _JUDGED and _asks(value)]
+    unexpected = [str(name) for name, value in headers.items() if name in _JUDGED and value and value not in _NO_LIMITS]
     return [*unexpected, "reply_to"] if properties.get("reply_to") else unexpected
 
 
@@ -66,17 +66,13 @@ def _limits(task: Any) -> dict[str, Any]:
     return {"timelimit": found.time_limits, RUN_SECONDS: found.seconds}
 
 
-def _asks(value: object) -> bool:
-    return bool(value) and value not in _NO_LIMITS
-
-
 def _sanitize_payload(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], dict[str, Any]], list[str]]:
     """Return the payload as a listener could have made it, and the names of what was left out."""
     if not isinstance(payload, (list, tuple)) or len(payload) != _PAYLOAD_PARTS:
         return ([], {}, {}), ["body"]
     args, kwargs, embedded = payload
     embedded = embedded if isinstance(embedded, Mapping) else {"chain": "?"}
-    unexpected = [name for name in _EMBEDDED if _asks(embedded.get(name))]
+    unexpected = [name for name in _EMBEDDED if embedded.get(name)]
     chain = embedded.get("chain") or None
     if not isinstance(chain, (list, type(None))):
         unexpected.append("chain")
