@@ -13,8 +13,8 @@ such as a position inside of a run (`advance`), leaves its repetition to the dri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pymongo
@@ -24,11 +24,13 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
+from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.verdicts import Code
 
 Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 MAJORITY: Mapping[str, Any] = {"w": "majority"}
 ACKNOWLEDGED: Mapping[str, Any] = {"w": 1}
+TRANSACTION_SECONDS = 5.0
 JOURNALED: Mapping[str, Any] = {"w": 1, "j": True}
 _WHOLE = 1_000_000  # in one answer what fits into 16 MB; by default the first one has 101 documents
 
@@ -73,6 +75,15 @@ class Table:
     def limit(self) -> AbstractContextManager[Any]:
         """The limit of one call for all that is called inside."""
         return pymongo.timeout(self.timeout)
+
+    @contextmanager
+    def session(self) -> Iterator[ClientSession]:
+        """Open a session for one transaction, within its time."""
+        with (
+            pymongo.timeout(max(self.timeout, TRANSACTION_SECONDS)),
+            open_session(self.collection.database.client) as session,
+        ):
+            yield session
 
     def find_one(self, query: Mapping[str, Any], fields: Any = None, **options: Any) -> dict[str, Any] | None:
         """One document, or None."""

@@ -50,7 +50,7 @@ _IMAGE = image(
     claim={"owner": "a", "first": 8, "last": 8, "ttl": 30_000, "until": datetime(2024, 1, 1, tzinfo=UTC)},
     live=True,
     fence=8,
-    epoch=1,
+    term=1,
 )
 
 

@@ -162,7 +162,7 @@ def test_the_status_follows_the_lease(led: Led) -> None:
     """Held, then given back with an error."""
     status = read_status(led.bridge.wiring)
     assert status["state"] == "leading"
-    assert status["version"] == led.version
+    assert status["term"] == led.version
     assert status["listener"]["id"] == led.term.listener_id
     assert status["listener"]["expires"] > status["listener"]["since"]
     assert [each["index"] for each in status["partitions"]] == [0, 1, 2]
@@ -188,7 +188,7 @@ def test_the_status_follows_a_partition(led: Led) -> None:
     shown = led.partition()
     assert shown["claim"]["live"] is True
     assert shown["claim"]["owner"] == claim.owner
-    assert shown["fence"] == claim.fence
+    assert shown["fencing_token"] == claim.fence
     assert read_status(led.bridge.wiring)["outstanding"] == 1
     assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
     shown = led.partition()
@@ -270,11 +270,11 @@ def test_commands_without_a_name_act_on_all_that_fit(led: Led) -> None:
 def test_a_retry_starts_a_halted_change_again_with_new_counts(led: Led) -> None:
     """The same change, under a larger fence."""
     led.halt()
-    fence = led.partition()["fence"]
+    fence = led.partition()["fencing_token"]
     commands.retry(led.bridge.wiring, "summarise", 0)
     shown = led.partition()
     assert (shown["state"], shown["retry"], shown["head"], shown["committed"]) == ("flowing", None, None, 0)
-    assert shown["fence"] > fence
+    assert shown["fencing_token"] > fence
     claim = led.claim()
     assert claim is not None
     assert claim.retries == 0

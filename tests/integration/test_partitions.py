@@ -61,7 +61,7 @@ def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
 def test_a_take_over_shuts_out_the_messages_of_older_terms(rig: Rig) -> None:
     """P3: claim with the new version only."""
     image = rig.take_over(LATER)
-    assert image.epoch == LATER
+    assert image.term == LATER
     assert rig.try_claim(version=VERSION) is None
     assert rig.try_claim(version=LATER) is not None
 
@@ -93,7 +93,7 @@ def test_a_take_over_does_not_lower_an_epoch_that_is_ahead(rig: Rig) -> None:
     assert rig.claims.handle(rig.claim(version=LATER + 10), 1, token(1))
     before = rig.document
     image = rig.take_over(LATER)
-    assert image.epoch == LATER + 10
+    assert image.term == LATER + 10
     assert rig.document == before
 
 

@@ -418,7 +418,7 @@ def test_a_listener_that_wakes_at_any_step_harms_nothing(
             frozen.finish()
     (successor,) = successors
     assert shop.in_force(successor).partitions == wanted
-    assert {image.epoch for image in shop.images(successor).values()} == {successor.rig.version}
+    assert {image.term for image in shop.images(successor).values()} == {successor.rig.version}
     shop.check()
 
 

@@ -275,7 +275,7 @@ def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Sta
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
         letter |= {"handler": HANDLER, "replay": {**REQUEST, "partitioningTerm": stage.generation}}
         stage.state["dead_letters"].insert_one(letter)
-    stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "term": 1})
+    stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "handler": HANDLER, "term": 1})
     stage.state["snapshots"].update_one({}, {"$currentDate": {"movedAt": True}})
     stage.release()
     plan = stage.rewind(data_of(stage.events[1]["_id"]), key=str(stage.of(0)[-1]["documentKey"]["_id"]))

@@ -200,7 +200,7 @@ def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
     store.take_over(5)
     found = store.read_one(snapshot_id)
     assert found is not None
-    assert (found.source, found.epoch, found.last) == (world.source, 5, None)
+    assert (found.source, found.term, found.last) == (world.source, 5, None)
     assert store.begin(found, 4) is None
     assert store.begin(found, 5) is not None
     assert store.begin(found, 5) is None, "what was seen is over"
@@ -227,7 +227,7 @@ def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
     for version, state in ((5, FAILED), (6, GONE)):
         assert store.fail(snapshot_id, version, "no", state)
         assert store.take_over(version + 1) == version + 1, "it may go on"
-        assert store.read_one(snapshot_id).epoch == version + 1  # type: ignore[union-attr]
+        assert store.read_one(snapshot_id).term == version + 1  # type: ignore[union-attr]
         assert store.stop(snapshot_id)
         assert store.resume(snapshot_id)
         assert not store.resume(snapshot_id)

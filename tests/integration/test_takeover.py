@@ -231,7 +231,7 @@ def _left(rig: TermRig) -> set[str]:
 
 
 def _images(takeover: Takeover, epoch: int) -> list[Any]:
-    return [image for images in takeover.images.values() for image in images if image.epoch == epoch]
+    return [image for images in takeover.images.values() for image in images if image.term == epoch]
 
 
 def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: Callable[[], TermRig]) -> None:
@@ -283,7 +283,7 @@ def test_a_partition_that_a_dead_worker_has_locked_is_taken_over_once_its_claim_
         rig.partitions.update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
         locked = LockedPartitions(rig.store, rig.version, trackers_of(rig.take_over()).values())
         assert locked.names == [where]
-        won = wait_for(lambda: [each for each in locked.win(time.monotonic()) if each.epoch == rig.version], 30)
+        won = wait_for(lambda: [each for each in locked.win(time.monotonic()) if each.term == rig.version], 30)
         assert won, "half of the time after which the server would have ended it"
         with pytest.raises(OperationFailure):
             session.commit_transaction()
@@ -306,7 +306,7 @@ def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable
         assert partition.image.handled is None
         assert not partition.won
     (image,) = rig.store.partitions.win([rig.partition_id("record", 0)], rig.version)
-    assert (image.epoch, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
+    assert (image.term, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
     partition.observe(image, time.monotonic())
     assert partition.next_sequence == 2
 
@@ -326,7 +326,7 @@ def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won
     assert subscription.observe(moved, time.monotonic()).value == "ended"
     assert partition.in_flight is not None
     assert partition.in_flight.first == 2
-    later = replace(moved, epoch=rig.version + 1)
+    later = replace(moved, term=rig.version + 1)
     assert subscription.observe(later, time.monotonic()).value == "superseded"
 
 

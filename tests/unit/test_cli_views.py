@@ -204,7 +204,7 @@ def test_a_new_layout_is_told_with_what_it_waits_for() -> None:
     layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
     status = shape(facts(lease=lease(report=report), subscriptions=[stored], layouts=layouts))
     (row,) = status["subscriptions"]
-    assert (row["generation"], row["partitions"], row["new_layout"]["partitions"]) == (5, 2, 7)
+    assert (row["partitioning_term"], row["partitions"], row["new_layout"]["partitions"]) == (5, 2, 7)
     assert f"summarise changes to 7 partitions since {row['new_layout']['since'][:10]}" in shown(
         view_of(status, everything=False)
     )

@@ -75,7 +75,7 @@ def test_a_look_reads_all_that_waits_for_a_time(seen: Image) -> None:
 
 def test_a_look_reads_what_is_locked() -> None:
     """An older term may act there, whose messages this one has not sent."""
-    assert make_partition(replace(CLAIMED, epoch=0)).seen is None
+    assert make_partition(replace(CLAIMED, term=0)).seen is None
 
 
 # Without a run
@@ -450,7 +450,7 @@ def test_a_claim_that_appears_without_a_dispatch_is_adopted() -> None:
 )
 def test_another_epoch_means_that_this_term_is_over(seen: Image, epoch: int) -> None:
     """P3: whatever else the image says, with and without a run of one's own; P9: what was won may be gone."""
-    other = replace(seen, epoch=epoch)
+    other = replace(seen, term=epoch)
     assert make_partition().observe(other, START) is Step.SUPERSEDED
     assert dispatched().observe(other, START) is Step.SUPERSEDED
 

@@ -73,7 +73,7 @@ def image(index: int = 0, **changes: Any) -> Image:
     flowing = Image(
         subscription="summarise",
         index=index,
-        epoch=VERSION,
+        term=VERSION,
         committed=Int64(5),
         token={"_data": "82BB"},
         data="82BB",
@@ -113,7 +113,7 @@ def test_a_bridge_that_nobody_has_started_says_so() -> None:
         status = shape(facts(lease=nothing, subscriptions=[], images=[]))
         assert status["state"] == "never_started"
         assert status["listener"] is None
-        assert status["version"] == 0
+        assert status["term"] == 0
         assert status["lag_seconds"] is None
         assert [each["state"] for each in status["subscriptions"]] == ["new"]
 
@@ -263,7 +263,7 @@ def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() 
     """One that no handler serves is shown, but it will not move, so it is no lag."""
     late = subscription("audit", clusterTime=Timestamp(SECOND - 20, 1))
     moved = {"clusterTime": Timestamp(SECOND - 9000, 1), "startAtOperationTime": Timestamp(1, 1)}
-    gone = subscription("retired", epoch=Int64(1), **moved)
+    gone = subscription("retired", term=Int64(1), **moved)
     status = shape(
         facts(
             registered=("audit", "fresh", "summarise"),
@@ -323,8 +323,8 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         "state": "halted",
         "committed": 5,
         "token": "82BB",
-        "epoch": 7 << 20,
-        "fence": 9,
+        "term": 7 << 20,
+        "fencing_token": 9,
         "claim": None,
         "handled": None,
         "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
@@ -346,7 +346,7 @@ def test_a_status_is_plain_json() -> None:
     assert json.loads(json.dumps(status)) == status
     assert status["partitions"][0]["claim"]["until"] == "2030-01-01T12:00:00+00:00"
     assert status["subscriptions"][0]["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
-    assert all(type(each["version"]) is int for each in (status,))
+    assert all(type(each["term"]) is int for each in (status,))
 
 
 def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> None:

@@ -589,7 +589,7 @@ def test_a_newer_term_is_reported_and_changes_nothing() -> None:
     one = subscription()
     one.take_in(change(1))
     due(one)
-    assert one.observe(replace(committed(0, 1, 1), epoch=VERSION + 1), NOW) is Step.SUPERSEDED
+    assert one.observe(replace(committed(0, 1, 1), term=VERSION + 1), NOW) is Step.SUPERSEDED
     assert one.window.count == 1
 
 

@@ -49,7 +49,7 @@ _GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
         "State: 1 where the verdict is degraded for this reason, 2 where it is failing, else 0.",
         ("bridge", "code"),
     ),
-    "lease_version": ("State: of the lease; it grows with every take-over.", _BRIDGE),
+    "lease_term": ("State: number of the term; it grows with every take-over.", _BRIDGE),
     "lag_seconds": (
         "State: age of the oldest change that is not handled, also of what is blocked or stored.",
         _HANDLER,
@@ -189,7 +189,7 @@ def _of_state(families: _Families, bridge: str, status: Mapping[str, Any]) -> No
     spill = status["spill"]
     figures = {
         "led": status["state"] == "leading",
-        "lease_version": status["version"],
+        "lease_term": status["term"],
         "oplog_window_seconds": status["oplog_window_seconds"],
         "stored_changes": spill["count"],
         "stored_bytes": spill["bytes"],

@@ -158,7 +158,7 @@ class Partition:
         self.ready_at = _NEVER
         self.attempt = 0
         self.rejection: Rejection | None = None
-        self.won = image.epoch >= version
+        self.won = image.term >= version
         self._version = version
         self._graces = graces
         self.repeats = 0
@@ -291,7 +291,7 @@ class Partition:
                 self._is_repeat = False
                 self.rejection = None
         before, self.image = self.image, image
-        if image.epoch != self._version or not self.won:
+        if image.term != self._version or not self.won:
             return self._under_another_term(image, now)
         if self.in_flight is None:
             return self._without_run(image, now)
@@ -331,10 +331,10 @@ class Partition:
 
         Else my term is over; a smaller epoch says that what was won is gone, and somebody has put it there anew.
         """
-        if self.won or image.epoch > self._version:
+        if self.won or image.term > self._version:
             return Step.SUPERSEDED
         run, self.in_flight, self.ready_at = self.in_flight, None, _NEVER
-        self.won = image.epoch == self._version
+        self.won = image.term == self._version
         if self.won:
             self._without_run(image, now)
             return Step.ENDED

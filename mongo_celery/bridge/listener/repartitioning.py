@@ -326,7 +326,7 @@ class Repartitioning:
         )  # no token is given twice
         store.partitions.prepare({name: token}, {name: layout}, self._version, fence=fence)
         images = store.partitions.of({name: layout.generation}, self._session)
-        if len(images) != layout.partitions or any(image.epoch != self._version for image in images):
+        if len(images) != layout.partitions or any(image.term != self._version for image in images):
             raise LeaseLostError
         del self._moves[name]
         logger.warning(

@@ -202,10 +202,10 @@ class SnapshotThread:
         self._look_at = time.monotonic() + _LOOK_SECONDS
         self._initial.request()
         found = self._store.read(running=True)
-        if any(each.epoch < self._version for each in found):
+        if any(each.term < self._version for each in found):
             self._store.take_over(self._version)
             found = self._store.read(running=True)
-        mine = [each for each in found if each.epoch == self._version and each.subscription in self._led]
+        mine = [each for each in found if each.term == self._version and each.subscription in self._led]
         was_active, self.records = bool(self.records), {each.id: each for each in mine}
         self.paces = {name: pace for name, pace in self.paces.items() if name in self.records}
         self.has_looked = True
@@ -254,7 +254,7 @@ class SnapshotThread:
         None if it is not this term's, or ends here: the collection is not there, or can have no snapshot.
         """
         found = self._store.read_one(record.id)
-        if found is None or found.epoch != self._version or found.state != RUNNING:
+        if found is None or found.term != self._version or found.state != RUNNING:
             return None
         facts = read_facts(self._wiring.client, found.source)
         if found.uuid is not None:  # it may have been dropped while nobody has looked

@@ -99,7 +99,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         store.partitions.prepare({name: documents[name].get("resumeToken") for name in wanted}, layouts, version)
         images = _win_all(store, layouts, version)
         largest = max(
-            [newest, store.partitions.largest_epoch()] + [document["term"] for document in documents.values()]
+            [newest, store.partitions.largest_term()] + [document["term"] for document in documents.values()]
         )
         if largest <= version:
             wanted = {name: layouts[name] if layouts[name].is_like(each) else each for name, each in wanted.items()}
@@ -173,7 +173,7 @@ class LockedPartitions:
             images = self._store.partitions.win(self.names, self._version)
         finally:
             self._tried_at = time.monotonic()  # a slow server may have taken more than the pause for it
-        won = [f"{image.subscription}/{image.index}" for image in images if image.epoch == self._version]
+        won = [f"{image.subscription}/{image.index}" for image in images if image.term == self._version]
         if won:
             logger.info(
                 "took over %d partitions that had been locked, among them %s",

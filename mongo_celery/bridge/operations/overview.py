@@ -36,7 +36,7 @@ _AS_IT_IS = (
     "error",
     "listener",
     "unled_seconds",
-    "version",
+    "term",
     "lag_seconds",
     "oplog_window_seconds",
     "outstanding",

@@ -61,7 +61,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-import pymongo
 from bson.binary import Binary
 from bson.int64 import Int64
 from pymongo.client_session import ClientSession
@@ -71,11 +70,9 @@ from pymongo.errors import OperationFailure
 from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
 from mongo_celery.mongo.expressions import REMOVED, after, literal, millis, next_number, whole
-from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
 
-TRANSACTION_SECONDS = 5.0
 PARKED_MAX = 1000
 """How many keys of one partition may be parked at a time: they are read with each of its claims."""
 
@@ -523,10 +520,7 @@ class Claims:
             store(self._dead_letters, dead_letter, session)
             return True
 
-        with (
-            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
-            open_session(self._dead_letters.database.client) as session,
-        ):
+        with self._table.session() as session:
             named = name_session(self._table, claim, session)
             return named and session.with_transaction(both)
 

@@ -167,7 +167,7 @@ class Leases:
         return self._table.update(self._mine(term), {"$set": change})
 
     def raise_version(self, term: Term, above: int) -> Term | None:
-        """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""
+        """A larger version for this term, after a take-over met a larger one; None when the term has ended."""
         document = self._table.find_and_update(
             self._mine(term),
             [{"$set": {"term": {"$max": [next_number("term"), Int64(above + 1)]}}}],

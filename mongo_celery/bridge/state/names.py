@@ -123,36 +123,19 @@ class Names:
                 somebody has begun anew with the name.
             letters: whether the dead letters go, too.
         """
-        yield from self._remove("backlog", name, version)
-        if letters:
-            layout = {"$ifNull": ["$partitioningTerm", 0]}
-            yield from self._remove("dead_letters", name, where={"$expr": {"$lte": [layout, Int64(version)]}})
+        for each in ["backlog", "dead_letters"] if letters else ["backlog"]:
+            yield from self._remove(self._database[each], self._ids(name), version)
 
-    def _remove(
-        self, collection: str, name: str, version: int | None = None, where: Mapping[str, Any] | None = None
-    ) -> Iterator[int]:
-        target, ids = self._database[collection], self._ids(name)
+    def _remove(self, target: Collection[dict[str, Any]], ids: dict[str, str], version: int) -> Iterator[int]:
+        is_over = {"partitioningTerm": {"$not": {"$gt": Int64(version)}}}
         while True:
             with pymongo.timeout(_SECONDS):
-                found = _first(target, ids)
+                found = [each["_id"] for each in target.find({"_id": ids}, {"_id": 1}).sort("_id", 1).limit(_AT_ONCE)]
                 if not found:
                     return
-                over = [each for each in found if version is None or _generation(each) <= version]
-                deleted = target.delete_many({"_id": {"$in": over}, **(where or {})}).deleted_count
+                deleted = target.delete_many({"_id": {"$in": found}, **is_over}).deleted_count
             ids["$gt"] = found[-1]
             yield deleted
 
     def _ids(self, name: str) -> dict[str, str]:
         return ids_under(f"{self._bridge}/{name}")
-
-
-def _first(collection: Collection[dict[str, Any]], ids: Mapping[str, str]) -> list[str]:
-    """The first `_id`s of a range."""
-    found = collection.find({"_id": ids}, {"_id": 1}).sort("_id", 1).limit(_AT_ONCE)
-    return [each["_id"] for each in found]
-
-
-def _generation(document_id: str) -> int:
-    """That in the `_id` of a stored change; 0 in what is none."""
-    _, _, generation, *_ = [*document_id.split("/"), "", ""]
-    return int(generation) if generation.isdecimal() else 0

@@ -1,11 +1,11 @@
 """
 The partitions as the listener and the operator see them.
 
-A take-over raises every epoch to the new version in one bulk update, commits what is handled on the
+A take-over raises every `term` to the new one in one bulk update, commits what is handled on the
 spot, and leaves live claims alone with their fences: their executions may finish, because they prove
 themselves by fence and owner. So neither a deploy nor a crash of the listener repeats handlers that
 are running. A partition that an open transaction has written (a client that died before it could commit) keeps
-the epoch that it has: messages of the older term may still claim there, as before, and nobody else's can. It is
+the term that it has: messages of the older term may still claim there, as before, and nobody else's can. It is
 won when it is free.
 
 `committed` and `resumeToken` are always taken from one image of the document: a number from one
@@ -21,19 +21,18 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-import pymongo
 from bson.int64 import Int64
 from pymongo import InsertOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.existing import version_in
-from mongo_celery.bridge.state.claims import COMMIT, TRANSACTION_SECONDS, parked_in, position_at
+from mongo_celery.bridge.state.claims import COMMIT, parked_in, position_at
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store, unsigned
+from mongo_celery.bridge.state.stored import ids_under
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
-from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
 
 _COMPARED = 64  # with how many that were seen a partition is compared; with all, the cost would grow with their square
@@ -86,7 +85,7 @@ class Image:
 
     subscription: str
     index: int
-    epoch: int
+    term: int
     committed: int
     token: Mapping[str, Any] | None
     data: str
@@ -149,7 +148,7 @@ class Partitions:
         """
         Create the partitions of some subscriptions that are missing in their layouts, positioned at each one's token.
 
-        Their fences count from the lease's version, which is above all that earlier terms have given. Their epoch is
+        Their fences count from the lease's version, which is above all that earlier terms have given. Their term is
         that version too: so it shows whose they are, and a later term knows what an older one has left. The number
         of calls does not depend on that of subscriptions.
 
@@ -196,7 +195,7 @@ class Partitions:
             generations: by subscription, that of its layout in force.
 
         Returns:
-            Their images afterwards. One whose epoch is larger than `version` was not won, one whose epoch is smaller
+            Their images afterwards. One whose term is larger than `version` was not won, one whose term is smaller
             is locked; see `win`.
         """
         if not generations:
@@ -246,7 +245,7 @@ class Partitions:
         """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
         marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
         traces = [{"committed": {"$gt": 0}}, {"state": {"$ne": "flowing"}}, *marks]
-        found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
+        found = self._table.find_one({"_id": ids_under(f"{self._bridge}/{subscription}"), "$or": traces}, {"_id": 1})
         return found is not None
 
     def mark_spilled(
@@ -260,7 +259,7 @@ class Partitions:
             reason: why they are stored, for people; kept from the first mark until it is cleared.
 
         Returns:
-            False when the epoch has moved on.
+            False when the term is over.
 
         Raises:
             PyMongoError: also where an open transaction has locked the partition.
@@ -297,7 +296,7 @@ class Partitions:
         """
         mine = self._scope({name: layout.generation})
         drained = {**mine, "term": version, **_drained(token["_data"] if token else "")}
-        left = {**_under(f"{self._bridge}/{name}/"), "term": {"$lte": version}}
+        left = {"_id": ids_under(f"{self._bridge}/{name}"), "term": {"$lte": version}}
         collection = self._table.collection
 
         def remove(session: ClientSession) -> int | None:
@@ -308,10 +307,7 @@ class Partitions:
             collection.delete_many(left, session=session)
             return max(fences, default=0)
 
-        with (
-            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
-            open_session(collection.database.client) as session,
-        ):
+        with self._table.session() as session:
             return session.with_transaction(remove)
 
     def parked_keys(self, subscription: str, generation: int, session: ClientSession | None = None) -> frozenset[int]:
@@ -320,9 +316,9 @@ class Partitions:
         found = self._table.find(scope, {"parkedKeys.hash": 1}, session=session)
         return frozenset().union(*map(parked_in, found))
 
-    def largest_epoch(self) -> int:
-        """The largest epoch of any partition of the bridge, in whatever generation; 0 where there is none."""
-        found = self._table.find_one(_under(f"{self._bridge}/"), {"term": 1}, sort=[("term", -1)])
+    def largest_term(self) -> int:
+        """The largest term of any partition of the bridge, in whatever partitioning; 0 where there is none."""
+        found = self._table.find_one({"_id": ids_under(self._bridge)}, {"term": 1}, sort=[("term", -1)])
         return int(found["term"]) if found else 0
 
     def pause(self, image: Image, generation: int) -> bool:
@@ -349,7 +345,7 @@ class Partitions:
         """
         Let the mark reach the change at which a partition has halted; it must be stored.
 
-        No epoch guards it, as none guards what an operator does: a mark promises nothing of what lies between, and what
+        No term guards it, as none guards what an operator does: a mark promises nothing of what lies between, and what
         it reaches is not committed while the guard holds.
         """
         assert image.head is not None, "only a halted partition knows its head"
@@ -388,10 +384,7 @@ class Partitions:
             store(letters, {**dead_letter, **waits} if is_parked else dead_letter, session)
             return True
 
-        with (
-            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
-            open_session(letters.database.client) as session,
-        ):
+        with self._table.session() as session:
             return session.with_transaction(both)
 
     def _guard(self, image: Image, generation: int, state: str) -> dict[str, Any]:
@@ -410,7 +403,9 @@ class Partitions:
         return self._table.update(guard, [{"$set": dict(change)}])
 
     def _scope(self, generations: Mapping[str, int]) -> dict[str, Any]:
-        return {"$or": [_under(f"{self._bridge}/{name}/{number}/") for name, number in generations.items()]}
+        return {
+            "$or": [{"_id": ids_under(f"{self._bridge}/{name}/{number}")} for name, number in generations.items()],
+        }
 
     def _images(self, query: Mapping[str, Any], session: ClientSession | None = None) -> list[Image]:
         return [image_of(document) for document in self._table.find(query, _PROJECTION, session=session)]
@@ -429,7 +424,7 @@ def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]
     is_given_up = {"$lte": [{"$ifNull": ["$spilled.to", ""]}, {"$ifNull": ["$resumeToken._data", ""]}]}
     is_counted = {"$or": [{"$gt": [f"${name}", least]} for name, least in _COUNTED.items()]}
     guard = {
-        **_under(f"{prefix}/"),
+        "_id": ids_under(prefix),
         "state": "flowing",
         "handled": None,
         "$expr": {"$and": [is_free, is_given_up, is_counted]},
@@ -460,7 +455,7 @@ def image_of(document: Mapping[str, Any]) -> Image:
     return Image(
         subscription=document["handler"],
         index=document["partition"],
-        epoch=document["term"],
+        term=document["term"],
         committed=document["committed"],
         token=token,
         data=token["_data"] if token else "",
@@ -543,7 +538,7 @@ def _older(version: int) -> dict[str, Any]:
 
 
 def _winning(version: int) -> list[dict[str, Any]]:
-    """The update of a take-over: my epoch, and the commit of what is handled."""
+    """The update of a take-over: my term, and the commit of what is handled."""
     handled = {"$gt": ["$handled", None]}
     change: dict[str, Any] = {"term": Int64(version)}
     for name, value in COMMIT.items():
@@ -584,7 +579,3 @@ def moved_stages(
     over = {**_UNTRIED, "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]}}
     over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
     return [*_winning(version), {"$set": {**place, **over}}]
-
-
-def _under(prefix: str) -> dict[str, Any]:
-    return {"_id": {"$gte": prefix, "$lt": prefix[:-1] + chr(ord(prefix[-1]) + 1)}}

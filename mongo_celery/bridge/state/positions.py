@@ -206,7 +206,7 @@ class Positions:
 
     def take_version(self, session: ClientSession, *, seen: int) -> int | None:
         """
-        Take the lease's next version, which is above every epoch, for the transaction of this session.
+        Take the lease's next version, which is above every term, for the transaction of this session.
 
         Who leads, or begins to lead meanwhile, is in conflict with it.
 
@@ -216,7 +216,7 @@ class Positions:
         Returns:
             None where somebody leads, or has led since.
         """
-        above = self._largest_epoch(session)
+        above = self._largest_term(session)
         guard = {"_id": self._bridge, "term": seen, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
         change: dict[str, Any] = {
             "term": {"$max": [next_number("term"), Int64(above + 1)]},
@@ -228,14 +228,14 @@ class Positions:
         )
         return None if found is None else int(found["term"])
 
-    def _largest_epoch(self, session: ClientSession) -> int:
-        epochs = [0]
+    def _largest_term(self, session: ClientSession) -> int:
+        terms = [0]
         for name in ("partitions", "handlers", "snapshots"):
             found = self._database[name].find_one(
                 {"_id": ids_under(self._bridge)}, {"term": 1}, sort=[("term", -1)], session=session
             )
-            epochs.append(int(found["term"]) if found else 0)
-        return max(epochs)
+            terms.append(int(found["term"]) if found else 0)
+        return max(terms)
 
     # -- inside ------------------------------------------------------------------------------------
 

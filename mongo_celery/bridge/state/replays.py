@@ -46,19 +46,17 @@ first one on, in the order of the stream:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import pymongo
 from bson import ObjectId
 from bson.int64 import Int64
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, name_session, own
+from mongo_celery.bridge.state.claims import Claim, name_session, own
 from mongo_celery.bridge.state.dead_letters import (
     ASKED,
     PARKED,
@@ -73,14 +71,12 @@ from mongo_celery.bridge.state.dead_letters import (
     replay_of,
     signed,
 )
+from mongo_celery.bridge.state.stored import ids_under
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
-from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import Table, call_timeout
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.subscriptions import Layout
-
-T = TypeVar("T")
 
 REQUESTS_MAX = 1000
 """How many dead letters of one subscription may wait at a time: the listener reads all of them every second."""
@@ -108,7 +104,7 @@ class Replays:
 
     def read(self) -> list[ReplayRequest]:
         """Return all requests, by subscription, then in the order of the stream; damaged ones are left out."""
-        scope = {**ASKED, "_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
+        scope = {**ASKED, "_id": ids_under(self._bridge)}
         found = (replay_of(document) for document in self._table.find(scope, REPLAY_FIELDS))
         return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
 
@@ -171,7 +167,8 @@ class Replays:
             self._go_on_without(gone, first, layout, session)
             return "done"
 
-        return self._together(remove)
+        with self._table.session() as session:
+            return session.with_transaction(remove)
 
     def _is_running(self, replay: ReplayRequest) -> bool:
         """Return True if a replay that was started may still have an outcome; a claim that has lapsed is ended here."""
@@ -306,9 +303,9 @@ class Replays:
         )
 
     def _settle(self, claim: Claim, write: Callable[[ClientSession], object]) -> bool:
-        with self._session() as session:
+        with self._table.session() as session:
             named = name_session(self._partitions, claim, session)
-            return named and _in_transaction(session, lambda _: self._end(claim, write, session) or _aborted(session))
+            return named and session.with_transaction(lambda _: self._end(claim, write, session) or _aborted(session))
 
     def _end(self, claim: Claim, write: Callable[[ClientSession], object], session: ClientSession) -> bool:
         ended = self._partitions.collection.update_one(own(claim), {"$unset": {"claim": ""}}, session=session)
@@ -350,8 +347,8 @@ class Replays:
     def _holding(self, letter: Letter) -> dict[str, Any]:
         """Match the partition in which the key of a letter is parked."""
         assert letter.parked is not None, "it waits for its key"
-        prefix = f"{self._bridge}/{letter.subscription}"
-        return {"_id": {"$gt": f"{prefix}/", "$lt": f"{prefix}0"}, "parkedKeys.hash": Int64(signed(letter.parked))}
+        mine = ids_under(f"{self._bridge}/{letter.subscription}")
+        return {"_id": mine, "parkedKeys.hash": Int64(signed(letter.parked))}
 
     def _count_removed(self, gone: Letter, session: ClientSession, *, is_last: bool) -> None:
         """Write where the key of a letter is parked; behind its last letter it is released."""
@@ -392,19 +389,6 @@ class Replays:
                 seen = {"replays": each.starts, "replay.state": each.state, "replay.id": each.asking}
                 self._table.update({"_id": each.letter, **seen}, {"$unset": {"replay": ""}})
 
-    def _together(self, body: Callable[[ClientSession], T]) -> T:
-        with self._session() as session:
-            return _in_transaction(session, body)
-
-    @contextmanager
-    def _session(self) -> Iterator[ClientSession]:
-        """For one transaction, within its time."""
-        with (
-            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
-            open_session(self._dead_letters.database.client) as session,
-        ):
-            yield session
-
 
 def _request(starts: int, generation: int, partition: int, hash_: int, *, over_newer: bool) -> list[dict[str, Any]]:
     """Return the update that asks for the replay of a dead letter, in the place of an earlier request."""
@@ -432,10 +416,6 @@ def _as_seen(letter: Letter) -> dict[str, Any]:
         start = {"replay.fencingToken": letter.replay.fence}
     waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(signed(letter.parked))
     return {**start, "parked": waits}
-
-
-def _in_transaction(session: ClientSession, body: Callable[[ClientSession], T]) -> T:
-    return session.with_transaction(body)
 
 
 def _aborted(session: ClientSession) -> bool:

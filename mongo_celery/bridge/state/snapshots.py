@@ -67,6 +67,9 @@ _FIELDS = dict.fromkeys((
 ), 1)  # fmt: skip
 
 
+_ATTRIBUTES = {"handler": "subscription", "startedAt": "started_at", "movedAt": "moved_at"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """
@@ -80,9 +83,9 @@ class Snapshot:
     """
 
     id: str
-    subscription: str
-    source: str
-    epoch: int = 0
+    subscription: str = ""
+    source: str = ""
+    term: int = 0
     uuid: bytes | None = None
     at: Timestamp | None = None
     match: str | None = None
@@ -154,10 +157,10 @@ class Snapshots:
 
     def take_over(self, version: int) -> int:
         """
-        Raise the epoch of all that run, or may be resumed, to this version.
+        Raise the term of all that run, or may be resumed, to this version.
 
         Returns:
-            The largest epoch of any of them; one above `version` belongs to a later term.
+            The largest term of any of them; one above `version` belongs to a later term.
         """
         lasting = {**self._mine(), "state": {"$in": _LASTING}}
         with self._table.limit():
@@ -243,7 +246,7 @@ class Snapshots:
         return _snapshot(document, DocumentId.of(bytes(last.raw)), DocumentId.of(bytes(until.raw)))
 
     def _mine(self) -> dict[str, Any]:
-        return {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
+        return {"_id": ids_under(self._bridge)}
 
 
 def _chunk(snapshot_id: str, version: int, begun: int) -> dict[str, Any]:
@@ -251,26 +254,5 @@ def _chunk(snapshot_id: str, version: int, begun: int) -> dict[str, Any]:
 
 
 def _snapshot(document: Mapping[str, Any], last: DocumentId | None = None, until: DocumentId | None = None) -> Snapshot:
-    estimated = document.get("estimated")
-    return Snapshot(
-        id=document["_id"],
-        subscription=document["handler"],
-        source=str(document.get("source", "")),
-        epoch=int(document.get("term", 0)),
-        uuid=document.get("uuid"),
-        at=document.get("at"),
-        match=document.get("match"),
-        rate=document.get("rate"),
-        begun=int(document.get("begun", 0)),
-        moved=int(document.get("moved", 0)),
-        done=int(document.get("done", 0)),
-        estimated=None if estimated is None else int(estimated),
-        state=str(document.get("state", RUNNING)),
-        sentence=document.get("sentence"),
-        since=document.get("since"),
-        started_at=document.get("startedAt"),
-        moved_at=document.get("movedAt"),
-        by=str(document.get("by", "")),
-        last=last,
-        until=until,
-    )
+    found = {_ATTRIBUTES.get(name, name): document[name] for name in _FIELDS if name in document}
+    return Snapshot(id=document["_id"], last=last, until=until, **found)

@@ -2,7 +2,7 @@
 Stored changes: what a partition cannot run yet, with its bytes, beyond any oplog.
 
 One document a change; its `_id` is the partition's, a slash and the change's place, so that a range of `_id` is a range
-of the stream. Nothing here is guarded by an epoch, and needs none:
+of the stream. Nothing here is guarded by a term, and needs none:
 
 1. A document means nothing by itself. What may be run from here is bounded by the mark on the partition
    (`spilled.to`), which is guarded, and by how far the term has read (`reach`).

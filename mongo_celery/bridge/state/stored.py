@@ -238,7 +238,7 @@ def _is_told(change: StoredChange) -> bool:
 
 
 def _parts(head: Document, raw: bytes) -> Iterator[Document]:
-    shared = {"term": head["term"], "hash": head["hash"]}
+    shared = {name: head[name] for name in ("partitioningTerm", "term", "hash")}
     for number, part_id in enumerate(part_ids(head)):
         part = raw[number * _PART_BYTES : (number + 1) * _PART_BYTES]
         yield {"_id": part_id, **shared, "part": number + 1, "raw": Binary(part)}

@@ -25,6 +25,7 @@ from bson.int64 import Int64
 from pymongo import UpdateOne
 from pymongo.collection import Collection
 
+from mongo_celery.bridge.state.stored import ids_under
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import Table, Update, call_timeout
@@ -78,15 +79,15 @@ class Subscriptions:
 
     def take_over(self, layouts: Mapping[str, Layout], version: int) -> dict[str, dict[str, Any]]:
         """
-        Raise the epoch of each subscription to this version, creating what is missing.
+        Raise the term of each handler to this one, creating what is missing.
 
-        Two calls, however many they are. Somebody else who creates one at the same time may leave it with its epoch.
+        Two calls, however many they are. Somebody else who creates one at the same time may leave it with its term.
 
         Args:
             layouts: by name, for those that have none yet.
 
         Returns:
-            The documents by name. One whose epoch is not `version` was not won.
+            The documents by name. One whose term is not `version` was not won.
         """
         writes = [
             UpdateOne({"_id": self._id(name)}, self._winning(name, version, layout), upsert=True)
@@ -107,7 +108,7 @@ class Subscriptions:
 
     def put_in_force(self, name: str, layout: Layout, version: int) -> bool:
         """
-        Put a layout in force in one write; False when the epoch has moved on.
+        Put a layout in force in one write; False when the term is over.
 
         The position may have moved since the old partitions went, but only over history that was lost.
         """
@@ -140,7 +141,7 @@ class Subscriptions:
         return self._table.update(guard, {"$set": change})
 
     def note_snapshot(self, name: str, version: int) -> bool:
-        """The snapshots with which it begins are asked for; False when the epoch has moved on."""
+        """The snapshots with which it begins are asked for; False when the term is over."""
         return self._table.update({"_id": self._id(name), "term": version}, {"$set": {"snapshot": "asked for"}})
 
     def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
@@ -148,7 +149,7 @@ class Subscriptions:
         Begin again at a later time, after history was lost (see `start_moved`).
 
         Returns:
-            False when the epoch has moved on, or the subscription stands behind this time already.
+            False when the term is over, or the subscription stands behind this time already.
         """
         return self._table.update(
             {
@@ -164,21 +165,21 @@ class Subscriptions:
         Record that the place of a subscription can no longer be read, and that nobody has decided.
 
         Returns:
-            False when the epoch has moved on.
+            False when the term is over.
         """
         lost = {"at": place, "oldest": oldest, "error": error}
         change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
         return self._table.update({"_id": self._id(name), "term": version}, [{"$set": change}])
 
     def clear_lost(self, name: str, version: int) -> bool:
-        """The place can be read after all; False when the epoch has moved on."""
+        """The place can be read after all; False when the term is over."""
         return self._table.update({"_id": self._id(name), "term": version}, {"$unset": {"lost": ""}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
         Store watermarks in one call, together with the fingerprint of the stream that their tokens are from.
 
-        One is refused where the epoch has moved on (the term has ended) or the stored token is not smaller; which of
+        One is refused where the term is over, or the stored token is not smaller; which of
         them were is not said.
 
         Raises:
@@ -197,7 +198,7 @@ class Subscriptions:
 
     def read_all(self) -> list[dict[str, Any]]:
         """All subscriptions of the bridge, also those that no handler serves any more."""
-        return self._table.find({"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}})
+        return self._table.find({"_id": ids_under(self._bridge)})
 
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
