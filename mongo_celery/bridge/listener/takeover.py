@@ -98,9 +98,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         newest = store.snapshots.take_over(version)  # before any partition: see `state/snapshots.py`
         store.partitions.prepare({name: documents[name].get("resumeToken") for name in wanted}, layouts, version)
         images = _win_all(store, layouts, version)
-        largest = max(
-            [newest, store.partitions.largest_term()] + [document["term"] for document in documents.values()]
-        )
+        largest = max([newest, store.partitions.largest_term()] + [document["term"] for document in documents.values()])
         if largest <= version:
             wanted = {name: layouts[name] if layouts[name].is_like(each) else each for name, each in wanted.items()}
             return Takeover(version, layouts, wanted, documents, images)
