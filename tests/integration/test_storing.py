@@ -355,6 +355,24 @@ def test_a_change_that_is_too_large_for_a_message_is_stored_and_runs_by_referenc
     term.turn_until(lambda: not term.marked() and not term.stored())
 
 
+def test_a_large_change_that_cannot_be_stored_keeps_its_own_partition_waiting(
+    begin: Begin, failpoint: Failpoint
+) -> None:
+    """P12, P16: it is named with its reason, nothing turns for it in vain, and it goes out when there is room."""
+    term = begin(max_message_bytes=2000)
+    term.read(1, padding=3000)
+    term.read(2, index=1)
+    assert [(run.index, run.stored) for run in term.dispatch()] == [(1, ())]
+    with failpoint(failCommands=["insert"], errorCode=14031, appName=APP):
+        term.turn()
+        (failure,) = term.storing.report()["notStored"]
+        assert failure["partition"] == "record/0"
+        assert term.storing.next_at() > time.monotonic()
+        assert term.dispatch() == []
+    assert number_of(next_run(term).changes[0]) == 1
+    assert term.storing.report()["notStored"] == []
+
+
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:

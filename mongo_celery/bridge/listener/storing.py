@@ -57,7 +57,7 @@ from mongo_celery.bridge.state.partitions import state_of
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, explained, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -152,7 +152,9 @@ class Storing:
 
     def next_at(self) -> float:
         """Monotonic time of the next turn that has something to do, as far as that is known."""
-        return 0.0 if self._unfinished or any(each.too_large for each in self._led.values()) else math.inf
+        large = [partition.not_stored for each in self._led.values() for partition in each.too_large]
+        due = [0.0 if failed is None else failed.gate.opens_at for failed in large] + [0.0] * self._unfinished
+        return max(min(due, default=math.inf), self._gate.opens_at)
 
     def turn(self, now: float, *, at_end: bool) -> None:
         """
@@ -256,13 +258,16 @@ class Storing:
 
     def _find_due(self, now: float) -> list[tuple[Subscription, Partition, str]]:
         """Return what is to be stored now, and why: first what cannot run otherwise, then the largest."""
-        found = [
-            (subscription, partition, reason)
-            for subscription in self._led.values()
-            for partition in subscription.partitions.values()
-            if partition.queue and (partition.not_stored is None or partition.not_stored.gate.is_open(now))
-            if (reason := self._reason(subscription, partition, now)) is not None
-        ]
+        found = []
+        for subscription in self._led.values():
+            for partition in subscription.partitions.values():
+                if partition.not_stored is not None and not partition.not_stored.gate.is_open(now):
+                    continue
+                reason = self._reason(subscription, partition, now) if partition.queue else None
+                if reason is None:
+                    partition.not_stored = None
+                else:
+                    found.append((subscription, partition, reason))
         return sorted(found, key=lambda each: (each[2] in _NEEDED, each[1].queue.size), reverse=True)
 
     def _reason(self, subscription: Subscription, partition: Partition, now: float) -> str | None:
@@ -330,14 +335,16 @@ class Storing:
             self._state.partitions.clear_spilled(passed, self._version)
 
     def _note_failure(self, what: str, error: Exception, partition: Partition | None = None) -> None:
-        if isinstance(error, PyMongoError):
-            raise_if_final(error, self._concern)
-        logger.warning("%s failed, trying again: %s", what, brief(error), extra={"event": "spill_failed"})
+        """Try again after a pause; a failure that lasts stops the partition that it concerns, and no other."""
+        text = str(explained(error, self._concern) or brief(error))
         if partition is not None:
             failed = partition.not_stored or NotStored(RetryGate(_PAUSES), "", datetime.now(UTC))
-            failed.error = storable(brief(error)[:_REASON_CHARS])
+            failed.error = storable(text[:_REASON_CHARS])
             failed.gate.note_failure()
             partition.not_stored = failed
+        elif isinstance(error, PyMongoError):
+            raise_if_final(error, self._concern)
+        logger.warning("%s failed, trying again: %s", what, text, extra={"event": "spill_failed"})
         if partition is None or not _is_of_one(error):
             self._gate.note_failure()
 
