@@ -420,7 +420,7 @@ def test_expanded_operations_need_the_bridges_option(app: Celery) -> None:
     bridge = Bridge(app, URL, show_expanded_events=True)
     register(bridge, operations={"create", "vacuum"})
     assert [handler.filter.operations for handler in bridge.handlers] == [{"create", "vacuum"}]
-    assert bridge.wiring.stream()[1].options["show_expanded_events"] is True
+    assert bridge.wiring.stream()[1].options["showExpandedEvents"] is True
     with make_app(mongo_celery_show_expanded_events=True) as other:
         register(Bridge(other, URL), operations={"create"})
 

@@ -66,15 +66,15 @@ class _Form:
         proof: the path to which each of our writes gives another ObjectId; None if the paths are proof enough.
     """
 
-    paths: str
+    paths: re.Pattern[str]
     whole: frozenset[str] = frozenset()
     proof: str | None = None
 
 
 _FORMS = {
-    LOCK: _Form("application|at|id", frozenset({"application", "at", "id"}), "id"),
-    PARTICIPANT_VERSION: _Form("of|at", frozenset({"of", "at"}), "at"),
-    FENCE: _Form(r"[^./]+/[^./]+\.[gpl](\..*)?"),  # stamps by bridge and handler
+    LOCK: _Form(re.compile("application|at|id"), frozenset({"application", "at", "id"}), "id"),
+    PARTICIPANT_VERSION: _Form(re.compile("of|at"), frozenset({"of", "at"}), "at"),
+    FENCE: _Form(re.compile(r"[\w-]{1,64}/[\w-]{1,64}\.[gpl](\..*)?")),  # stamps by bridge and handler
 }
 
 KNOWN_BY_FORM = frozenset({*_FORMS, MARKERS})
@@ -163,7 +163,7 @@ def _has_our_form(name: str, touched: Mapping[str, Changes]) -> bool:
     written = (each for path, value in changes.items() for each in _split(path, value))
     parts = {path.removeprefix(f"{name}."): value for path, value in written}
     return (
-        all(value is not _GONE and re.fullmatch(form.paths, path) for path, value in parts.items())
+        all(value is not _GONE and form.paths.fullmatch(path) for path, value in parts.items())
         and (form.proof is None or isinstance(parts.get(form.proof), ObjectId))
         and (name not in changes or form.whole <= parts.keys())
     )
