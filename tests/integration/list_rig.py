@@ -91,7 +91,7 @@ class Lists:
         letter_commands.replay(wiring, self.find()[:1], over_newer=False, dry_run=False)
         (asked,) = self.rig.store.replays.read()
         number = self.rig.image.committed + 1
-        run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, number, number, letter=asked.letter, starts=asked.starts)
+        run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, number, number, dead_letter=asked.letter, starts=asked.starts)
         self.execution(run).execute(self._call)
 
     def find(self) -> Sequence[Letter]:

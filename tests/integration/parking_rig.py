@@ -118,7 +118,7 @@ class Parking:
         replay = request or self.requests[0]
         number = self.rig.image.committed + 1
         run = Run(
-            BRIDGE, SUBSCRIPTION, 0, 0, VERSION, number, number, letter=replay.letter, starts=replay.starts,
+            BRIDGE, SUBSCRIPTION, 0, 0, VERSION, number, number, dead_letter=replay.letter, starts=replay.starts,
             hashes=(replay.hash,),
         )  # fmt: skip
         self._execute(run)

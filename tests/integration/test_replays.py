@@ -452,7 +452,7 @@ def test_a_partition_in_which_something_is_out_has_to_wait(term: TermRig) -> Non
     first = asked.ask(1, key=1)
     asked.next()
     ((partition, dispatch),) = asked.subscription.due(1e9)
-    assert (dispatch.run.letter, dispatch.run.starts, dispatch.run.changes) == (first, 0, ())
+    assert (dispatch.run.dead_letter, dispatch.run.starts, dispatch.run.changes) == (first, 0, ())
     partition.note_sent(1e9)
     assert list(asked.subscription.due(1e9)) == []
     assert asked.next() == {}, "it may be this one that is out"

@@ -116,7 +116,7 @@ def test_what_is_sent_again_is_told_apart_and_a_replay_is_neither() -> None:
     seen = HandlerActivity()
     seen.note_sent(dispatch(1, 3), again=False)
     seen.note_sent(dispatch(1, 3), again=True)
-    seen.note_sent(dispatch(4, 4, letter="letter"), again=False)
+    seen.note_sent(dispatch(4, 4, dead_letter="letter"), again=False)
     assert (seen.dispatched, seen.again) == (6, 3)
 
 

@@ -78,7 +78,7 @@ def test_a_run_commits_itself_where_it_is_signed_that_nothing_follows() -> None:
     alone, followed = Carrier.of("id", None), Carrier.of("id", [{"task": "mongo_celery.commit"}])
     found = [verify_run("run", sign_run("run", replace(RUN, carrier=each), KEY), KEY) for each in (alone, followed)]
     assert [run.is_inline for run in found] == [True, False]
-    assert not replace(RUN, carrier=alone, changes=(), letter="a letter").is_inline
+    assert not replace(RUN, carrier=alone, changes=(), dead_letter="a letter").is_inline
 
 
 REFERRING = replace(RUN, changes=(), hash=2**64 - 1, stored=("82", "83"))

@@ -73,7 +73,7 @@ class HandlerActivity:
     def note_sent(self, dispatch: Dispatch, *, again: bool) -> None:
         """Count the changes of a run that was published."""
         run = dispatch.run
-        if run.letter is not None:  # a dead letter that is replayed moves no position
+        if run.dead_letter is not None:  # a dead letter that is replayed moves no position
             return
         count = run.last - run.first + 1
         self.dispatched += count

@@ -88,7 +88,7 @@ class Publishing:
         if self._activity is not None:
             self._activity.of(dispatch.run.subscription).note_sent(dispatch, again=partition.is_repeated)
         run = dispatch.run
-        partition.note_sent(now, 0 if run.letter is not None else run.last - run.first + 1)
+        partition.note_sent(now, 0 if run.dead_letter is not None else run.last - run.first + 1)
 
     def _rejected(self, partition: Partition, dispatch: Dispatch, error: Exception, now: float) -> None:
         rejection = _rejection(partition, dispatch, error, now)

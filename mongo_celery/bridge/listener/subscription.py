@@ -380,7 +380,7 @@ class Subscription:
             version,
             first,
             first,
-            letter=replay.letter,
+            dead_letter=replay.letter,
             starts=replay.starts,
             hashes=(replay.hash,) if replay.parked else (),
         )

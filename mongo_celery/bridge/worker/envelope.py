@@ -8,7 +8,7 @@ server sent, so that every BSON type arrives exact, whatever serializer the brok
 
 An undeliverable change travels alone, with its reason and its token. A run of stored changes travels by reference:
 the message names them by their tokens, and the worker reads their bytes under its claim. The replay of a dead letter
-names the letter and the number of the attempt; its change is read where the letter is. A run of several changes, or
+names that and the number of the attempt; its change is read there. A run of several changes, or
 beside parked keys, carries the hash of each change's key: any of them may fail, and a worker stops before one whose
 key is parked.
 
@@ -82,8 +82,8 @@ class Run:
         token: the resume token of a refused change, whose bytes may be unreadable.
         hash: of the first change's partition key, from 0 to 2^64 - 1; 0 where no change travels.
         stored: comparable parts of the tokens of changes that are stored, and do not travel; empty for all others.
-        letter: `_id` of the dead letter that is replayed; None for a run of changes.
-        starts: how often that letter was started before.
+        dead_letter: `_id` of the one that is replayed; None for a run of changes.
+        starts: how often that dead letter was started before.
         hashes: of the partition keys of all its changes; empty for one change of a partition without parked keys.
     """
 
@@ -100,7 +100,7 @@ class Run:
     token: Mapping[str, Any] | None = None
     hash: int = 0
     stored: tuple[str, ...] = ()
-    letter: str | None = None
+    dead_letter: str | None = None
     starts: int = 0
     hashes: tuple[int, ...] = ()
 
@@ -112,7 +112,7 @@ class Run:
     @property
     def is_inline(self) -> bool:
         """Return True if no commit task follows, which is signed: the execution writes the position itself."""
-        return self.letter is None and self.carrier is not None and not self.carrier.links
+        return self.dead_letter is None and self.carrier is not None and not self.carrier.links
 
     @property
     def head(self) -> str:
@@ -162,9 +162,9 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
     if run.stored:
         assert not run.changes, "what is stored does not travel"
         document["d"] = run.stored
-    if run.letter is not None:
+    if run.dead_letter is not None:
         assert not run.changes, "the change of a dead letter does not travel"
-        document |= {"e": run.letter, "m": Int64(run.starts)}
+        document |= {"e": run.dead_letter, "m": Int64(run.starts)}
     if run.hashes:
         hashes = b"".join(each.to_bytes(_HASH_BYTES, "big") for each in run.hashes)
         document["w"] = Binary(hashes)

@@ -145,7 +145,7 @@ class Execution:
     ) -> None:
         now = time.monotonic()
         options = wiring.options
-        kind = RunSubject if run.letter is None else ReplaySubject
+        kind = RunSubject if run.dead_letter is None else ReplaySubject
         self.handler = handler
         self.subject: Subject = kind(wiring, handler, run, patience)
         self.attempt = Attempt()

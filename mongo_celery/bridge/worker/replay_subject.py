@@ -66,24 +66,24 @@ class ReplaySubject(Subject):
     """Set by `load`."""
 
     @property
-    def _letter(self) -> str:
-        assert self.run.letter is not None, "a replay names its letter"
-        return self.run.letter
+    def _letter_id(self) -> str:
+        assert self.run.dead_letter is not None, "a replay names its dead letter"
+        return self.run.dead_letter
 
     # -- what is given -----------------------------------------------------------------------------
 
     def take_claim(self, owner: str, ttl: float, session: Binary | None) -> Claim | None:
         """Claim the partition, and record this start; None for a message that has been used up."""
         run, replays, claims = self.run, self._store.replays, self._store.claims
-        found = replays.find(self._letter)
+        found = replays.find(self._letter_id)
         if found is None or found.failed or found.starts != run.starts or found.due_in > 0:
             return None
         claim = claims.take_for_replay(
-            run.partition_id, self._letter, owner=owner, version=run.version, ttl=ttl, session=session
+            run.partition_id, self._letter_id, owner=owner, version=run.version, ttl=ttl, session=session
         )
         if claim is None:
             return None
-        request = replays.start(claim, self._letter, run.starts)
+        request = replays.start(claim, self._letter_id, run.starts)
         if request is None:
             claims.relinquish(run.partition_id, owner)
             return None
@@ -95,7 +95,7 @@ class ReplaySubject(Subject):
         """Read the dead letter: its bytes, and the place at which a target finds its change."""
         request, first = self._request, None
         try:
-            found = self._store.dead_letters.read(self._letter)
+            found = self._store.dead_letters.read(self._letter_id)
             if found is not None and found[0].parked is not None:
                 first = self._store.dead_letters.first_waiting(found[0].subscription, found[0].parked)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
@@ -165,7 +165,7 @@ class ReplaySubject(Subject):
         self, claim: Claim, outcome: Outcome, session: ClientSession | None = None
     ) -> bool:
         """Write an outcome into the dead letter; the claim ends with it."""
-        replays, letter = self._store.replays, self._letter
+        replays, letter = self._store.replays, self._letter_id
         match outcome:
             case Handled():
                 return replays.succeed(claim, letter, session)
