@@ -88,7 +88,7 @@ class SteppedTerm:
             leader = Leader(
                 wiring, renewal, selectors, scope, threading.Event(), wiring.options.on_history_lost, activity
             )
-            leader.hurry()
+            leader.intake.is_hurried = True
             with leader.led():
                 self._leader = leader
                 yield
@@ -110,7 +110,7 @@ class SteppedTerm:
 
     def has_read_all(self) -> bool:
         """Whether it has taken in all that was written until `aim`."""
-        return self._aim is not None and self.leader.has_read_to(self._aim)
+        return self._aim is not None and has_read_to(self.leader, self._aim)
 
     def ask(self, handler: str, sources: Sequence[str], match: str | None) -> None:
         """
@@ -121,11 +121,11 @@ class SteppedTerm:
         """
         asked = snapshot_commands.start(self._wiring, handler, sources=sources, match=match)
         self._asked.update(each.id for each in asked if each.id is not None)
-        self.leader.look_for_snapshots()
+        self.leader.snapshots.look_now()
 
     def reads_snapshot(self) -> bool:
         """Return True if a snapshot is under way; it may wait for the retry of one of its own rows."""
-        return self.leader.reads_snapshot
+        return self.leader.snapshots.is_active
 
     def has_snapshots(self) -> bool:
         """
@@ -158,7 +158,8 @@ class SteppedTerm:
 
     def look(self) -> None:
         """One turn, with all partitions as they are by now."""
-        self.leader.sweep_now()
+        self._wiring.store.partitions.flush()
+        self.leader.poller.sweep_now()
         self.turn()
 
     def is_busy(self) -> bool:
@@ -223,6 +224,11 @@ class SteppedTerm:
 
     def _documents(self) -> Collection[dict[str, Any]]:
         return strict(self._wiring.client[self._wiring.options.database])["partitions"]
+
+
+def has_read_to(leader: Leader, place: Timestamp) -> bool:
+    """Return True if everything up to a cluster time was taken in, with what a snapshot gives before it."""
+    return leader.intake.has_read_to(place) and leader.snapshots.is_idle
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -152,7 +152,7 @@ def test_lost_history_stops_the_listener_until_somebody_decides(rolled: Rolled) 
     assert rolled.lease["listenerId"] is None
 
     going_on = rolled.start("listener", "--on-history-lost", "now")
-    going_on.wait_for_output("history was lost; going on from")
+    going_on.wait_for_output("is lost; it continues at")
     rolled.write("after")
     rolled.wait_for("after")
 
@@ -171,7 +171,7 @@ def test_lost_history_stops_the_listener_until_somebody_decides(rolled: Rolled) 
 def test_going_on_at_the_oldest_entry_delivers_all_that_the_oplog_still_holds(rolled: Rolled) -> None:
     """P1: what was written before the start, and is still in the oplog, is not lost."""
     rolled.write("still there")
-    rolled.start("listener", "--on-history-lost", "oldest").wait_for_output("history was lost; going on from")
+    rolled.start("listener", "--on-history-lost", "oldest").wait_for_output("is lost; it continues at")
 
     rolled.wait_for("still there")
 
@@ -185,7 +185,7 @@ def test_a_handler_whose_history_can_be_read_loses_nothing_of_it(roll: Callable[
     rolled.put_at_the_tip("audit")
     rolled.write("readable")
     listener = rolled.start("listener", "--on-history-lost", "now")
-    listener.wait_for_output("history was lost; going on from")
+    listener.wait_for_output("is lost; it continues at")
     rolled.write("after")
 
     for handler in ("record", "audit"):

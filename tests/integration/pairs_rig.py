@@ -266,7 +266,7 @@ class Shop:
     def arrive(self, runner: BridgeRunner) -> None:
         """Wait until all that was written is read, so that it comes together."""
         (term,), aim = runner._terms, operation_time(self.client)
-        reader = term.leader._intake._reader
+        reader = term.leader.intake._reader
         assert reader is not None, "it is led"
         wait_for(lambda: reader.read_to is not None and reader.read_to >= aim)
 

@@ -183,13 +183,13 @@ class Term:
 
     def images(self) -> list[Image]:
         """The partitions as this term has seen them last."""
-        return [partition.image for led in self.leader._subscriptions.values() for partition in led.partitions.values()]
+        return [partition.image for led in self.leader.subscriptions.values() for partition in led.partitions.values()]
 
     def close(self) -> None:
         """End it, as if it were killed."""
         leader = self.leader
-        leader._intake.stop()
-        leader._snapshots.close()
+        leader.intake.stop()
+        leader.snapshots.close()
         leader._storing.close()
         self.wiring.client.close()
 
@@ -230,13 +230,13 @@ class _Stepped(Leader):
 
     def _dispatch(self) -> None:
         now = time.monotonic()
-        for subscription in self._subscriptions.values():
+        for subscription in self.subscriptions.values():
             if not self._term.works:
                 return
             for partition, dispatch in list(subscription.due(now)):
                 partition.note_sent(now)
                 self._term.run(dispatch.run)
-        self._poller.times.polled_at = 0.0
+        self.poller.times.polled_at = 0.0
 
 
 def _renewal(world: World, wiring: Wiring) -> tuple[Renewal]:

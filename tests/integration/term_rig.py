@@ -85,9 +85,6 @@ class TermRig:
     def _led(self, takeover: Takeover, handler: Handler, mark: Mark | None) -> Subscription:
         images = takeover.images[handler.name]
         generation = takeover.layouts[handler.name].generation
-        ids = {
-            image.index: self.store.partitions.partition_id(handler.name, generation, image.index) for image in images
-        }
         rule = self._rule(handler, takeover)
         plan = Plan(
             handler,
@@ -99,7 +96,8 @@ class TermRig:
             mark,
             find_undeliverable(self.store, self.renewal, takeover, handler.name, rule, mark),
         )
-        return Subscription(self.options, plan, make_partitions(images, ids, takeover.version, self.options))
+        partitions = make_partitions(images, self.store.partitions, generation, takeover.version, self.options)
+        return Subscription(self.options, plan, partitions)
 
     def _rule(self, handler: Handler, takeover: Takeover) -> Partitioner:
         rules = find_rules(self.options, [handler], takeover)

@@ -202,7 +202,7 @@ def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
     monkeypatch.setattr(oplog, "read_oplog", refuse)
     monkeypatch.setattr(starts, "read_oplog", refuse)
     assert bridge.go_on("now") == Position(ROLLED_LATER.token, ROLLED_LATER.cluster_time)
-    assert "['record'] (the oplog cannot be read here" in caplog.text
+    assert [vars(each)["subscription"] for each in caplog.records] == ["record"]
     assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
     with pytest.raises(AccessError):
         bridge.go_on("oldest")

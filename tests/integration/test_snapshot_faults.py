@@ -86,7 +86,7 @@ def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
 
     def kill() -> None:
         term.is_killed.set()
-        term.leader._snapshots.close()  # its thread is killed, too
+        term.leader.snapshots.close()  # its thread is killed, too
         raise KilledError
 
     with monkeypatch.context() as patch:
@@ -118,7 +118,7 @@ def test_a_listener_that_wakes_at_any_step_moves_nothing(
         with suppress(LeaseLostError):
             term.begin().until(lambda: records)
         wait_for(lambda: records)
-        snapshots, led = term.leader._snapshots, term.leader._subscriptions
+        snapshots, led = term.leader.snapshots, term.leader.subscriptions
         for _ in range(_LATER_TURNS if led else 0):  # of one that has not looked at its partitions yet
             snapshots.turn(time.monotonic(), room=1 << 20, may_begin=True)
             threading.Event().wait(0.01)

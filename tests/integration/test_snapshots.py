@@ -299,7 +299,7 @@ def test_a_new_layout_in_the_middle_loses_nothing(world: World, partitions: tupl
     term.close()
     world.term(partitions=after).begin().finish(write)
     world.judge()
-    assert sorted(world.terms[-1].leader._subscriptions[HANDLER].partitions) == list(range(after))
+    assert sorted(world.terms[-1].leader.subscriptions[HANDLER].partitions) == list(range(after))
 
 
 def test_two_snapshots_at_once_share_partitions(world: World) -> None:
@@ -420,7 +420,7 @@ def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_whe
     reported: list[str] = []
     term.until(
         lambda: world.record["state"] == "done",
-        lambda: reported.extend(each["error"] for each in term.leader._snapshots.report()),
+        lambda: reported.extend(each["error"] for each in term.leader.snapshots.report()),
     )
     assert reported
     assert all("faster" in each for each in reported)
@@ -444,7 +444,7 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
         world.write(key, 2)
     term.failing = []
     (halted,) = [image for image in term.images() if image.state == "halted"]
-    generation = term.leader._subscriptions[HANDLER].plan.layout.generation
+    generation = term.leader.subscriptions[HANDLER].plan.layout.generation
     assert term.wiring.store.partitions.retry(halted, generation)
     term.until(world.is_equal)
     world.judge()
@@ -454,13 +454,13 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
 def test_a_snapshot_that_waits_for_its_handler_hurries_nobody(world: World) -> None:
     """The stream was asked 32 times a second, for as long as the handler is paused."""
     term = world.term(start_from="now").begin()
-    generation = term.leader._subscriptions[HANDLER].plan.layout.generation
+    generation = term.leader.subscriptions[HANDLER].plan.layout.generation
     for image in term.images():
         assert term.wiring.store.partitions.pause(image, generation)
     term.until(lambda: all(image.state == "paused" for image in term.images()))
     world.orders.insert_one({"_id": 1, "v": 1})
     ask(world, term)
-    snapshots = term.leader._snapshots
+    snapshots = term.leader.snapshots
     term.until(lambda: snapshots.is_active)
     term.step()
     assert not snapshots.is_busy
@@ -486,7 +486,7 @@ def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyP
 
 
 def _halted(term: Any) -> str:
-    led = term.leader._subscriptions[HANDLER]
+    led = term.leader.subscriptions[HANDLER]
     found: str = next(
         (each.partition_id for each in led.partitions.values() if each.image.state == "halted"),
         led.partitions[0].partition_id,
@@ -574,7 +574,7 @@ def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_i
     later.until(lambda: len(world.seen) >= before["done"])
     end = DocumentId.of(bson.encode({"_id": 99}))
     assert end is not None
-    assert not store.move(before["_id"], term.leader._snapshots._thread._version, before["begun"], end, 5)
+    assert not store.move(before["_id"], term.leader.snapshots._thread._version, before["begun"], end, 5)
     assert world.record["lastId"] == before["lastId"]
     assert store.resume(before["_id"])
     later.finish()

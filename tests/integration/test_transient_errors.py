@@ -14,7 +14,7 @@ from pymongo.database import Database
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.oplog import operation_time
-from mongo_celery.testing.term import SteppedTerm
+from mongo_celery.testing.term import SteppedTerm, has_read_to
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.integration.term_rig import around
@@ -80,7 +80,7 @@ def test_lost_history_is_settled_after_an_error(
     term = make(on_history_lost="oldest")
     with term.led():
         led = term.leader.subscriptions["note"]
-        turn_until(term, lambda: term.leader.has_read_to(operation_time(mongo_client)))
+        turn_until(term, lambda: has_read_to(term.leader, operation_time(mongo_client)))
         around(monkeypatch, (Subscriptions, "move_start"), failing_once(mongo_client))
         with failpoint(**HISTORY_LOST):
             turn_until(term, lambda: "history_unsettled" in events(caplog))
@@ -101,7 +101,7 @@ def test_a_new_layout_is_prepared_after_an_error(
     caplog.set_level(logging.WARNING)
     before = make(partitions=1)
     with before.led():
-        turn_until(before, lambda: before.leader.has_read_to(operation_time(mongo_client)))
+        turn_until(before, lambda: has_read_to(before.leader, operation_time(mongo_client)))
     term = make(partitions=2)
     with failpoint(failCommands=["ping"], appName=APP), term.led():
         around(monkeypatch, (Subscriptions, "put_in_force"), failing_once(mongo_client))
@@ -121,9 +121,9 @@ def test_a_reader_that_was_stopped_is_asked_nothing(
         database["orders"].insert_one({"_id": 1})
         turn_until(term, lambda: led.window.count == 1)
         place = operation_time(mongo_client)
-        turn_until(term, lambda: term.leader.has_read_to(place))
+        turn_until(term, lambda: has_read_to(term.leader, place))
         with failpoint(**HISTORY_LOST):
             turn_until(term, lambda: led.lost)
         assert led.window.count == 1, "it runs, since it was read"
-        assert not term.leader.has_read_to(place)
+        assert not has_read_to(term.leader, place)
         assert term.leader.report()["unreadSeconds"] == 0

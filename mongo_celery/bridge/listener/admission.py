@@ -82,20 +82,12 @@ class Admission:
         is_owed, refusal = self._judge(event)
         if not is_owed:
             return None
-        hash_: int | None = None
-        if refusal is None or (
-            event.read_error is not None and event.read_error.only_match
-        ):  # else the rule might see too little
-            try:
-                hash_ = self._partitioner.hash(event.document)
-            except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
-                refusal = refusal or keyless(self._selector.name, error)
-        if hash_ is None:
-            hash_ = document_hash(event.document)
+        is_whole = refusal is None or (event.read_error is not None and event.read_error.only_match)
+        hash_, failure = self._hash(event, by_rule=is_whole)  # else the rule might see too little
         index = hash_ % self._layout.partitions
         if self._undeliverable:
             index = self._undeliverable.get(place_of(event.mark.data), index)
-        return PendingChange(event.mark, index, event.raw, refusal, hash_)
+        return PendingChange(event.mark, index, event.raw, refusal or failure, hash_)
 
     def admit_existing(self, event: ChangeEvent) -> PendingChange:
         """
@@ -105,15 +97,18 @@ class Admission:
         Callable from any thread.
         """
         refusal = Refusal.because(event.read_error.sentence, lasts=True) if event.read_error is not None else None
-        hash_: int | None = None
-        if refusal is None:
+        hash_, failure = self._hash(event, by_rule=refusal is None)
+        return PendingChange(event.mark, hash_ % self._layout.partitions, event.raw, refusal or failure, hash_)
+
+    def _hash(self, event: ChangeEvent, *, by_rule: bool) -> tuple[int, Refusal | None]:
+        """Return the hash of the partition key, or of the document key; and why the rule failed, if it did."""
+        failure = None
+        if by_rule:
             try:
-                hash_ = self._partitioner.hash(event.document)
+                return self._partitioner.hash(event.document), None
             except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
-                refusal = keyless(self._selector.name, error)
-        if hash_ is None:
-            hash_ = document_hash(event.document)
-        return PendingChange(event.mark, hash_ % self._layout.partitions, event.raw, refusal, hash_)
+                failure = keyless(self._selector.name, error)
+        return document_hash(event.document), failure
 
     def _judge(self, event: ChangeEvent) -> tuple[bool, Refusal | None]:
         """Return True if the event is owed, for all that can be told, and why it is refused if it is."""

@@ -113,8 +113,7 @@ def begin_term(
             token_seconds=token_seconds(wiring.app, handler.task_name),
         )
         images = takeover.images[name]
-        ids = {each.index: store.partitions.partition_id(name, layout.generation, each.index) for each in images}
-        partitions = make_partitions(images, ids, takeover.version, options)
+        partitions = make_partitions(images, store.partitions, layout.generation, takeover.version, options)
         subscriptions[name] = Subscription(options, plan, partitions)
     renewal.alive()
     return Beginning(

@@ -76,29 +76,16 @@ class _Gap:
     Attributes:
         left: who is not judged yet.
         before: where each one stood when it was found.
-        moved: who was moved, by policy and new start, until that is logged.
+        places: at which some continue, by policy: each one means one place for all of them.
+        moved: who was moved.
     """
 
     left: list[str]
     before: Mapping[str, Start]
     oplog: Oplog | None
     error: HistoryLostError
-    moved: dict[tuple[str, Timestamp], list[str]] = field(default_factory=dict)
-
-
-class _Places:
-    """The places at which some go on at this moment: each policy means one place for all of them."""
-
-    def __init__(self, client: MongoClient[dict[str, Any]], oplog: Oplog | None) -> None:
-        self._client = client
-        self._oplog = oplog
-        self._known: dict[str, Timestamp] = {}
-
-    def find(self, policy: str) -> Timestamp:
-        if policy not in self._known:
-            known = self._oplog.first if self._oplog is not None and policy == "oldest" else None
-            self._known[policy] = known or start_time(self._client, policy)
-        return self._known[policy]
+    places: dict[str, Timestamp] = field(default_factory=dict)
+    moved: list[str] = field(default_factory=list)
 
 
 class LostHistory:
@@ -286,27 +273,19 @@ class LostHistory:
     # -- what happens to it ------------------------------------------------------------------------
 
     def _settle(self, gap: _Gap, subscriptions: Subscriptions) -> Position | None:
-        """Move those for whom an option has decided, let the others stand still, and say so."""
-        places = _Places(self._client, gap.oplog)
+        """Move those for whom an option has decided, let the others stay where they are, and say so."""
         for name in list(gap.left):
             start = gap.before[name]
             policy = self._choose_policy(subscriptions[name], start, gap.oplog)
-            place = None if policy is None else places.find(policy)
-            if policy is None or place is None or not self._moves(name, policy, place, start):
-                self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
+            if policy is not None and self._try_to_move(subscriptions[name], policy, start, gap):
+                gap.moved.append(name)
             else:
-                gap.moved.setdefault((policy, place), []).append(name)
+                self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
             gap.left.remove(name)
-        moved = [name for names in gap.moved.values() for name in names]
-        for name in moved:
-            self._store.partitions.forget_attempts(name, subscriptions[name].plan.layout.generation)
         after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
-        for name in moved:
+        for name in gap.moved:
             subscriptions[name].move(after[name].time)
         reached = self._find_reached(subscriptions, after)
-        for policy, place in list(gap.moved):
-            self._log_move(gap, place, policy)
-            del gap.moved[policy, place]
         return open_position(reached, self._fingerprint) if reached else None
 
     def _choose_policy(self, subscription: Subscription, start: Start, oplog: Oplog | None) -> str | None:
@@ -317,12 +296,30 @@ class LostHistory:
             return None
         return None if self._store.partitions.are_touched(subscription.name) else "oldest"
 
-    def _moves(self, name: str, policy: str, start: Timestamp, before: Start) -> bool:
-        """Return True if it continues there; False where that place itself was refused: moving there cannot help."""
-        if before.watermark is None and before.place[0] >= start:
+    def _try_to_move(self, subscription: Subscription, policy: str, before: Start, gap: _Gap) -> bool:
+        """Move a handler to where its policy says; False if that place itself was refused, so that it cannot help."""
+        name, version = subscription.name, self._renewal.term.version
+        if policy not in gap.places:
+            first = gap.oplog.first if gap.oplog is not None and policy == "oldest" else None
+            gap.places[policy] = first or start_time(self._client, policy)
+        if before.watermark is None and before.place[0] >= gap.places[policy]:
             return False
-        start = max(start, before.place[0])
-        return self._store.subscriptions.move_start(name, self._renewal.term.version, start, policy)
+        start = max(gap.places[policy], before.place[0])
+        self._store.partitions.forget_attempts(name, subscription.plan.layout.generation)
+        if not self._store.subscriptions.move_start(name, version, start, policy):
+            return False
+        unseen = "" if gap.oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
+        said = _quote(gap.error)
+        logger.error(
+            "history of handler %s is lost; it continues at %s (on_history_lost=%s)%s%s",
+            name,
+            start.as_datetime().isoformat(),
+            policy,
+            unseen,
+            f": {said}" if said else "",
+            extra={"event": "history_lost", "subscription": name},
+        )
+        return True
 
     def _mark_lost(
         self, subscription: Subscription, start: Start, oplog: Oplog | None, error: HistoryLostError
@@ -345,21 +342,6 @@ class LostHistory:
             reason,
             *(self._line.changes("go-on", name, "--from", option) for option in ("oldest", "now")),
             extra={"event": "subscription_lost", "subscription": name},
-        )
-
-    def _log_move(self, gap: _Gap, start: Timestamp, policy: str) -> None:
-        error, names = gap.error, sorted(gap.moved[policy, start])
-        unseen = "" if gap.oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
-        said = _quote(error)
-        logger.error(
-            "history was lost; going on from %s (%s), as was decided, with handlers %s%s; others go on where they "
-            "stand%s",
-            start.as_datetime().isoformat(),
-            policy,
-            names,
-            unseen,
-            f": {said}" if said else "",
-            extra={"event": "history_lost", "subscriptions": names},
         )
 
     # -- where they stand --------------------------------------------------------------------------

@@ -39,8 +39,6 @@ from mongo_celery.errors import HistoryLostError, LeaseLostError
 from mongo_celery.mongo.table import call_timeout
 
 if TYPE_CHECKING:
-    from bson import Timestamp
-
     from mongo_celery.bridge.listener.activity import Activity
     from mongo_celery.bridge.listener.renewal import Renewal
     from mongo_celery.bridge.listener.subscription import Subscription
@@ -66,6 +64,10 @@ class Leader:
             positions, and `selectors` and `scope` are without them.
 
     Attributes:
+        subscriptions: those that are led, by name.
+        intake: of the stream.
+        poller: of the partitions.
+        snapshots: of this term.
         housekeeping: what is done beside, in another thread.
     """
 
@@ -88,7 +90,7 @@ class Leader:
         self._refused = refused or {}
         handlers = [handler for handler in wiring.handlers if handler.name not in self._refused]
         self._led = list(zip(handlers, selectors, strict=True))
-        self._subscriptions: dict[str, Subscription] = {}
+        self.subscriptions: dict[str, Subscription] = {}
         self._stopped: Mapping[str, str] = {}
         self._stopped_handlers: StoppedHandlers | None = None
         store, line, concern = wiring.store, wiring.line, wiring.state_concern
@@ -107,13 +109,13 @@ class Leader:
             line=line,
         )
         self._storing = Storing(store, options, concern, self._horizon.share, line)
-        self._snapshots = Snapshotting(wiring, self.wake)
-        self._intake = StreamIntake(
-            wiring, scope, self._subscriptions, self._storing, self._snapshots, self._note_progress
+        self.snapshots = Snapshotting(wiring, self.wake)
+        self.intake = StreamIntake(
+            wiring, scope, self.subscriptions, self._storing, self.snapshots, self._note_progress
         )
-        self._poller = PartitionPoller(wiring, self._storing.session, self._subscriptions, activity)
+        self.poller = PartitionPoller(wiring, self._storing.session, self.subscriptions, activity)
         self._repartitioning = Repartitioning(
-            store, options, concern, self._watermarks, self._storing, line, self._snapshots
+            store, options, concern, self._watermarks, self._storing, line, self.snapshots
         )
         self._replaying = Replaying(store.replays, concern, line)
         self._fairness = Fairness({})
@@ -149,52 +151,25 @@ class Leader:
             try:
                 yield
             finally:
-                self._intake.stop()
+                self.intake.stop()
                 with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
-                    self._watermarks.store(self._subscriptions.values(), time.monotonic())
+                    self._watermarks.store(self.subscriptions.values(), time.monotonic())
         finally:
             self._publishing.close()
             self.housekeeping.stop()
-            self._snapshots.close()
+            self.snapshots.close()
             self._storing.close()
-
-    @property
-    def subscriptions(self) -> Mapping[str, Subscription]:
-        """Those that are led, by name."""
-        return self._subscriptions
-
-    def has_read_to(self, place: Timestamp) -> bool:
-        """Return True if everything up to a cluster time was taken in, with what a snapshot gives before it."""
-        return self._intake.has_read_to(place) and self._snapshots.is_idle
-
-    @property
-    def reads_snapshot(self) -> bool:
-        """True while a snapshot is under way."""
-        return self._snapshots.is_active
-
-    def hurry(self) -> None:
-        """Have the stream say soon how far it is, also where nothing comes: somebody waits for that."""
-        self._intake.is_hurried = True
-
-    def sweep_now(self) -> None:
-        """Have the next turn read all partitions, as they are by then, whenever that would have been due."""
-        self._wiring.store.partitions.flush()
-        self._poller.sweep_now()
-
-    def look_for_snapshots(self) -> None:
-        """Have the snapshots found that were asked for, whenever that would have been due."""
-        self._snapshots.look_now()
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
-        self._intake.wake()
+        self.intake.wake()
 
     def report(self) -> dict[str, Any]:
         """Return what `status` shows of this term beside the stored positions."""
-        subscriptions = list(self._subscriptions.values())
+        subscriptions = list(self.subscriptions.values())
         blocked = sum(len(subscription.blocked) for subscription in subscriptions)
         lost = (subscription.lost for subscription in subscriptions)
-        reading = self._intake.report()
+        reading = self.intake.report()
         rejected = rejections(
             partition for subscription in subscriptions for partition in subscription.partitions.values()
         )
@@ -209,16 +184,16 @@ class Leader:
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "standing": blocked,
-            "caughtUp": self._intake.at_end and not (stuck or has_stored or any(lost)),
+            "caughtUp": self.intake.at_end and not (stuck or has_stored or any(lost)),
             "brokerDown": self._publishing.is_down,
             "untaken": self._untaken.report(),
-            "locked": self._poller.locked.names[:_NAMED],
+            "locked": self.poller.locked.names[:_NAMED],
             **rejected,
             **reading,
             "moving": self._repartitioning.report(),
             **stored,
             "atRisk": [risk.report() for risk in self._horizon.risks],
-            "snapshots": self._snapshots.report(),
+            "snapshots": self.snapshots.report(),
             "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
             "stopped": [{"subscription": name, "reason": reason} for name, reason in stopped.items()],
             "fedBack": [
@@ -233,21 +208,21 @@ class Leader:
         beginning = begin_term(self._wiring, self._renewal, self._led, self._wiring.handlers)
         version, subscriptions = beginning.takeover.version, beginning.subscriptions
         partitions = [each for led in subscriptions.values() for each in led.partitions.values()]
-        self._poller.locked = LockedPartitions(self._wiring.store, version, partitions)
+        self.poller.locked = LockedPartitions(self._wiring.store, version, partitions)
         self._stopped = beginning.stopped
         self._stopped_handlers = StoppedHandlers(self._wiring, beginning, self.wake)
-        self._subscriptions.update(subscriptions)  # at once: the renewal thread reports from it
-        self._fairness = self._poller.fairness = Fairness(
+        self.subscriptions.update(subscriptions)  # at once: the renewal thread reports from it
+        self._fairness = self.poller.fairness = Fairness(
             {name: each.plan.handler.group for name, each in subscriptions.items()},
             {name for name, each in subscriptions.items() if each.plan.token_seconds},
         )
-        self._storing.begin(self._subscriptions, version, self.housekeeping)
-        self._snapshots.begin(self._subscriptions, version, InitialSnapshots(self._wiring, beginning.owed_snapshots))
+        self._storing.begin(self.subscriptions, version, self.housekeeping)
+        self.snapshots.begin(self.subscriptions, version, InitialSnapshots(self._wiring, beginning.owed_snapshots))
         position = self._history.begin(subscriptions, beginning.starts) if subscriptions else None
         self._renewal.alive()
-        for subscription in self._repartitioning.begin(self._subscriptions, beginning.takeover):
+        for subscription in self._repartitioning.begin(self.subscriptions, beginning.takeover):
             self._replace(subscription)
-        self._intake.read_from(position)
+        self.intake.read_from(position)
         self.housekeeping.add(self._stopped_handlers.check)
 
     # -- one turn ----------------------------------------------------------------------------------
@@ -268,34 +243,34 @@ class Leader:
         self._follow_history(now)
         self._repartition(now)
         self._note_progress()
-        self._storing.turn(now, at_end=self._intake.at_end)
+        self._storing.turn(now, at_end=self.intake.at_end)
         self._snapshot(now)
-        self._replaying.turn(self._subscriptions, now)
+        self._replaying.turn(self.subscriptions, now)
         self._note_progress()
         self._dispatch()
         self._note_progress()
-        self._watermarks.flush(self._subscriptions.values(), now, self._poller.times.moved_at)
+        self._watermarks.flush(self.subscriptions.values(), now, self.poller.times.moved_at)
 
     def _note_progress(self) -> None:
         """Have the lease renewed, unless partitions or the stream cannot be read."""
-        if self._intake.is_alive and not self._history.is_unread and not self._poller.is_blind:
+        if self.intake.is_alive and not self._history.is_unread and not self.poller.is_blind:
             self._renewal.alive()
 
     def _take_in(self, now: float) -> None:
-        error = self._intake.take_in(now)
+        error = self.intake.take_in(now)
         if error is None:
             return
         if not isinstance(error, HistoryLostError):
             raise error
-        self._intake.read_from(None)
+        self.intake.read_from(None)
         self._history.note_refusal(error)
 
     def _poll(self, now: float) -> None:
         """Read partitions, as far as it is time for it, and find messages that are lost, or that nobody takes."""
-        if not self._poller.poll(now, self._intake.reopenings):
+        if not self.poller.poll(now, self.intake.reopenings):
             return
-        led, is_down = self._subscriptions.values(), self._publishing.is_down
-        began_at, read_at = self._poller.began_at, self._poller.read_at
+        led, is_down = self.subscriptions.values(), self._publishing.is_down
+        began_at, read_at = self.poller.began_at, self.poller.read_at
         if self._lost_messages.check(led, began_at, read_at, is_broker_down=is_down):
             self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
         if not is_down:
@@ -304,52 +279,52 @@ class Leader:
     def _follow_history(self, now: float) -> None:
         """Warn of histories that are about to be lost, and read on behind one that was."""
         if not self._history.is_unread:
-            self._horizon.judge(self._subscriptions.values())
-        reopening = self._history.tick(self._subscriptions, self._watermarks, now)
+            self._horizon.judge(self.subscriptions.values())
+        reopening = self._history.tick(self.subscriptions, self._watermarks, now)
         if reopening is not None:
-            self._intake.read_from(reopening.position)
+            self.intake.read_from(reopening.position)
 
     def _repartition(self, now: float) -> None:
         """Go on with new partitionings, and read again what a handler has left meanwhile."""
-        if self._poller.is_blind:
+        if self.poller.is_blind:
             self._repartitioning.postpone(now)
             return
         for subscription in self._repartitioning.turn(now):
             self._replace(subscription)
         if not self._history.is_unread and self._repartitioning.wants_reading(now):
             try:
-                position = self._history.find_position(self._subscriptions)
+                position = self._history.find_position(self.subscriptions)
             except PyMongoError as error:
                 self._repartitioning.note_failure(error)
                 return
-            self._intake.read_from(position)
+            self.intake.read_from(position)
             self._repartitioning.resume_reading(now)
 
     def _replace(self, subscription: Subscription) -> None:
         """Put a handler under its new partitioning in the place of what it was."""
-        self._activity.of(subscription.name).add_counts(self._subscriptions[subscription.name].counted)
-        self._subscriptions[subscription.name] = subscription
+        self._activity.of(subscription.name).add_counts(self.subscriptions[subscription.name].counted)
+        self.subscriptions[subscription.name] = subscription
 
     def _snapshot(self, now: float) -> None:
         """Go on with existing documents, between the changes."""
-        may_begin = self._intake.has_stream and not self._intake.full and not self._storing.waits
-        self._snapshots.turn(now, room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
-        self._intake.hurry()
+        may_begin = self.intake.has_stream and not self.intake.full and not self._storing.waits
+        self.snapshots.turn(now, room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
+        self.intake.hurry()
 
     def _dispatch(self) -> None:
         now = time.monotonic()
         if now < self._publishing.ready_at:
             return
-        due = self._fairness.due(self._subscriptions, now)
+        due = self._fairness.due(self.subscriptions, now)
         if due and self._renewal.is_trusted() and self._publishing.publish(due):
-            self._poller.times.moved_at = time.monotonic()
+            self.poller.times.moved_at = time.monotonic()
 
     def _wait(self) -> None:
         now = time.monotonic()
         until = min(
-            self._poller.due_at(now),
-            max(self._fairness.next_due(self._subscriptions), self._publishing.ready_at),
+            self.poller.due_at(now),
+            max(self._fairness.next_due(self.subscriptions), self._publishing.ready_at),
             self._repartitioning.due(),
             self._storing.next_at(),
         )
-        self._intake.wait(max(until - now, 0.0))
+        self.intake.wait(max(until - now, 0.0))

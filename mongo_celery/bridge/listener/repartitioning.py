@@ -351,11 +351,8 @@ class Repartitioning:
         """The handler under its new partitioning; it begins where the old one has ended."""
         rule, watermark = old.plan.handler.partitioner(self._options), old.window.watermark
         plan = replace(old.plan, layout=layout, partitioner=rule, watermark=watermark, undeliverable={})
-        ids = {
-            image.index: self._store.partitions.partition_id(old.name, layout.generation, image.index)
-            for image in images
-        }
-        new = Subscription(self._options, plan, make_partitions(images, ids, self._version, self._options))
+        partitions = make_partitions(images, self._store.partitions, layout.generation, self._version, self._options)
+        new = Subscription(self._options, plan, partitions)
         new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
         if old.left is not None:
             new.until, new.left = old.until, old.left

@@ -21,7 +21,7 @@ from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent
@@ -404,12 +404,10 @@ def _label(changes: Sequence[PendingChange | StoredChange], first: int) -> str:
 
 
 def make_partitions(
-    images: Iterable[Image],
-    ids: Mapping[int, str],
-    version: int,
-    options: BridgeOptions,
+    images: Sequence[Image], partitions: Partitions, generation: int, version: int, options: BridgeOptions
 ) -> dict[int, Partition]:
-    """Return the partitions of a subscription's partitions, from the images of the take-over."""
+    """Return the partitions of a subscription by index, from the images of the take-over."""
     graces = GracePeriods(options.grace, options.commit_grace)
     now = time.monotonic()
-    return {image.index: Partition(ids[image.index], image, version, graces, now) for image in images}
+    ids = {each.index: partitions.partition_id(each.subscription, generation, each.index) for each in images}
+    return {each.index: Partition(ids[each.index], each, version, graces, now) for each in images}
