@@ -239,7 +239,7 @@ def test_a_transaction_that_conflicts_with_itself_counts_in_the_end(make_chain: 
     chain.give_up(chain.write("conflicting_with_itself", "key", 1))
     chain.wait_done()
     assert len(chain.letters("conflicting_with_itself")) == 1
-    assert _log(chain, "waits, next try").count("WriteConflict") == 10
+    assert _log(chain, "waits, next try").count("waits, next try") == 10
 
 
 @pytest.mark.slow

@@ -94,8 +94,13 @@ def elect(chain: SpillRig, members: MongoReplicaSet, election: Election, stopped
 
 
 def finish(chain: SpillRig) -> None:
-    """Let what stands go on, wait until all is done, and judge it."""
-    wait_for(lambda: chain.changes("retry", "halting")["retried"], message="something stands")
+    """Retry what has halted, wait until all is done, and judge it."""
+    wait_for(lambda: chain.changes("retry", "halting")["retried"], message="something has halted")
+    settle(chain)
+
+
+def settle(chain: SpillRig) -> None:
+    """Wait until all is done, and judge it."""
     chain.wait_effects()
     chain.wait_removed()
     history = chain.judge_all(spare=REPEATED)
@@ -140,9 +145,7 @@ def test_an_election_while_what_is_stored_is_read_back(
         assert old.terminate() == 0
         assert chain.changes("retry", "halting")["retried"] == 1
         elect(chain, three_members, election, chain.pointed("listener", RUNNING))
-    chain.wait_effects()
-    chain.wait_removed()
-    chain.judge_all(spare=REPEATED)
+    settle(chain)
 
 
 @pytest.mark.slow
@@ -150,7 +153,7 @@ def test_an_election_while_what_is_stored_is_read_back(
 def test_an_election_before_new_partitions_are_put_in_force(
     chain: SpillRig, three_members: MongoReplicaSet, election: Election
 ) -> None:
-    """P1, P2, P13: one of them is in force, whole."""
+    """P1, P2, P13: the old ones are empty before; then one of both is in force, whole."""
     chain.worker()
     old = chain.listener("old")
     bad = halt(chain)
@@ -161,4 +164,4 @@ def test_an_election_before_new_partitions_are_put_in_force(
         chain.spread(3)
         elect(chain, three_members, election, chain.pointed("listener", SWITCHING))
         wait_for(lambda: chain.subscription("halting")["partitioning"]["partitions"] == 3, message="new partitions")
-    finish(chain)
+    settle(chain)
