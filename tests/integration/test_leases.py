@@ -221,7 +221,7 @@ def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: 
     assert not leases.release(old)
     assert leases.raise_version(old, 1 << 60) is None
     assert leases.pin_start(old, Timestamp(1, 1)) is None
-    assert leases.pin_start(old, Timestamp(1, 1), replace=True) is None
+    assert leases.pin_start(old, Timestamp(1, 1)) is None
     assert not leases.record_report(old, {"outstanding": 1})
     assert stored(documents) == before
 
@@ -327,11 +327,10 @@ def test_the_installation_is_named_once(leases: Leases, documents: Collection[Do
 
 
 def test_a_start_is_pinned_once(leases: Leases) -> None:
-    """A second pin finds the first; only a decision (`replace`) moves it."""
+    """A second pin finds the first."""
     term = acquired(leases)
     assert leases.pin_start(term, Timestamp(5, 1)) == Timestamp(5, 1)
     assert leases.pin_start(term, Timestamp(9, 9)) == Timestamp(5, 1)
-    assert leases.pin_start(term, Timestamp(9, 9), replace=True) == Timestamp(9, 9)
 
 
 @pytest.mark.parametrize(("version", "said"), [(2, "newer version"), (None, "before the first release")])

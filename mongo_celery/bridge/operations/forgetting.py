@@ -12,9 +12,9 @@ from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.rewinding import LOCKED, leader_in, refuse_unknown
 from mongo_celery.bridge.state.names import Holdings
-from mongo_celery.bridge.state.positions import is_locked
 from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.locked import is_lock
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -102,7 +102,7 @@ def forget(
         try:
             version = store.names.forget(plan.name, act.record(plan.name, **asdict(plan.holdings)))
         except PyMongoError as error:
-            if is_locked(error):
+            if is_lock(error):
                 raise CommandRefusedError(LOCKED) from error
             raise
         if version is None:

@@ -20,10 +20,10 @@ from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.rewinding import LOCKED
 from mongo_celery.bridge.operations.times import iso
-from mongo_celery.bridge.state.positions import is_locked
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.oplog import operation_time, read_oplog
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def go_on(wiring: Wiring, lost: LostPlace, policy: str, *, reason: str | None = 
         try:
             is_moved = wiring.store.positions.pass_gap(lost.subscription, lost.seen, start, policy, record)
         except PyMongoError as error:
-            if is_locked(error):
+            if is_lock(error):
                 raise CommandRefusedError(LOCKED) from error
             raise
         if not is_moved:

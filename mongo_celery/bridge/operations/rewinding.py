@@ -26,10 +26,11 @@ from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.dead_letters import ASKED
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked
+from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in, position_in
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.oplog import time_of_token
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None =
         try:
             moved = store.positions.move(plan.move, act.record(plan.subscription, **way))
         except PyMongoError as error:
-            if is_locked(error):
+            if is_lock(error):
                 raise CommandRefusedError(LOCKED) from error
             raise
         if moved is None:

@@ -68,7 +68,8 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.existing import is_existing
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
+from mongo_celery.bridge.state.stored import unsigned
 from mongo_celery.mongo.expressions import REMOVED, after, literal, millis, next_number, whole
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
@@ -209,15 +210,7 @@ class Claims:
         Returns:
             The claim, or None: the message is a duplicate, stale or early, and is dropped.
         """
-        claim = {
-            "owner": literal(owner),
-            "first": Int64(first),
-            "last": Int64(last),
-            "ttl": millis(ttl or self._ttl),
-            "until": after(ttl or self._ttl),
-            "at": "$$NOW",
-            **({} if session is None else {"session": session}),
-        }
+        claim = {**self._claim(owner, ttl, session), "first": Int64(first), "last": Int64(last)}
         own_token = token if is_existing(token) else None
         gone = _is_gone(own_token)
         retry = {
@@ -282,14 +275,10 @@ class Claims:
             letter: its `_id`.
         """
         claim = {
-            "owner": literal(owner),
+            **self._claim(owner, ttl, session),
             "first": {"$add": ["$committed", Int64(1)]},
             "last": "$committed",
-            "ttl": millis(ttl or self._ttl),
-            "until": after(ttl or self._ttl),
-            "at": "$$NOW",
             "leaving": True,
-            **({} if session is None else {"session": session}),
             "replay": literal(letter),
         }
         change = {
@@ -320,6 +309,12 @@ class Claims:
             parked=parked_in(document),
             rewound=document.get("rewound", 0),
         )
+
+    def _claim(self, owner: str, ttl: float | None, session: Binary | None) -> dict[str, Any]:
+        """Return what every new claim has."""
+        seconds = ttl or self._ttl
+        claim = {"owner": literal(owner), "at": "$$NOW", "ttl": millis(seconds), "until": after(seconds)}
+        return claim if session is None else {**claim, "session": session}
 
     def end_transactions(self, partition_ids: Sequence[str]) -> list[str]:
         """

@@ -44,7 +44,7 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.change import event_of, token_data
 from mongo_celery.bridge.existing import END, LETTER, is_unread, place_of
 from mongo_celery.bridge.raw_event import EVENT_TYPES
-from mongo_celery.bridge.state.stored import packed, unpacked
+from mongo_celery.bridge.state.stored import ids_under, packed, past, signed, unpacked, unsigned
 from mongo_celery.mongo.expressions import remaining
 from mongo_celery.mongo.index_creation import create_indexes, reading_seconds
 from mongo_celery.mongo.table import Table, call_timeout
@@ -60,7 +60,6 @@ PARKED, PARKED_BEHIND = "parked", "parked_behind"
 REQUESTED, STARTED, REPLAY_FAILED = "requested", "started", "failed"
 ASKED: Mapping[str, Any] = {"replay.state": {"$in": [REQUESTED, STARTED, REPLAY_FAILED]}}
 """A query for those whose replay was asked for, which their partial index serves."""
-_HASHES = 1 << 64
 _READ_AT_ONCE = 1000
 _LAST = chr(0x10FFFF)
 _STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existing document's letter has no place
@@ -275,10 +274,10 @@ class DeadLetters:
     def subscriptions(self) -> list[str]:
         """Those that have any: one look for each at what is next in the order of `_id`."""
         found: list[str] = []
-        place, end, order = f"{self._bridge}/", f"{self._bridge}0", [("_id", 1)]
-        while next_ := self._table.find_one({"_id": {"$gte": place, "$lt": end}}, {"_id": 1}, sort=order):
+        ids = ids_under(self._bridge)
+        while next_ := self._table.find_one({"_id": ids}, {"_id": 1}, sort=[("_id", 1)]):
             found.append(str(next_["_id"]).split("/")[1])
-            place = f"{self._bridge}/{found[-1]}0"  # behind all with a slash there
+            ids["$gt"] = past(f"{self._bridge}/{found[-1]}")
         return found
 
     def oversized(self) -> str | None:
@@ -490,16 +489,6 @@ def _data_in(token: object) -> str:
     """Return the comparable part of a stored token; empty where that is damaged."""
     data = token.get("_data") if isinstance(token, Mapping) else None
     return data if isinstance(data, str) else ""
-
-
-def signed(hash_: int) -> int:
-    """A hash from 0 to 2^64 - 1 as MongoDB keeps it."""
-    return hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_
-
-
-def unsigned(hash_: int) -> int:
-    """The hash that MongoDB keeps so, from 0 to 2^64 - 1."""
-    return hash_ % _HASHES
 
 
 def _number(value: object) -> int:

@@ -176,18 +176,16 @@ class Leases:
             return None
         return Term(term.listener_id, document["term"], term.trusted_until, document)
 
-    def pin_start(self, term: Term, start: Timestamp, *, replace: bool = False) -> Timestamp | None:
+    def pin_start(self, term: Term, start: Timestamp) -> Timestamp | None:
         """
         Record where the bridge starts, before anything is read.
 
         Returns:
-            The pinned time, which is the first one recorded unless `replace` is given, or None when
-            the term has ended.
+            The pinned time, which is the first one recorded, or None when the term has ended.
         """
         guard = self._mine(term)
-        free = guard if replace else {**guard, "startAtOperationTime": None}
         with self._table.limit():
-            self._table.update(free, {"$set": {"startAtOperationTime": start}})
+            self._table.update({**guard, "startAtOperationTime": None}, {"$set": {"startAtOperationTime": start}})
             document = self._table.find_one(guard, {"startAtOperationTime": 1})
         return None if document is None else document["startAtOperationTime"]
 

@@ -28,8 +28,8 @@ from pymongo.collection import Collection
 
 from mongo_celery.bridge.existing import version_in
 from mongo_celery.bridge.state.claims import COMMIT, parked_in, position_at
-from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store, unsigned
-from mongo_celery.bridge.state.stored import ids_under
+from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
+from mongo_celery.bridge.state.stored import ids_under, unsigned
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked

@@ -33,7 +33,6 @@ from bson.int64 import Int64
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
-from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.audit import AuditRecords
@@ -42,7 +41,6 @@ from mongo_celery.bridge.state.partitions import attempts_forgotten, moved_stage
 from mongo_celery.bridge.state.stored import ids_under, past
 from mongo_celery.bridge.state.subscriptions import start_moved, watermark_at
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
-from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.opening import open_session
 
 T = TypeVar("T")
@@ -266,11 +264,6 @@ def existing_behind(bridge: str, subscription: str, data: str) -> dict[str, Any]
     """As `behind`, of existing documents alone."""
     first = f"{bridge}/{subscription}/{LETTER}"
     return {"_id": {"$gte": first, "$lt": first + _LAST}, "resumeToken._data": {"$gt": data}}
-
-
-def is_locked(error: PyMongoError) -> bool:
-    """Whether a move met a partition that an open transaction has written: then nothing is changed."""
-    return is_lock(error)
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:

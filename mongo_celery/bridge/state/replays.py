@@ -69,9 +69,8 @@ from mongo_celery.bridge.state.dead_letters import (
     Letter,
     ReplayRequest,
     replay_of,
-    signed,
 )
-from mongo_celery.bridge.state.stored import ids_under
+from mongo_celery.bridge.state.stored import ids_under, signed
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
 from mongo_celery.mongo.table import Table, call_timeout
 

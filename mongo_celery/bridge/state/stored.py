@@ -97,6 +97,16 @@ def part_ids(head: Mapping[str, Any]) -> list[str]:
     return [f"{head['_id']}/{head['digest']}.{number:02d}" for number in range(head["parts"])]
 
 
+def signed(hash_: int) -> int:
+    """Return a hash from 0 to 2^64 - 1 as MongoDB keeps it."""
+    return hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_
+
+
+def unsigned(hash_: int) -> int:
+    """Return the hash that MongoDB keeps so, from 0 to 2^64 - 1."""
+    return hash_ % _HASHES
+
+
 # -- documents -------------------------------------------------------------------------------------
 
 
@@ -109,7 +119,7 @@ def documents_of(partition_id: str, changes: Iterable[StoredChange], version: in
             "_id": id_of(partition_id, change.data),
             **where,
             "term": Int64(version),
-            "hash": Int64(change.hash - _HASHES if change.hash >= _HASHES // 2 else change.hash),
+            "hash": Int64(signed(change.hash)),
             "size": len(change.raw),
             **_rare(change),
         }
@@ -186,7 +196,7 @@ def outline_in(head: Mapping[str, Any]) -> StoredChange:
         token, refusal = head.get("token"), head.get("refusal")
         return StoredChange(
             data=token_data(token or {"_data": place}),
-            hash=head["hash"] % _HASHES,
+            hash=unsigned(head["hash"]),
             refusal=Refusal.because(**refusal) if refusal else None,
             token=token,
             size=int(head.get("size", 0)),
