@@ -142,7 +142,7 @@ class SpillRig:
     @property
     def inserted(self) -> int:
         """How many documents were ever stored, as the oplog tells."""
-        namespace = f"{self.scene.setting.state_database}.spill"
+        namespace = f"{self.scene.setting.state_database}.backlog"
         query = {"ts": {"$gte": self._began}, "ns": namespace, "op": "i"}
         return self._client["local"]["oplog.rs"].count_documents(query)
 

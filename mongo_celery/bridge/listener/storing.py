@@ -169,18 +169,19 @@ class Storing:
         """
         if not self._gate.is_open(now) or self.session.operation_time is None:  # no image was seen in it
             return
+        self._unfinished = False
+        is_urgent = any(each.too_large or each.unstored is not None for each in self._led.values())
         try:
-            self._unfinished = not self._reading.read(self._led.values(), now)
             if now - self._swept_at >= _SWEEP_SECONDS:
                 self._swept_at = now
                 self._sweep()
+            if is_urgent or now - self._judged_at >= _JUDGED_SECONDS:
+                self._judged_at = now
+                self._store_due(now, at_end=at_end)
+            if not self._reading.read(self._led.values(), now):  # what was stored just now may run at once
+                self._unfinished = True
         except PyMongoError as error:
             self._note_failure("reading or clearing stored changes", error)
-            return
-        is_urgent = any(each.too_large or each.unstored is not None for each in self._led.values())
-        if is_urgent or now - self._judged_at >= _JUDGED_SECONDS:
-            self._judged_at = now
-            self._store_due(now, at_end=at_end)
 
     # -- storing -----------------------------------------------------------------------------------
 
