@@ -8,13 +8,13 @@ record, and waits longer and longer while it lasts.
 The reader is bounded: it hands over a batch only while the listener has granted credit. Without credit it does not read
 the stream. A post-batch token is handed over only if a read returned nothing, as an item at its place.
 
-After an error that may be about one event each read brings one event. When that fails too, events are read one by one
-(`isolator`): one that the server can give whole is handed over as always, another one with a read error.
+After an error that may be about one event a read brings one event, and each further one twice as many. When one of one
+event fails, events are read one by one (`isolator`): one that the server can give whole is handed over as always,
+another one with a read error.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -70,8 +70,7 @@ _FIRST_TIMEOUT = 5.0
 _LONGEST_TIMEOUT = 86_400.0
 _BATCH_CREDITS = 64
 """Credits of one batch: a larger one would keep its first item waiting, and gain nothing."""
-_SMALL_READS_MAX = 2048
-"""Reads of one event each, after which the cause of an error is taken to be passed."""
+_LARGEST_SMALL_BATCH = 4096
 _ISOLATED_MAX = 200
 _READ_ERRORS_AT_ONCE = 100
 
@@ -308,9 +307,7 @@ class StreamReader:
         with self._open(client, self._scope, self._start()) as cursor:
             self._attempt.open()
             limit_batch(cursor, self._batch)
-            for number in itertools.count(1):
-                if self._stopping.is_set() or not cursor.alive:
-                    return
+            while not self._stopping.is_set() and cursor.alive:
                 set_await(cursor, LOW_LATENCY_SECONDS if self._has_low_latency else AWAIT_SECONDS)
                 documents = next_batch(cursor)
                 self._note_read()
@@ -318,8 +315,9 @@ class StreamReader:
                     self._hand_over(documents)
                 else:
                     self._pass_marker(post_batch_token(cursor))
-                if number == _SMALL_READS_MAX or not documents:
-                    self._batch = self._full_batch
+                if self._batch != self._full_batch:
+                    is_small = documents and self._batch < (self._full_batch or _LARGEST_SMALL_BATCH) / 2
+                    self._batch = 2 * self._batch if is_small else self._full_batch
                     limit_batch(cursor, self._batch)
 
     def _isolate_events(self, client: MongoClient[RawBSONDocument]) -> None:
