@@ -14,16 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pymongo
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.beginning import StoppedHandlers, begin_term
-from mongo_celery.bridge.listener.dispatcher import Dispatcher
-from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
-from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.lost_messages import BrokerWatch, LostMessageDetector
 from mongo_celery.bridge.listener.poller import PartitionPoller
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
@@ -32,11 +28,9 @@ from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.storing import Storing
 from mongo_celery.bridge.listener.stream_intake import StreamIntake
-from mongo_celery.bridge.listener.takeover import LockedPartitions
 from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.errors import HistoryLostError, LeaseLostError
-from mongo_celery.mongo.table import call_timeout
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.activity import Activity
@@ -118,10 +112,7 @@ class Leader:
             store, options, concern, self._watermarks, self._storing, line, self.snapshots
         )
         self._replaying = Replaying(store.replays, concern, line)
-        self._fairness = Fairness({})
-        self._publishing = Publishing(
-            Dispatcher(wiring.app, options, lambda: renewal.sealing, wiring.queue_names), activity
-        )
+        self._publishing = Publishing(wiring, renewal, activity)
         self._lost_messages = LostMessageDetector(options, BrokerWatch(wiring.app, self.housekeeping))
         self._untaken = UntakenQueues(wiring, self.housekeeping)
 
@@ -152,8 +143,7 @@ class Leader:
                 yield
             finally:
                 self.intake.stop()
-                with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
-                    self._watermarks.store(self.subscriptions.values(), time.monotonic())
+                self._watermarks.store_last(self.subscriptions.values(), self._options.lease_ttl)
         finally:
             self._publishing.close()
             self.housekeeping.stop()
@@ -207,17 +197,13 @@ class Leader:
     def _begin(self) -> None:
         beginning = begin_term(self._wiring, self._renewal, self._led, self._wiring.handlers)
         version, subscriptions = beginning.takeover.version, beginning.subscriptions
-        partitions = [each for led in subscriptions.values() for each in led.partitions.values()]
-        self.poller.locked = LockedPartitions(self._wiring.store, version, partitions)
         self._stopped = beginning.stopped
         self._stopped_handlers = StoppedHandlers(self._wiring, beginning, self.wake)
         self.subscriptions.update(subscriptions)  # at once: the renewal thread reports from it
-        self._fairness = self.poller.fairness = Fairness(
-            {name: each.plan.handler.group for name, each in subscriptions.items()},
-            {name for name, each in subscriptions.items() if each.plan.token_seconds},
-        )
+        self._publishing.begin(subscriptions)
+        self.poller.begin(version, self._publishing.fairness)
         self._storing.begin(self.subscriptions, version, self.housekeeping)
-        self.snapshots.begin(self.subscriptions, version, InitialSnapshots(self._wiring, beginning.owed_snapshots))
+        self.snapshots.begin(self.subscriptions, version, beginning.owed_snapshots)
         position = self._history.begin(subscriptions, beginning.starts) if subscriptions else None
         self._renewal.alive()
         for subscription in self._repartitioning.begin(self.subscriptions, beginning.takeover):
@@ -312,18 +298,14 @@ class Leader:
         self.intake.hurry()
 
     def _dispatch(self) -> None:
-        now = time.monotonic()
-        if now < self._publishing.ready_at:
-            return
-        due = self._fairness.due(self.subscriptions, now)
-        if due and self._renewal.is_trusted() and self._publishing.publish(due):
+        if self._publishing.dispatch(self.subscriptions):
             self.poller.times.moved_at = time.monotonic()
 
     def _wait(self) -> None:
         now = time.monotonic()
         until = min(
             self.poller.due_at(now),
-            max(self._fairness.next_due(self.subscriptions), self._publishing.ready_at),
+            self._publishing.next_due(self.subscriptions),
             self._repartitioning.due(),
             self._storing.next_at(),
         )

@@ -123,8 +123,6 @@ class PartitionPoller:
         locked: partitions that the take-over could not win.
         is_blind: whether the last poll has failed.
         began_at, read_at: monotonic times of the last poll that was answered.
-        fairness: is notified how long runs take.
-        reopenings: of the stream in this term, for `activity`.
     """
 
     def __init__(
@@ -134,12 +132,18 @@ class PartitionPoller:
         self.locked = LockedPartitions(wiring.store, 0, ())
         self.is_blind = False
         self.began_at = self.read_at = 0.0
-        self.fairness: Fairness | None = None
+        self._fairness: Fairness | None = None
         self._wiring = wiring
         self._partitions = wiring.store.partitions
         self._session = session
         self._led = led
         self._activity = activity
+
+    def begin(self, version: int, fairness: Fairness) -> None:
+        """Begin a term; `fairness` is notified how long runs take."""
+        partitions = [each for led in self._led.values() for each in led.partitions.values()]
+        self.locked = LockedPartitions(self._wiring.store, version, partitions)
+        self._fairness = fairness
 
     def due_at(self, now: float) -> float:
         """Return the monotonic time of the next poll."""
@@ -209,8 +213,8 @@ class PartitionPoller:
         step = subscription.observe(image, now)
         if step is Step.SUPERSEDED:
             raise LeaseLostError
-        if is_held and run is not None and run.left_at is not None and run.taken_at is not None and self.fairness:
-            self.fairness.note_run(image.subscription, run.left_at - run.taken_at)
+        if is_held and run is not None and run.left_at is not None and run.taken_at is not None and self._fairness:
+            self._fairness.note_run(image.subscription, run.left_at - run.taken_at)
         if step is Step.ENDED:
             self.times.note_end(image.subscription, run.sent_at if run is not None else None, now)
         return step

@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
+from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.partition import Partition, Rejection
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.renewal import Renewal
+    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -37,23 +43,44 @@ class Publishing:
     The publishing of one term.
 
     Args:
-        dispatcher: sends the messages.
-        activity: is told what is out.
+        wiring: of the bridge.
+        renewal: the term, by which messages are signed.
+        activity: counts what is sent.
 
     Attributes:
         ready_at: monotonic time before which nothing is published, because the broker was away.
+        fairness: chooses between the handlers of a group.
     """
 
-    def __init__(self, dispatcher: Dispatcher, activity: Activity | None = None) -> None:
+    def __init__(self, wiring: Wiring, renewal: Renewal, activity: Activity) -> None:
         self.ready_at = 0.0
+        self.fairness = Fairness({})
         self._activity = activity
-        self._dispatcher = dispatcher
+        self._renewal = renewal
+        self._dispatcher = Dispatcher(wiring.app, wiring.options, lambda: renewal.sealing, wiring.queue_names)
         self._failures = 0
 
     @property
     def is_down(self) -> bool:
         """Whether the broker takes nothing."""
         return self._failures > 0
+
+    def begin(self, subscriptions: Mapping[str, Subscription]) -> None:
+        """Begin a term with these subscriptions."""
+        groups = {name: each.plan.handler.group for name, each in subscriptions.items()}
+        self.fairness = Fairness(groups, {name for name, each in subscriptions.items() if each.plan.token_seconds})
+
+    def next_due(self, subscriptions: Mapping[str, Subscription]) -> float:
+        """Return the monotonic time of the next run that waits for a time alone."""
+        return max(self.fairness.next_due(subscriptions), self.ready_at)
+
+    def dispatch(self, subscriptions: Mapping[str, Subscription]) -> bool:
+        """Publish the runs that are due, if the lease is trusted; True if any of them is in flight now."""
+        now = time.monotonic()
+        if now < self.ready_at:
+            return False
+        due = self.fairness.due(subscriptions, now)
+        return bool(due) and self._renewal.is_trusted() and self.publish(due)
 
     def publish(self, due: Sequence[tuple[Partition, Dispatch]]) -> bool:
         """Publish the next runs of some partitions; whether any of them is out now."""
@@ -85,8 +112,7 @@ class Publishing:
                 partition.partition_id,
                 extra={"event": "message_taken"},
             )
-        if self._activity is not None:
-            self._activity.of(dispatch.run.subscription).note_sent(dispatch, again=partition.is_repeated)
+        self._activity.of(dispatch.run.subscription).note_sent(dispatch, again=partition.is_repeated)
         run = dispatch.run
         partition.note_sent(now, 0 if run.dead_letter is not None else run.last - run.first + 1)
 

@@ -31,20 +31,22 @@ never can ends alone, and harms no handler.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, place_behind, time_before, time_of
 from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailedError
+from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
 from mongo_celery.bridge.state.partitions import mostly_stand
 from mongo_celery.bridge.stream.operation_types import MOVES
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
+    from bson import Timestamp
+
     from mongo_celery.bridge.listener.chunks import Chunk
-    from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
-    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.listener.subscription import Plan, Subscription
     from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.window import Mark, PendingChange
     from mongo_celery.bridge.wiring import Wiring
@@ -65,6 +67,7 @@ class Snapshotting:
     """
 
     def __init__(self, wiring: Wiring, wake: Callable[[], None]) -> None:
+        self._wiring = wiring
         self._room = min(_CHUNK_BYTES, wiring.options.buffer_bytes // _ROOM_SHARE)
         self._looks_up = wiring.options.full_document == "updateLookup"
         self._led: Mapping[str, Subscription] = {}
@@ -72,15 +75,15 @@ class Snapshotting:
         self._reached = ""
         self._is_awaiting = False
 
-    def begin(self, led: Mapping[str, Subscription], version: int, initial: InitialSnapshots) -> None:
+    def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[Plan, Timestamp]]) -> None:
         """
         Begin a term, behind its take-over.
 
         Args:
-            initial: snapshots with which subscriptions begin, and which were not asked for yet.
+            owed: plans of those that begin with snapshots, each with the start that was pinned with that.
         """
         self._led = led
-        self._thread.start(led, version, initial)
+        self._thread.start(led, version, InitialSnapshots(self._wiring, owed))
 
     def look_now(self) -> None:
         """Have the thread find what was asked for, whenever that would have been due."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import pymongo
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.bridge.window import Mark
+from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import brief
 
 if TYPE_CHECKING:
@@ -68,6 +71,11 @@ class Watermarks:
             logger.warning(
                 "storing watermarks failed, trying again: %s", brief(error), extra={"event": "watermark_failed"}
             )
+
+    def store_last(self, subscriptions: Collection[Subscription], lease_ttl: float) -> None:
+        """Store them at the end of the term: however it ends, within one call's time for all."""
+        with pymongo.timeout(call_timeout(lease_ttl)):
+            self.store(subscriptions, time.monotonic())
 
     def _advance(self, subscriptions: Collection[Subscription]) -> None:
         """One write for all of them."""
