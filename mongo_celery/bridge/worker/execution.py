@@ -370,11 +370,13 @@ class Execution:
         for place, offsets in enumerate([given] if takes_list else [[offset] for offset in given]):
             if place and self._must_pause(started):
                 return place
-            changes = [subject.change(self.claim, offset) for offset in offsets]
             self.attempt.offset = offsets[0]
             self._calls += 1
             try:
-                call(Changes(changes) if takes_list else changes[0], 0 if place else retries)
+                if takes_list:
+                    call(Changes(subject.change(self.claim, offset) for offset in offsets), retries)
+                else:
+                    call(subject.change(self.claim, offsets[0]), 0 if place else retries)
             except Ignore as ignored:
                 if isinstance(ignored, SupersededError):
                     raise
@@ -388,9 +390,10 @@ class Execution:
 
     def _must_pause(self, started: float) -> bool:
         """Return True if something must be done before the next call of a part whose first began at this time."""
-        if self._beat.lost or time.monotonic() - started > _PROGRESS_SECONDS:
+        now = time.monotonic()
+        if self._beat.lost or now - started > _PROGRESS_SECONDS:
             return True
-        return time.monotonic() > self._until and (self._is_limited or not self._parts.is_closing)
+        return now > self._until and (self._is_limited or not self._parts.is_closing)
 
     def _pause(self, following: int) -> Decision | None:
         """Between two calls of a part: record what is done, and end the run where its time is up or soon will be."""
