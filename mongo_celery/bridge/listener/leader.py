@@ -258,7 +258,7 @@ class Leader:
         led, is_down = self.subscriptions.values(), self._publishing.is_down
         began_at, read_at = self.poller.began_at, self.poller.read_at
         if self._lost_messages.check(led, began_at, read_at, is_broker_down=is_down):
-            self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
+            self._publishing.retry_now()
         if not is_down:
             self._untaken.turn(led, read_at)
 

@@ -18,6 +18,7 @@ from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.fairness import Fairness
+from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.partition import Partition, Rejection
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
@@ -48,22 +49,24 @@ class Publishing:
         activity: counts what is sent.
 
     Attributes:
-        ready_at: monotonic time before which nothing is published, because the broker was away.
         fairness: chooses between the handlers of a group.
     """
 
     def __init__(self, wiring: Wiring, renewal: Renewal, activity: Activity) -> None:
-        self.ready_at = 0.0
         self.fairness = Fairness({})
         self._activity = activity
         self._renewal = renewal
         self._dispatcher = Dispatcher(wiring.app, wiring.options, lambda: renewal.sealing, wiring.queue_names)
-        self._failures = 0
+        self._broker = RetryGate(_BROKER_PAUSES)
 
     @property
     def is_down(self) -> bool:
-        """Whether the broker takes nothing."""
-        return self._failures > 0
+        """Return True if the broker takes nothing."""
+        return self._broker.failures > 0
+
+    def retry_now(self) -> None:
+        """Publish with the next turn, since the broker answers again."""
+        self._broker.opens_at = 0.0
 
     def begin(self, subscriptions: Mapping[str, Subscription]) -> None:
         """Begin a term with these subscriptions."""
@@ -72,18 +75,18 @@ class Publishing:
 
     def next_due(self, subscriptions: Mapping[str, Subscription]) -> float:
         """Return the monotonic time of the next run that waits for a time alone."""
-        return max(self.fairness.next_due(subscriptions), self.ready_at)
+        return max(self.fairness.next_due(subscriptions), self._broker.opens_at)
 
     def dispatch(self, subscriptions: Mapping[str, Subscription]) -> bool:
         """Publish the runs that are due, if the lease is trusted; True if any of them is in flight now."""
         now = time.monotonic()
-        if now < self.ready_at:
+        if not self._broker.is_open(now):
             return False
         due = self.fairness.due(subscriptions, now)
         return bool(due) and self._renewal.is_trusted() and self.publish(due)
 
     def publish(self, due: Sequence[tuple[Partition, Dispatch]]) -> bool:
-        """Publish the next runs of some partitions; whether any of them is out now."""
+        """Publish the next runs of some partitions; True if any of them is in flight now."""
         if not due:  # the broker is not even asked: what is known of it stays
             return False
         alone = [dispatch for partition, dispatch in due if partition.rejection is not None][:_ALONE_A_TURN]
@@ -95,7 +98,7 @@ class Publishing:
         for dispatch, error in done.rejected:
             self._rejected(partitions[dispatch.run.partition_id], dispatch, error, now)
         if done.failure is None:
-            self._failures = 0
+            self._broker.note_success()
         else:
             self._failed(done.failure)
         return bool(done.sent)
@@ -134,12 +137,10 @@ class Publishing:
             )
 
     def _failed(self, error: Exception) -> None:
-        pause = _BROKER_PAUSES.nth(self._failures)
-        self._failures += 1
-        self.ready_at = time.monotonic() + pause
+        self._broker.note_failure()
         logger.error(
             "publishing failed, next try in %.1f s: %s",
-            pause,
+            self._broker.opens_at - time.monotonic(),
             _reason(error),
             extra={"event": "publish_failed"},
         )
