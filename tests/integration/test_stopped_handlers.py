@@ -90,8 +90,12 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
     with pytest.raises(LayoutError, match="region"):
         Listener(bridge((moved, None)).wiring).run()
 
-    status = lead(bridge((moved, None), (other, None), (third, region)), lambda status: status["buffered"])
-    assert [each["stopped"] for each in status["subscriptions"]] == [None, None, None]
+    lead(
+        bridge((moved, None), (other, None), (third, region)),
+        lambda status: (
+            [(bool(each["partitions"]), each["stopped"]) for each in status["subscriptions"]] == [(True, None)] * 3
+        ),
+    )
 
 
 def test_a_stopped_handler_is_led_once_nothing_is_under_way_by_its_old_rule(
