@@ -195,7 +195,7 @@ class Term:
 
     def run(self, run: Run) -> None:
         """Claim, handle and commit a run; or fail at its first change."""
-        claims, spill = self.wiring.store.claims, self.wiring.store.spill
+        claims, backlog = self.wiring.store.claims, self.wiring.store.backlog
         claim = claims.take(
             run.partition_id, owner=uuid4().hex, version=run.version, first=run.first, last=run.last, token=run.head
         )
@@ -203,7 +203,7 @@ class Term:
             return
         changes: Sequence[bytes] = run.changes
         if run.stored:
-            found = spill.fetch(run.partition_id, run.stored)
+            found = backlog.fetch(run.partition_id, run.stored)
             changes = [found[token].raw for token in run.stored]
         first = decoded(changes[0]) if changes[0] else {}
         if run.refusal is not None or first["documentKey"]["_id"] in self.failing:

@@ -22,9 +22,9 @@ from mongo_celery.bridge.listener.takeover import list_generations
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.raw_event import EVENT_TYPES
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
@@ -147,7 +147,7 @@ class Term:
 
     def loaded(self, run: Run) -> Run:
         """A run as a worker has it: with the bytes of what is stored."""
-        found = self.rig.store.spill.fetch(run.partition_id, run.stored) if run.stored else {}
+        found = self.rig.store.backlog.fetch(run.partition_id, run.stored) if run.stored else {}
         return replace(run, changes=[found[token].raw for token in run.stored if token in found]) if run.stored else run
 
     def flush(self) -> str | None:
@@ -221,7 +221,7 @@ class Term:
 
     def stored(self, index: int = 0) -> list[int]:
         """Places of the stored changes of a partition."""
-        found = self.rig.store.spill.read(self.partition_id(index), "", "9", 1_000_000)
+        found = self.rig.store.backlog.read(self.partition_id(index), "", "9", 1_000_000)
         return [number_of(each.raw) for each in found]
 
     def image(self, index: int = 0) -> Image:

@@ -478,7 +478,7 @@ def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(Partitions, "mark_spilled", refuse)
-        term.until(lambda: term.wiring.store.spill.next_partition() is not None)
+        term.until(lambda: term.wiring.store.backlog.next_partition() is not None)
         for _ in range(5):
             term.step()
         assert world.record["moved"] == 0

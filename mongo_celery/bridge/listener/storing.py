@@ -115,7 +115,7 @@ class Storing:
         self._share_behind = share_behind
         self._led: Mapping[str, Subscription] = {}
         self._version = 0
-        self._removal = Removal(store.spill, 0)
+        self._removal = Removal(store.backlog, 0)
         self._report = StoringReport(options.spill_bytes, line)
         self._pressure = Pressure(options.buffer_bytes)
         self._reading = ReadBack(store, self.session)
@@ -129,7 +129,7 @@ class Storing:
     def begin(self, subscriptions: Mapping[str, Subscription], version: int, housekeeping: Housekeeping) -> None:
         """Take over what is stored of these subscriptions."""
         self._led, self._version = subscriptions, version
-        self._removal = Removal(self._state.spill, version)
+        self._removal = Removal(self._state.backlog, version)
         self._removing = housekeeping.add(self._removal.work)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class Storing:
         size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
         stored, to = [stored_change(change) for change in changes], changes[-1].data
         self._removal.note(partition.partition_id, place_of(to), 0 if reason == AGAIN else size)
-        self._state.spill.insert(partition.partition_id, stored, self._version, self.session)
+        self._state.backlog.insert(partition.partition_id, stored, self._version, self.session)
         if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
             raise LeaseLostError
         subscription.note_stored(partition, to, len(stored))

@@ -20,9 +20,9 @@ from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.partitions import Image, Partitions
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector

@@ -20,8 +20,8 @@ from mongo_celery.bridge.change import FLAGS, decoded, describe, token_data
 from mongo_celery.bridge.operations.acts import reached
 from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
 from mongo_celery.bridge.operations.times import iso
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import CommandRefusedError
 
@@ -133,10 +133,10 @@ def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Ima
 def _change_at(store: Store, partition_id: str, image: Image) -> StoredChange | None:
     if image.head is not None:
         data = token_data(image.head["resumeToken"])
-        return store.spill.fetch(partition_id, [data]).get(data)
+        return store.backlog.fetch(partition_id, [data]).get(data)
     if image.spilled is None:
         return None
-    found = store.spill.read(partition_id, image.data, image.spilled["to"], 1)
+    found = store.backlog.read(partition_id, image.data, image.spilled["to"], 1)
     return found[0] if found else None
 
 

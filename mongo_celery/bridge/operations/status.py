@@ -219,7 +219,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
-        stored=count_stored(store.spill, _marked(store, layouts, images)),
+        stored=count_stored(store.backlog, _marked(store, layouts, images)),
         heads=_stored_heads(store, layouts, images),
         oldest=_oldest_stored(store, layouts, images),
         time_limits={each.name: time_limit(wiring.app.tasks.get(each.task_name)) for each in wiring.handlers},
@@ -252,7 +252,7 @@ def _stored_heads(store: Store, layouts: Mapping[str, Layout], images: Sequence[
         assert image.spilled is not None, "only those are asked about"
         name, index = image.subscription, image.index
         partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-        for change in store.spill.read(partition_id, image.data, image.spilled["to"], 1):
+        for change in store.backlog.read(partition_id, image.data, image.spilled["to"], 1):
             found[name, index] = {"token": change.data, "key": describe(change.raw)}
     return found
 
@@ -267,7 +267,7 @@ def _oldest_stored(store: Store, layouts: Mapping[str, Layout], images: Sequence
     for image, mark in marked[:_OLDEST_MAX]:
         name, index = image.subscription, image.index
         partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-        first = store.spill.first(partition_id, image.data, mark["to"])
+        first = store.backlog.first(partition_id, image.data, mark["to"])
         if first is not None:
             found[name, index] = first
     return found

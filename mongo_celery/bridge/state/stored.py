@@ -1,5 +1,5 @@
 """
-The document form of a stored change: where its document stands, and what is in it. See `spill.py` for the rules.
+The document form of a stored change: where its document stands, and what is in it. See `backlog.py` for the rules.
 
 An `_id` is the partition's, a slash and the change's place; the parts of a change that fits into no document stand
 behind it, each behind one more slash. A slash sorts before every character of a place, and what ends a range after

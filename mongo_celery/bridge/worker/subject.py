@@ -26,6 +26,7 @@ from mongo_celery.bridge.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.existing import is_existing, is_unread, letter_name
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import origin_of
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claim
 from mongo_celery.bridge.state.dead_letters import (
     FAILED,
@@ -36,7 +37,6 @@ from mongo_celery.bridge.state.dead_letters import (
     dead_letter,
     forms_of,
 )
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.outcome import (
@@ -268,7 +268,7 @@ class RunSubject(Subject):
         run = self.run
         what = f"change {run.first} of {run.partition_id}"
         try:
-            found = self._store.spill.fetch(run.partition_id, run.stored)
+            found = self._store.backlog.fetch(run.partition_id, run.stored)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             return self.wait(claim, what, cause_text(error), error)
         first = found.get(run.stored[0])
@@ -383,7 +383,7 @@ class RunSubject(Subject):
         change = StoredChange(token_data(run.token_of(raw)), raw, run.hash_at(offset))
         try:
             with pymongo.timeout(min(self._patience, _STORING_SECONDS)):
-                self._store.spill.insert(run.partition_id, [change], run.version)
+                self._store.backlog.insert(run.partition_id, [change], run.version)
         except Exception as error:  # noqa: BLE001 - whatever it is, the halt must be written
             logger.warning(
                 "%s halts without being stored before: %s",
