@@ -14,7 +14,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.storing import AGAIN, Storing
@@ -182,12 +182,12 @@ class Term:
         """Run it, and commit it."""
         claim = self.claim(run)
         self.ran += map(number_of, run.changes)
-        assert self.rig.store.claims.handle(claim, run.last, token_of(run.changes[-1]))
+        assert self.rig.store.claims.handle(claim, run.last, read_token(run.changes[-1]))
         assert self.rig.store.claims.commit(run.partition_id, run.first)
 
     def halt(self, run: Run) -> None:
         """Fail at its first change."""
-        assert self.rig.store.claims.halt(self.claim(run), token_of(run.changes[0]), "key", "as asked")
+        assert self.rig.store.claims.halt(self.claim(run), read_token(run.changes[0]), "key", "as asked")
 
     def retry(self, index: int = 0) -> None:
         """Let a halted partition go on."""

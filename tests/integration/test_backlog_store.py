@@ -23,7 +23,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.refusal import Refusal
@@ -346,7 +346,7 @@ def test_events_that_nobody_can_decode_are_stored_as_they_are(backlog: Backlog, 
     stored = seen(backlog)
     assert numbers(stored) == [0, 1, 2]
     assert stored[1].raw == ODD[name]
-    token = stored[1].token or token_of(stored[1].raw)
+    token = stored[1].token or read_token(stored[1].raw)
     assert token["_data"] == token_data(1)
 
 
@@ -362,7 +362,7 @@ def test_long_tokens_keep_their_order_and_bound_like_others(backlog: Backlog) ->
             found = backlog.read(PARTITION, data[first], data[last], 99)
             assert [each.data for each in found] == data[first + 1 : last + 1]
     assert set(backlog.fetch(PARTITION, data)) == set(data)
-    assert all((each.token or token_of(each.raw))["_data"] == each.data for each in seen(backlog))
+    assert all((each.token or read_token(each.raw))["_data"] == each.data for each in seen(backlog))
     assert remove(backlog, PARTITION, data[4], VERSION) == 5
     assert [each.data for each in seen(backlog)] == data[5:]
 

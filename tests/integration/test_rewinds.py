@@ -11,7 +11,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import CommandRefusedError
-from mongo_celery.bridge.existing import token_at
+from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.listener.starts import open_position, read_starts
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.operations.acts import read_history
@@ -235,7 +235,7 @@ def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: St
     """The watermark has passed it: the rewind that is named brings it. No stream brings an existing document."""
     first = stage.events[0]
     index, backlog = stage.index(first), stage.store.backlog
-    partition_id, existing = stage.partition_id(index), token_at(first["clusterTime"], stage.version, 1)
+    partition_id, existing = stage.partition_id(index), make_token(first["clusterTime"], stage.version, 1)
     stage.state["partitions"].update_one({"_id": partition_id}, {"$set": {"resumeToken": None}})
     backlog.insert(
         partition_id, [StoredChange(data_of(first["_id"]), b"x"), StoredChange(existing, b"x")], stage.version
@@ -272,7 +272,7 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
 
 def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Stage) -> None:
     """Their letters stand before all others by name; a replay would run in front of what runs again."""
-    early, late = (token_at(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
+    early, late = (make_token(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
     for name, data in (("00AA", early), ("00BB", late)):
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
         letter |= {"handler": HANDLER, "replay": {**REQUEST, "partitioningTerm": stage.generation}}

@@ -112,7 +112,7 @@ def test_the_end_of_what_was_scanned_is_kept_byte_for_byte() -> None:
     raw = bson.encode({"_id": "xy"}).replace(b"xy", b"\xff\xfe")
     found = DocumentId.of(raw)
     assert found is not None
-    assert found.named("_id").raw == raw
+    assert found.make_document("_id").raw == raw
     assert DocumentId.of(bson.encode({})) is None
 
 

@@ -17,7 +17,7 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.listener import storing
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.backlog import StoredChange
@@ -518,7 +518,7 @@ def test_a_change_that_was_undeliverable_and_is_done_is_not_run_where_the_correc
         term.run(next_run(term))
         run = next_run(term)
         assert run.refusal is not None
-        assert term.rig.store.claims.discard(term.claim(run), token_of(run.changes[0]))
+        assert term.rig.store.claims.discard(term.claim(run), read_token(run.changes[0]))
     else:
         term = begin(partition_by=corrected)
         term.read(2, 3)

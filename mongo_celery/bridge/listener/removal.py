@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation, PyMongoError
 
-from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, place_of
+from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, token_place
 from mongo_celery.mongo.verdicts import brief
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Removal:
                 with self._lock:
                     if self._wanted[partition_id] == done:
                         del self._wanted[partition_id]
-                    if self._last[partition_id] <= place_of(done.passed):
+                    if self._last[partition_id] <= token_place(done.passed):
                         del self._last[partition_id], self._asked[partition_id]
             yield next(walk)
 

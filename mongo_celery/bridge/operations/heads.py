@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
-from mongo_celery.bridge.change import FLAGS, decoded, describe, token_data
+from mongo_celery.bridge.change import FLAGS, decode_event, describe, token_data
 from mongo_celery.bridge.operations.acts import reached
 from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
 from mongo_celery.bridge.operations.times import iso
@@ -170,7 +170,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
 def event_as_json(raw: bytes) -> Mapping[str, Any] | None:
     """An event as relaxed extended JSON, without what the bridge itself has asked the server to add."""
     try:
-        event = {name: value for name, value in decoded(raw).items() if name != FLAGS}
+        event = {name: value for name, value in decode_event(raw).items() if name != FLAGS}
         found: dict[str, Any] = json.loads(json_util.dumps(event, json_options=json_util.RELAXED_JSON_OPTIONS))
     except Exception:  # noqa: BLE001 - whatever users' documents hold: then its bytes are all that can be shown
         return None

@@ -21,7 +21,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.handlers import token_seconds
-from mongo_celery.bridge.identity import Identity, identity_of
+from mongo_celery.bridge.identity import Identity, build_identity
 from mongo_celery.bridge.listener.activity import read_times
 from mongo_celery.bridge.operations.amounts import Place, count_stored
 from mongo_celery.bridge.operations.run_gain import run_gain
@@ -228,7 +228,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
 
 def _identity(wiring: Wiring) -> Identity | None:
     try:
-        return identity_of(wiring)
+        return build_identity(wiring)
     except ConfigurationError:  # `check` names the source that cannot be had
         return None
 
@@ -355,7 +355,7 @@ def _listener(lease: Mapping[str, Any], mine: Identity | None) -> dict[str, Any]
         "expires": iso(lease.get("expiresAt")),
         "app": identity["app"],
         "handlers": sorted(identity["handlers"]),
-        "changed": mine.changed_handlers(identity) if mine is not None else [],
+        "changed": mine.find_changed_handlers(identity) if mine is not None else [],
     }
 
 
@@ -485,7 +485,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
     return {
         "subscription": image.subscription,
         "index": image.index,
-        "queue": facts.options.queue_of(image.index, facts.groups.get(image.subscription)),
+        "queue": facts.options.queue_name(image.index, facts.groups.get(image.subscription)),
         "state": _state_under(facts, state_of(image)),
         "committed": int(image.committed),
         "token": image.data or None,
