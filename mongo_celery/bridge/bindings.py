@@ -44,7 +44,7 @@ class Bindings:
         """
         alive = self.alive()
         if len(alive) > 1:
-            meant = self._meant()
+            meant = self._find_current()
             if meant is not None:
                 return meant
             del alive  # which would keep them
@@ -57,7 +57,7 @@ class Bindings:
                 )
         return alive[0] if alive else None
 
-    def _meant(self) -> Wiring | None:
+    def _find_current(self) -> Wiring | None:
         running = self.of(current_task.app) if current_task else None
         return running or self.of(current_app)
 

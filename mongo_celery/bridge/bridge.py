@@ -18,8 +18,8 @@ from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.outboxes import DeclaredOutbox
-from mongo_celery.bridge.registration import Registration, make_stand_in
-from mongo_celery.bridge.shared import BOUND, LOCK, taken_up_by
+from mongo_celery.bridge.registration import Registration, make_app_proxy
+from mongo_celery.bridge.shared import BOUND, LOCK, find_shared_handlers
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
@@ -35,8 +35,8 @@ class Bridge:
     """
     Turns changes in MongoDB into Celery tasks: at least once, in order per partition.
 
-    One that is made with an app is that app's. One without stands at module level, and is bound by `init_app` to each
-    app that an application factory makes: each has the bridge's handlers and outboxes, with tasks, settings, name and
+    One that is made with an app is that app's. One without is defined at module level, and is bound by `init_app` to
+    each app that an application factory makes: each has the bridge's handlers and outboxes, with tasks, settings, name and
     clients of its own. `app`, `client`, `collection()` and all else that needs an app then mean the only app; of
     several that of the task that runs, else Celery's current app; `of(app)` says which. One that is gone is forgotten.
 
@@ -247,7 +247,7 @@ class Bridge:
         declared.check()
         with LOCK:
             if self._only is not None:
-                return declared.planned_in(self._only).make()
+                return declared.plan_outbox(self._only).make()
             return self._declare_outbox(declared)
 
     def _declare_outbox(self, declared: DeclaredOutbox) -> Outbox:
@@ -257,11 +257,11 @@ class Bridge:
                 f"bridge {self._declared.name} already has an outbox named {declared.name!r}; give this one "
                 "name='...', or make it by bridge.of(app).outbox(...) for the app that is just made.",
             )
-        planned = [declared.planned_in(wiring) for wiring in self._bindings.alive()]
+        planned = [declared.plan_outbox(wiring) for wiring in self._bindings.alive()]
         self._outboxes[declared.name] = declared
         for each in planned:
             each.make()
-        outbox: Any = make_stand_in(lambda: self._outbox_of_app(declared.name))
+        outbox: Any = make_app_proxy(lambda: self._outbox_of_app(declared.name))
         return cast("Outbox", outbox)
 
     def _outbox_of_app(self, name: str) -> Outbox:
@@ -274,15 +274,15 @@ class Bridge:
         check_app(app)
         app = itself(app)
         wiring = self._declared.of(app)
-        name = wiring.name_in(app)
+        name = wiring.resolve_name(app)
         wiring.public = public or self._in(wiring)
         handlers = []
-        for each in (*self._registrations.values(), *taken_up_by(wiring)):
-            handlers.append((each, each.plan_in(wiring)))
+        for each in (*self._registrations.values(), *find_shared_handlers(wiring)):
+            handlers.append((each, each.plan_handler(wiring)))
             wiring.add(handlers[-1][1])
         outboxes = []
         for declared in self._outboxes.values():
-            outboxes.append(declared.planned_in(wiring))
+            outboxes.append(declared.plan_outbox(wiring))
             outboxes[-1].declare()
         if BRIDGES.add(app, wiring, name):
             register_commit(app)
@@ -290,7 +290,7 @@ class Bridge:
             install_intake(app)
             discover_last()
         for each, handler in handlers:
-            each.make_in(wiring, handler)
+            each.register_handler(wiring, handler)
         for planned in outboxes:
             planned.make()
         self._bindings.add(wiring)
@@ -306,16 +306,16 @@ class Bridge:
     def _register(self, given: Registration) -> HandlerTask[Any, Any]:
         task: HandlerTask[Any, Any]
         if self._only is not None:
-            task = given.make_in(self._only, given.plan_in(self._only))
+            task = given.register_handler(self._only, given.plan_handler(self._only))
             return task
-        handlers = [(wiring, given.plan_in(wiring)) for wiring in self._bindings.alive()]
-        declared = given.make_handler(None) if handlers else given.plan_in(self._declared)
+        handlers = [(wiring, given.plan_handler(wiring)) for wiring in self._bindings.alive()]
+        declared = given.make_handler(None) if handlers else given.plan_handler(self._declared)
         self._declared.add(declared)
         self._registrations[declared.name] = given
         for wiring, handler in handlers:
-            given.make_in(wiring, handler)
+            given.register_handler(wiring, handler)
         # Without an app it is the function, unless that needs its task.
-        task = make_stand_in(
+        task = make_app_proxy(
             lambda: self._task_of_app(declared.name),
             lambda: None if given.is_bound or self._bindings.alive() else given.function,
         )
@@ -323,4 +323,4 @@ class Bridge:
 
     def _task_of_app(self, name: str) -> Any:
         wiring = self.wiring
-        return wiring.app.tasks[wiring.task_name_of(name)]
+        return wiring.app.tasks[wiring.task_name(name)]

@@ -56,7 +56,7 @@ class ChangeView(Protocol):
     def get_field(self, event: Mapping[str, Any], name: str) -> Any:
         """Return a field of an event; where it holds fields of a document, without those the handler does not see."""
 
-    def outboxes_on(self, namespace: str) -> Sequence[Outbox]:
+    def find_outboxes(self, namespace: str) -> Sequence[Outbox]:
         """Return the app's outboxes that keep their entries in the documents of a collection."""
 
 
@@ -69,13 +69,13 @@ class Change:
     handler has `bookkeeping=True`: copied elsewhere they would count for the copy. `raw` has all of them.
 
     Attributes:
-        raw: the event as the server sent it. A handler's is decoded when one of its fields is first looked at.
+        raw: the event as the server sent it. A handler's is decoded when one of its fields is first read.
         partition: index of the partition that keeps this change's order.
         seq: number of this change within its partition, from 1, without gaps.
         fencing_token: grows with every claim of the partition; a resource that has seen a
             larger one should refuse this one; -1 in one that was built by hand.
         session: the open transaction's session in a handler with `transactional=True`, else None.
-        replayed: whether this is a dead letter that is replayed: newer changes of its document may have been handled
+        replayed: whether this is a replayed dead letter: newer changes of its document may have been handled
             meanwhile. `fenced` refuses to write over what they have written; other effects have to mind it themselves.
     """
 
@@ -94,7 +94,7 @@ class Change:
     @classmethod
     def unread(cls, read: Callable[[], Mapping[str, Any]], **fields: Any) -> Change:
         """
-        A change that is decoded when it is first looked at; what fails then is raised there, each time.
+        A change that is decoded on first use. An error of the decoder is raised there, each time.
 
         Args:
             read: gives the event.
@@ -107,7 +107,7 @@ class Change:
     if not TYPE_CHECKING:  # a checker would take every name for one that is there
 
         def __getattr__(self, name: str) -> Any:
-            """Only what is missing comes here: the event that nobody has looked at yet."""
+            """Decode the event. Python calls this only for a missing attribute: the event before its first use."""
             read = self._read if name == "raw" else None
             if read is None:
                 raise AttributeError(f"'Change' object has no attribute {name!r}")
@@ -131,7 +131,7 @@ class Change:
     @property
     def namespace(self) -> str:
         """The namespace as `"db.collection"`, `"db"` or the empty string."""
-        return namespace_of(self.raw)
+        return read_namespace(self.raw)
 
     @property
     def document_key(self) -> Mapping[str, Any]:
@@ -166,12 +166,12 @@ class Change:
 
     @property
     def operation_description(self) -> Mapping[str, Any] | None:
-        """What `create`, `createIndexes`, `modify` ... did, with the bridge's option `show_expanded_events`."""
+        """The effect of `create`, `createIndexes`, `modify` ..., with the bridge's option `show_expanded_events`."""
         return self.raw.get("operationDescription")
 
     @property
     def collection_uuid(self) -> Any:
-        """Which collection of that name it was (a UUID as BSON's `Binary`), with `show_expanded_events`."""
+        """The UUID of the collection (BSON's `Binary`), with `show_expanded_events`."""
         return self.raw.get("collectionUUID")
 
     @property
@@ -204,7 +204,7 @@ class Change:
         return self[name] if name in self.raw else None
 
     def __repr__(self) -> str:
-        return f"<Change {label_of(self)} seq={self.seq}>"
+        return f"<Change {describe_change(self)} seq={self.seq}>"
 
     @property
     def fence(self) -> Fence:
@@ -238,9 +238,9 @@ class Change:
         Raises:
             HandlerUsageError: the change was built by hand, without a fence.
         """
-        return self.fenced_for(collection)
+        return self.fence_collection(collection)
 
-    def fenced_for(
+    def fence_collection(
         self, collection: Collection[dict[str, Any]] | str, origins: OriginsOf | None = None
     ) -> FencedCollection:
         """As `fenced`; `origins` gives the changes that writes are for, where these are several."""
@@ -251,7 +251,7 @@ class Change:
         return FencedCollection(
             collection,
             fence,
-            outboxes=tuple if view is None else partial(view.outboxes_on, collection.full_name),
+            outboxes=tuple if view is None else partial(view.find_outboxes, collection.full_name),
             origin_of=None if origins is None else origins(collection),
         )
 
@@ -259,7 +259,7 @@ class Change:
         """The same change, bound to a transaction's session."""
         return self._with(session=session)
 
-    def seen_by(self, view: ChangeView) -> Change:
+    def with_view(self, view: ChangeView) -> Change:
         """The same change, as another handler sees it."""
         return self._with(_view=view)
 
@@ -287,7 +287,7 @@ class Change:
         Make a change for a unit test.
 
         It is no way to deliver documents that exist: `changes snapshot` does that. The fence of a live change comes
-        from a claim, and one that is made by hand keeps nothing from being written over newer data. So without
+        from a claim, and one that you make manually keeps nothing from being written over newer data. So without
         `fence` the change refuses `fence` and `fenced()`.
 
         Args:
@@ -326,7 +326,7 @@ class Change:
                 partition=fence.index,
                 fencing_token=fence.token,
                 _fence=partial(_as_given, fence),
-                _named=partial(_named_by_hand, client),
+                _named=partial(_find_collection, client),
             )
         return cls(event, fencing_token=HAND_MADE_TOKEN if fencing_token is None else fencing_token)
 
@@ -335,7 +335,7 @@ def _as_given(fence: Fence, _change: Change) -> Fence:
     return fence
 
 
-def _named_by_hand(client: Any, namespace: str) -> Collection[dict[str, Any]]:
+def _find_collection(client: Any, namespace: str) -> Collection[dict[str, Any]]:
     if client is None:
         raise HandlerUsageError(f"To write to {namespace!r} by its name, pass Change.build(..., client=...) as well.")
     database, dot, name = namespace.partition(".")
@@ -348,30 +348,30 @@ def _named_by_hand(client: Any, namespace: str) -> Collection[dict[str, Any]]:
     return named
 
 
-def decoded(event: bytes | memoryview) -> dict[str, Any]:
-    """An event as plain values; text that is no UTF-8 and times that Python has no datetime for do not stop it."""
+def decode_event(event: bytes | memoryview) -> dict[str, Any]:
+    """Decode an event to plain values, even with invalid UTF-8 or times outside of Python's datetime."""
     return bson.decode(event, _LENIENT)
 
 
-def event_of(raw: bytes | memoryview) -> RawEvent:
+def wrap_event(raw: bytes | memoryview) -> RawEvent:
     """
-    An event of which only what is looked at is decoded, by `EVENT_TYPES`.
+    Wrap an event. Only the fields that are read are decoded, by `EVENT_TYPES`.
 
     Raises:
-        BSONError: it is no BSON document, now or when it is looked at.
+        BSONError: it is no BSON document, now or when a field is read.
     """
     return RawEvent(raw)
 
 
-def token_of(raw: bytes) -> Mapping[str, Any]:
-    """The resume token in an event's bytes: what no handler could touch. The rest may be large, and is not decoded."""
-    token = event_of(raw).token
+def read_token(raw: bytes) -> Mapping[str, Any]:
+    """Return the resume token from an event's bytes, which no handler could touch. The rest is not decoded."""
+    token = wrap_event(raw).token
     if token is None:
         raise KeyError("_id")
     return token
 
 
-def namespace_of(event: Mapping[str, Any]) -> str:
+def read_namespace(event: Mapping[str, Any]) -> str:
     """`"db.collection"`, `"db"` or the empty string of an event; a user's pipeline may have left less of it."""
     ns = event.get("ns")
     if not isinstance(ns, Mapping):
@@ -391,17 +391,17 @@ def describe(event: Mapping[str, Any] | bytes) -> str:
     Whatever the event holds, also where it is no valid BSON, there is an answer that can be logged and stored.
     """
     try:
-        found = event_of(event) if isinstance(event, bytes) else event
+        found = wrap_event(event) if isinstance(event, bytes) else event
         key = found.get("documentKey")
         text = _brief(key["_id"]) if isinstance(key, Mapping) and "_id" in key else "-"
         operation = str(found.get("operationType"))[:_KEY_CHARS]
-        return storable(f"{namespace_of(found)[:_NAMESPACE_CHARS]} {operation} {text}")
+        return storable(f"{read_namespace(found)[:_NAMESPACE_CHARS]} {operation} {text}")
     except Exception:  # noqa: BLE001 - a description must not cost what it describes
         return _UNREADABLE
 
 
-def label_of(change: Change) -> str:
-    """What `describe` says of a change, also where it cannot be decoded: that is said where a handler looks at it."""
+def describe_change(change: Change) -> str:
+    """Return the description of a change, as `describe`, even if the change cannot be decoded."""
     try:
         return describe(change.raw)
     except Exception:  # noqa: BLE001 - a decoder's
@@ -413,7 +413,7 @@ def _brief(value: Any) -> str:
     if isinstance(value, RawBSONDocument):
         if len(value.raw) > _KEY_CHARS**2:
             return f"(a document of {len(value.raw)} bytes)"
-        value = decoded(value.raw)
+        value = decode_event(value.raw)
     if isinstance(value, str | bytes) and len(value) > _KEY_CHARS:
         value = value[: _KEY_CHARS + 1]  # a long one is not written out, only to be cut
     text = repr(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from mongo_celery.bridge.change import Change, label_of
+from mongo_celery.bridge.change import Change, describe_change
 from mongo_celery.errors import HandlerUsageError
 from mongo_celery.mongo.identity import id_key
 
@@ -88,7 +88,7 @@ class Changes(tuple[Change, ...]):
                 "The changes of a list are of one partition and one execution, and these have several fences: in a "
                 "unit test build all of them with the same one.",
             )
-        return self[0].fenced_for(collection, None if self[0].fence.origin is None else self._origins)
+        return self[0].fence_collection(collection, None if self[0].fence.origin is None else self._origins)
 
     def _origins(self, collection: Collection[dict[str, Any]]) -> Callable[[Any], Origin | None]:
         """The last change of each document, by its `_id`; of any other `_id` only if all are of one document."""
@@ -118,4 +118,4 @@ class Changes(tuple[Change, ...]):
             place = failed if isinstance(failed, int) and not isinstance(failed, bool) else -1
         if not 0 <= place < len(self):
             raise HandlerUsageError(f"failed_at() takes a change of the list or its place, from 0 to {len(self) - 1}.")
-        return ChangeFailed(f"its handler says that {label_of(self[place])} has failed", place, self)
+        return ChangeFailed(f"its handler says that {describe_change(self[place])} has failed", place, self)

@@ -33,6 +33,6 @@ def _discover(sender: Any = None, **_arguments: Any) -> None:
 
 
 def _packages(app: Celery) -> list[str]:
-    """Packages of the modules that the app includes: a module named `changes` may stand beside them."""
+    """Packages of the modules that the app includes: a module named `changes` may be beside them."""
     modules = (*(app.conf.include or ()), *(app.conf.imports or ()))
     return sorted({package for package in (module.rpartition(".")[0] for module in modules) if package})

@@ -24,14 +24,14 @@ import bson
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 
-from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 
 SNAPSHOT = "snapshot"
 """The operation type of an existing document."""
 
 AS = "insert"
-"""What it is like to users' expressions and functions that look at events, so that it is where its insert would be."""
+"""The operation type that users' expressions and functions see, so that it goes where its insert would go."""
 
 TOKEN_TYPE = "82"  # noqa: S105 - of a token that begins with a cluster time
 END = "~"
@@ -49,36 +49,36 @@ _PLACE_KEPT = 960
 _SIZE_BYTES = 4
 
 
-def place_at(time: Timestamp) -> str:
-    """What all tokens of events at a cluster time, and no earlier ones, are at or behind."""
+def place_at_time(time: Timestamp) -> str:
+    """Return the first place of a cluster time: all tokens of its events are there or after it."""
     return f"{TOKEN_TYPE}{time.time:08X}{time.inc:08X}"
 
 
-def place_behind(time: Timestamp) -> str:
-    """What lies behind all tokens of events at a cluster time, and before those of all later ones."""
-    return place_at(time) + END
+def place_after_time(time: Timestamp) -> str:
+    """Return the place after all tokens of events at a cluster time, and before those of all later ones."""
+    return place_at_time(time) + END
 
 
-def token_at(time: Timestamp, version: int, number: int) -> str:
+def make_token(time: Timestamp, version: int, number: int) -> str:
     """
-    The token's comparable part of an existing document.
+    Return the comparable part of an existing document's token.
 
     Args:
         time: behind whose changes it has its place.
         version: of the term that has read it.
         number: over all that this term has read.
     """
-    return f"{place_behind(time)}{version:0{_VERSION_CHARS}X}{number:010X}"
+    return f"{place_after_time(time)}{version:0{_VERSION_CHARS}X}{number:010X}"
 
 
 def is_existing(data: str) -> bool:
-    """Whether a comparable part of a token is that of an existing document, where no stream can be opened."""
+    """Return True if a comparable part of a token is that of an existing document, where no stream can be opened."""
     return data[PLACE_CHARS : PLACE_CHARS + 1] == END
 
 
 def unread_place(data: str) -> str:
     """
-    Return what stands for a token that is too large to be kept: its beginning, then `END`.
+    Return a replacement for a token that is too large to be kept: its beginning, then `END`.
 
     The beginning has time, place in the transaction and collection, so it compares with other tokens as the whole does.
     """
@@ -86,7 +86,7 @@ def unread_place(data: str) -> str:
 
 
 def is_unread(data: str) -> bool:
-    """Return True if a comparable part of a token stands for one that is too large to be kept."""
+    """Return True if a comparable part of a token replaces one that is too large to be kept."""
     return data.endswith(END) and not is_existing(data)
 
 
@@ -95,29 +95,29 @@ def opens_stream(data: str) -> bool:
     return END not in data
 
 
-def time_of(place: str) -> Timestamp:
+def extract_time(place: str) -> Timestamp:
     """Return the cluster time of a place."""
     seconds = len(TOKEN_TYPE)
     middle = (seconds + PLACE_CHARS) // 2
     return Timestamp(int(place[seconds:middle], 16), int(place[middle:PLACE_CHARS], 16))
 
 
-def time_before(time: Timestamp) -> Timestamp:
+def previous_time(time: Timestamp) -> Timestamp:
     """Return the last time before one of a write."""
     return Timestamp(time.time, time.inc - 1)
 
 
-def version_in(data: str) -> int | None:
-    """The version of the term that has read an existing document, from its token; None where it is none's."""
+def extract_term(data: str) -> int | None:
+    """Return the term that has read an existing document, from its token; None for any other token."""
     try:
         return int(data[PLACE_CHARS + 1 :][:_VERSION_CHARS], 16) if is_existing(data) else None
     except ValueError:
         return None
 
 
-def place_of(data: str) -> str:
+def token_place(data: str) -> str:
     """
-    The place of a token within an `_id`, bounded: tokens carry the document's `_id`, which may have megabytes.
+    Return the place of a token within an `_id`, bounded: tokens carry the document's `_id`, which may have megabytes.
 
     What is kept of a long one holds cluster time, number and collection, which no two events share: so places have the
     order of their tokens. The place of a place is itself.
@@ -129,15 +129,15 @@ def place_of(data: str) -> str:
 
 def letter_name(data: str, raw: bytes) -> str:
     """
-    What names the dead letter of a change among those of its subscription: its token.
+    Return the name of a change's dead letter, unique in its subscription: its token.
 
     That of an existing document is named by its key: read again, it has another token, and must not become a second
-    letter. A long token is shortened.
+    dead letter. A long token is shortened.
     """
     if not is_existing(data):
-        return place_of(data)
+        return token_place(data)
     try:
-        event = event_of(raw)
+        event = wrap_event(raw)
         key = b"".join(bytes(event[name].raw) for name in ("ns", "documentKey"))
     except Exception:  # noqa: BLE001 - bytes that cannot be read are named by their place
         return data
@@ -149,25 +149,25 @@ def as_inserted(event: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**event, "operationType": AS} if event.get("operationType") == SNAPSHOT else event
 
 
-def joined(*documents: bytes) -> bytes:
-    """One document of the fields of some, byte for byte."""
+def join_documents(*documents: bytes) -> bytes:
+    """Join documents: return one with the fields of all, byte for byte."""
     body = b"".join(document[_SIZE_BYTES:-1] for document in documents)
     return (len(body) + _SIZE_BYTES + 1).to_bytes(_SIZE_BYTES, "little") + body + b"\0"
 
 
 def event_bytes(shaped: bytes, data: str) -> bytes:
     """The event of an existing document, from what the server has made of it, which has no token, type or time."""
-    return joined(_head(data), shaped)
+    return join_documents(_head(data), shaped)
 
 
-def moved_event(raw: bytes, data: str) -> bytes:
-    """The same event at another place."""
+def move_event(raw: bytes, data: str) -> bytes:
+    """Return the same event at another place."""
     head = _head(data)
     return raw[:_SIZE_BYTES] + head[_SIZE_BYTES:-1] + raw[len(head) - 1 :]
 
 
 def _head(data: str) -> bytes:
-    return bson.encode({"_id": {"_data": data}, "operationType": SNAPSHOT, "clusterTime": time_of(data)})
+    return bson.encode({"_id": {"_data": data}, "operationType": SNAPSHOT, "clusterTime": extract_time(data)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,8 @@ class DocumentId:
             return None
         return cls(document[_SIZE_BYTES], document[end + 1 : -1])
 
-    def named(self, name: str) -> RawBSONDocument:
-        """A document of one field with this value."""
+    def make_document(self, name: str) -> RawBSONDocument:
+        """Return a document of one field with this value."""
         body = bytes([self.kind]) + name.encode() + b"\0" + self.value
         size = (len(body) + _SIZE_BYTES + 1).to_bytes(_SIZE_BYTES, "little")
         return RawBSONDocument(size + body + b"\0", EVENT_TYPES)

@@ -202,7 +202,7 @@ class Handler:
             return f"its module was imported by two names, {' and '.join(modules)}: import it by one of them everywhere"
         return "give one another name with name='...'"
 
-    def is_redefinition_of(self, other: Handler) -> bool:
+    def has_other_decorator(self, other: Handler) -> bool:
         """Return True if one `def` got two decorators that differ; a module that was loaded again has another code."""
         if _code(self.function) is not _code(other.function):
             return False

@@ -47,7 +47,7 @@ class HandlerIdentity:
 @dataclass(frozen=True, slots=True)
 class Identity:
     """
-    What a process would do with a bridge's state.
+    The use that a process would make of a bridge's state.
 
     Attributes:
         app: name of its app; None for one without a name.
@@ -100,27 +100,27 @@ class Identity:
         return f"its listener publishes to {theirs}, and this process to {self.broker}"
 
     def _other_databases(self, stored: Mapping[str, Mapping[str, Any]]) -> str | None:
-        for name in self.moved_handlers(stored):
+        for name in self.find_moved_handlers(stored):
             return (
                 f"its listener listens to database {', '.join(stored[name]['databases'])} for handler {name}, and this "
                 f"process to {', '.join(self.handlers[name].databases)}"
             )
         return None
 
-    def moved_handlers(self, stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    def find_moved_handlers(self, stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return the handlers that both have, and that have no database in common."""
         shared = sorted(stored.keys() & self.handlers.keys())
         both = ((name, {*stored[name]["databases"]}, {*self.handlers[name].databases}) for name in shared)
         return [name for name, theirs, mine in both if _EVERY_DATABASE not in theirs | mine and not theirs & mine]
 
-    def changed_handlers(self, stored: Mapping[str, Any]) -> list[str]:
+    def find_changed_handlers(self, stored: Mapping[str, Any]) -> list[str]:
         """Return the handlers that both have, with different definitions."""
         theirs = stored["handlers"]
         shared = theirs.keys() & self.handlers.keys()
         return sorted(name for name in shared if theirs[name]["digest"] != self.handlers[name].digest)
 
 
-def identity_of(wiring: Wiring) -> Identity:
+def build_identity(wiring: Wiring) -> Identity:
     """
     Return the identity of a bridge in this process. Connects to nothing.
 

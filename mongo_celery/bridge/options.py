@@ -62,7 +62,7 @@ class BridgeOptions:
 
     Raises:
         ConfigurationError: when a value or a relation between values cannot work; the message
-            names the option and the cure.
+            names the option and the fix.
     """
 
     name: str = "default"
@@ -119,14 +119,14 @@ class BridgeOptions:
         """Number of queues that the partitions share, in each group."""
         return self.queues or min(self.partitions, _QUEUES)
 
-    def queue_of(self, index: int, group: str | None = None) -> str:
-        """Name of the queue of a partition index in a group, or in none; an index beyond the queues wraps around."""
+    def queue_name(self, index: int, group: str | None = None) -> str:
+        """Return the queue of a partition index in a group, or in none; an index beyond the queues wraps around."""
         of_group = self.name if group is None else f"{self.name}.{group}"
         return f"{of_group}.{index % self.queue_count}"
 
-    def queues_of(self, group: str | None = None) -> list[str]:
-        """Names of all queues of a group, or of none."""
-        return [self.queue_of(index, group) for index in range(self.queue_count)]
+    def queue_names(self, group: str | None = None) -> list[str]:
+        """Return the names of all queues of a group, or of none."""
+        return [self.queue_name(index, group) for index in range(self.queue_count)]
 
     def _check_names(self) -> None:
         check_name(self.name, "bridge name")
@@ -199,9 +199,9 @@ class BridgeOptions:
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(BridgeOptions))
 
 
-def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptions:
+def merge_options(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptions:
     """
-    The options of one bridge from its keyword arguments and the Celery settings below them.
+    Return the options of one bridge from its keyword arguments and the Celery settings below them.
 
     Args:
         given: keyword arguments of `Bridge(...)`.
@@ -228,7 +228,7 @@ def early(given: Mapping[str, Any]) -> BridgeOptions | None:
         ConfigurationError: a value, or a relation between given values, cannot work.
     """
     try:
-        return merged(given, {})
+        return merge_options(given, {})
     except ConfigurationError as error:
         if set(getattr(error, "options", given)) <= set(given):
             raise

@@ -42,7 +42,7 @@ class DeclaredOutbox:
         shared = {name: value for name, value in self.options.items() if name in known or name not in own}
         options_of(shared, **{name: own[name] for name in own if name not in known})
 
-    def planned_in(self, wiring: Wiring) -> PlannedOutbox:
+    def plan_outbox(self, wiring: Wiring) -> PlannedOutbox:
         """
         Plan it for a bridge, whose app does not have it yet.
 
@@ -65,7 +65,7 @@ class DeclaredOutbox:
                 "bind": True,
             },
         )
-        return PlannedOutbox(self, wiring, delivery, delivery.plan_in(wiring))
+        return PlannedOutbox(self, wiring, delivery, delivery.plan_handler(wiring))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +101,5 @@ class PlannedOutbox:
         )
         wiring.outboxes[declared.name] = made
         if self.delivery is not None and self.handler is not None:
-            self.delivery.make_in(wiring, self.handler)
+            self.delivery.register_handler(wiring, self.handler)
         return made

@@ -7,13 +7,13 @@ So a key is made only of what the oplog fixes: namespace and document key, or fi
 for inserts and replaces, or of an image with mode `required`. A key from an `updateLookup` is refused
 when the handler is registered.
 
-The hash is BLAKE2b over the key's BSON, which is the same everywhere; golden vectors stand in
+The hash is BLAKE2b over the key's BSON, which is the same everywhere; golden vectors are in
 `tests/unit/test_partitioning.py`. A key that is missing or null hashes like any other value: all such
 changes of a subscription share one partition. Numbers that MongoDB holds equal (1, 1.0, Int64 1) hash
 alike, since `_id: 1` and `_id: 1.0` are the same document.
 
 By document key every event has a hash, also one that cannot be decoded. A user's rule may fail; what the listener
-does then stands in `listener/admission.py`.
+does then is in `listener/admission.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bson.binary import Binary, UuidRepresentation
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 
-from mongo_celery.bridge.change import decoded, event_of, token_data
+from mongo_celery.bridge.change import decode_event, token_data, wrap_event
 from mongo_celery.bridge.existing import as_inserted
 from mongo_celery.bridge.fenced.fence import Origin
 from mongo_celery.bridge.options import PartitionKey
@@ -93,7 +93,7 @@ def document_hash(event: Mapping[str, Any]) -> int:
     """
     plain = event.plain_key if isinstance(event, RawEvent) else None
     if plain is not None:
-        begun = _begun(plain[0])
+        begun = _begin_hash(plain[0])
         if begun is not None:
             digest = begun.copy()
             digest.update(plain[1] + _ENDS)
@@ -104,15 +104,15 @@ def document_hash(event: Mapping[str, Any]) -> int:
         return partition_hash(_raw_key(event))
 
 
-def origin_of(raw: bytes, token: Mapping[str, Any], since: int) -> Origin:
+def make_origin(raw: bytes, token: Mapping[str, Any], since: int) -> Origin:
     """Return what a fence says of a change if others of its document may be in other partitions; see `Origin`."""
     place = token_data(token).encode()[:_PLACE_BYTES].ljust(_PLACE_BYTES)
-    return Origin(document_hash(event_of(raw)) % 2**63, place, since)
+    return Origin(document_hash(wrap_event(raw)) % 2**63, place, since)
 
 
 @lru_cache(maxsize=_NAMESPACES)
-def _begun(namespace: bytes) -> hashlib.blake2b | None:
-    """The hash of keys in a namespace up to the bytes of their ObjectId, as `partition_hash` takes it."""
+def _begin_hash(namespace: bytes) -> hashlib.blake2b | None:
+    """Begin the hash of keys in a namespace, up to the bytes of their ObjectId, as `partition_hash` takes it."""
     try:
         ns = RawEvent(namespace)
         encoded = bson.encode({"": canonical([ns.get("db"), ns.get("coll"), _ANY_ID])}, codec_options=_KEYS)
@@ -141,7 +141,7 @@ def partitioner(
     Args:
         rule: None or `"_id"` for namespace and document key; a path such as `"fullDocument.customer"`
             (or, short, `"customer"`), `"fullDocumentBeforeChange.customer"` or `"documentKey.region"`;
-            or a callable on the event, which must look only at what the oplog fixes.
+            or a callable on the event, which must read only what the oplog fixes.
         full_document: the bridge's option.
         before_change: the bridge's option.
         operations: what the handler asks for; inserts and replaces carry their document in the oplog.
@@ -207,11 +207,11 @@ def _refuse_volatile(rule: str, root: str, full_document: str | None, before_cha
 
 def _plain(event: Mapping[str, Any]) -> Mapping[str, Any]:
     """
-    Users' functions get plain values; the listener's own events decode only what is looked at.
+    Users' functions get plain values; the listener's own events decode only the fields that are read.
 
-    An existing document looks like its insert, so that it has the key that all changes of it have.
+    An existing document is shown as its insert, so that it has the key that all changes of it have.
     """
-    return as_inserted(decoded(event.raw) if isinstance(event, RawBSONDocument) else event)
+    return as_inserted(decode_event(event.raw) if isinstance(event, RawBSONDocument) else event)
 
 
 def _callable_name(rule: Callable[..., Any]) -> str:

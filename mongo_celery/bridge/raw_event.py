@@ -1,12 +1,12 @@
 """
 A change event as its bytes, of which only what is asked for is decoded.
 
-A listener looks at five fields of each event (token, time, operation, namespace, document key), and the documents that
+A listener reads five fields of each event (token, time, operation, namespace, document key), and the documents that
 it carries are the larger part of it. So a field is read from its own place (`mongo.elements`), and whatever is odd is
 left to PyMongo's decoder, as if there were nothing else.
 
 The change of one document comes from a server with the same fields in the same order each time. Such an event is
-recognised at one look, from its first byte to its last, and the five fields with it; all others are walked.
+recognised by one match, from its first byte to its last, and the five fields with it; all others are walked.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EVENT_TYPES: CodecOptions[RawBSONDocument] = CodecOptions(
     datetime_conversion=DatetimeConversion.DATETIME_MS,
 )
 """
-How the bridge itself reads events, whatever the URL says: only what is looked at is decoded, and no user's value
-fails. Partitions rest on it: a key must not depend on an option that the next start may have otherwise.
+How the bridge itself reads events, whatever the URL says: only the fields that are read are decoded, and no user's
+value fails. Partitions rest on it: a key must not depend on an option that the next start may have otherwise.
 """
 
 _NAMESPACES = 4096
@@ -69,13 +69,13 @@ _two_numbers_at = struct.Struct("<II").unpack_from
 
 class RawEvent(RawBSONDocument):
     """
-    An event, or a document in one: a `RawBSONDocument` by `EVENT_TYPES` that need not be decoded to be looked at.
+    An event, or a document in one: a `RawBSONDocument` by `EVENT_TYPES` that need not be decoded to be read.
 
     Args:
         raw: its bytes.
 
     Raises:
-        BSONError: it is no BSON document, now or when it is looked at.
+        BSONError: it is no BSON document, now or when a field is read.
     """
 
     __slots__ = ("_bytes", "_decoder", "_found", "_origin", "_plain", "_values")
@@ -221,7 +221,7 @@ class RawEvent(RawBSONDocument):
 
 def plain(raw: bytes) -> Plain | None:
     """
-    Return what is looked at in an event that has the usual form; None for any other.
+    Return the five fields of an event that has the usual form; None for any other.
 
     Each field is where the one before it ends by its own length. Nothing is searched for, and every byte that is not
     within a document belongs to a field that was expected there.

@@ -26,7 +26,8 @@ class Refusal:
     Attributes:
         reason: a sentence for people, bounded and storable.
         halts: whether the partition halts under every failure policy, since the cause is the bridge's configuration
-            and not the change: to set aside or to skip would drop every change that the configuration spoils.
+            and not the change: to move to the dead letters or to skip would drop every change that the
+            configuration spoils.
         lasts: whether the event was read with less than was asked for: its bytes are never judged again.
     """
 

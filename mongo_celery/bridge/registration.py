@@ -69,7 +69,7 @@ class Registration:
             batch_size=self.batch_size,
         )
 
-    def plan_in(self, wiring: Wiring) -> Handler:
+    def plan_handler(self, wiring: Wiring) -> Handler:
         """
         Make its handler for a bridge, which does not get it yet.
 
@@ -80,18 +80,18 @@ class Registration:
         wiring.check_can_add(handler)
         return handler
 
-    def make_in(self, wiring: Wiring, handler: Handler) -> Any:
+    def register_handler(self, wiring: Wiring, handler: Handler) -> Any:
         """Give a bridge its handler, and return the task."""
         wiring.add(handler)
         options = {name: value for name, value in self.given.items() if name in TASK_OPTIONS}
         return make_task(wiring, wiring.app, handler, {"bridge": wiring.public, **options})
 
 
-def make_stand_in(find: Callable[[], Any], run: Callable[[], Callable[..., Any] | None] = lambda: None) -> Any:
+def make_app_proxy(find: Callable[[], Any], run: Callable[[], Callable[..., Any] | None] = lambda: None) -> Any:
     """
     Return a proxy for an object that each app has. It finds the object of the current app at each use.
 
-    While there is no current app, the proxy cannot be used. It can be looked at: by `isinstance`, `repr`, test runners,
+    While there is no current app, the proxy cannot be used. It can be inspected: by `isinstance`, `repr`, test runners,
     and other programs that read the names of a module.
 
     Args:

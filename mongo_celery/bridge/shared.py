@@ -84,7 +84,7 @@ def shared_changes(
     return decorate
 
 
-def taken_up_by(wiring: Wiring) -> list[Registration]:
+def find_shared_handlers(wiring: Wiring) -> list[Registration]:
     """
     Return the shared handlers for a bridge that is just bound to its app, which does not know it yet.
 
@@ -92,27 +92,27 @@ def taken_up_by(wiring: Wiring) -> list[Registration]:
         ConfigurationError: the app has another bridge, and a handler does not say which of them it is for.
     """
     with LOCK:
-        return [each for each in _SHARED.values() if _is_for(each, wiring)]
+        return [each for each in _SHARED.values() if _can_join(each, wiring)]
 
 
-def shared_with_others(names: Collection[str]) -> list[tuple[str, str]]:
-    """Handlers that name a bridge, and none of these: the function, and what it names."""
+def find_stray_handlers(names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the handlers that name a bridge other than these: the function, and the name."""
     with LOCK:
         found = [(each, name) for (_, name), each in _SHARED.items() if name is not None and name not in names]
-    return [(_name_of(each), name) for each, name in found]
+    return [(_qualified_name(each), name) for each, name in found]
 
 
-def _name_of(shared: Registration) -> str:
+def _qualified_name(shared: Registration) -> str:
     return f"{shared.function.__module__}.{shared.function.__qualname__}"
 
 
-def _is_for(shared: Registration, wiring: Wiring) -> bool:
+def _can_join(shared: Registration, wiring: Wiring) -> bool:
     if shared.shared_with is not None:
         return shared.shared_with == wiring.name
     names = {wiring.name, *(other.name for other in BRIDGES.of(wiring.app))}
     if len(names) > 1:
         raise ConfigurationError(
-            f"shared handler {_name_of(shared)} names no bridge, and an app has "
+            f"shared handler {_qualified_name(shared)} names no bridge, and an app has "
             f"{len(names)} ({', '.join(sorted(names))}): write shared_change(..., bridge='...').",
         )
     return True
@@ -129,7 +129,7 @@ def _share(shared: Registration) -> None:
         handlers = _plan(shared)
         _SHARED[key] = shared
         for wiring, handler in handlers:
-            shared.make_in(wiring, handler)
+            shared.register_handler(wiring, handler)
 
 
 def _plan(shared: Registration) -> list[tuple[Wiring, Handler]]:
@@ -140,7 +140,7 @@ def _plan(shared: Registration) -> list[tuple[Wiring, Handler]]:
 
 
 def _plan_for_all(shared: Registration) -> list[tuple[Wiring, Handler]]:
-    return [(wiring, shared.plan_in(wiring)) for wiring in BOUND.alive() if _is_for(shared, wiring)]
+    return [(wiring, shared.plan_handler(wiring)) for wiring in BOUND.alive() if _can_join(shared, wiring)]
 
 
 def _refuse_another(handler: Handler, known: Registration | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from celery import Celery
 
-from mongo_celery.bridge.change import namespace_of
+from mongo_celery.bridge.change import read_namespace
 from mongo_celery.bridge.stream.bookkeeping import (
     DESCRIPTION,
     DOCUMENTS,
@@ -51,7 +51,7 @@ class AppOutboxes:
         fields: dict[str, set[str]] = {}
         collections: set[str] = set()
         for outbox in OUTBOXES.of(self._app):
-            for name in self._names_of(outbox):
+            for name in self._collection_names(outbox):
                 if isinstance(outbox, Outbox):
                     fields.setdefault(name, set()).add(outbox.field.name)
                 else:  # its entries lie in collections of their own
@@ -68,10 +68,10 @@ class AppOutboxes:
         """
         found = [outbox for outbox in OUTBOXES.of(self._app) if isinstance(outbox, Outbox)]
         asked = [outbox for outbox in found if fields is None or outbox.field.name in fields]
-        return [outbox for outbox in asked if namespace in self._names_of(outbox)]
+        return [outbox for outbox in asked if namespace in self._collection_names(outbox)]
 
-    def _names_of(self, outbox: AnyOutbox) -> Sequence[str]:
-        """Full names of its collections, asked for until they are known."""
+    def _collection_names(self, outbox: AnyOutbox) -> Sequence[str]:
+        """Return the full names of its collections, asked for until they are known."""
         key = id(outbox)  # the app keeps it
         if key not in self._names:
             try:
@@ -106,12 +106,12 @@ class HandlerView:
         value = event[name]
         if self.filter.bookkeeping or name not in DOCUMENTS or not isinstance(value, Mapping):
             return value
-        fields, namespace = find_touched_fields(value) if name == DESCRIPTION else value, namespace_of(event)
+        fields, namespace = find_touched_fields(value) if name == DESCRIPTION else value, read_namespace(event)
         outboxes = [outbox.field.name for outbox in self.outboxes.on(namespace, fields)]
         if not outboxes and KNOWN_BY_FORM.isdisjoint(fields):
             return value
         return hide_fields(event, name, outboxes, self.filter.asks_for_field)
 
-    def outboxes_on(self, namespace: str) -> Sequence[Outbox]:
+    def find_outboxes(self, namespace: str) -> Sequence[Outbox]:
         """Return the app's outboxes that keep their entries in the documents of a collection."""
         return self.outboxes.on(namespace)

@@ -12,7 +12,7 @@ Two views of the same changes:
 A change that the subscription does not match, or that its partition has already committed, is a
 completed item; neighbours fold into one, so that a quiet subscription beside a busy one moves on and
 costs nothing. Changes that are done behind one that is not fold too, from time to time, so that a partition
-that stands still beside busy ones does not make the window grow. A post-batch token is an item too, at its
+that is blocked beside busy ones does not make the window grow. A post-batch token is an item too, at its
 place in the stream; read as a variable beside the window it would pass changes that are still under way.
 
 Changes are known by their token, never by a number given at reading: numbers are given at dispatch,
@@ -47,7 +47,7 @@ class Mark:
     """
     A place in the stream: a resume token, its comparable part, and its cluster time.
 
-    There are as many as changes, and of most only the comparable part is ever looked at. So the rest may be given as
+    There are as many as changes, and of most only the comparable part is ever read. So the rest may be given as
     what it is made of.
 
     Args:

@@ -1,7 +1,7 @@
 """
 The context of all parts of a bridge: app, options, handlers, and the clients of one process.
 
-Parts take the wiring, never the `Bridge`: that is what users see of it, and it stands above all parts.
+Parts take the wiring, never the `Bridge`: that is what users see of it, and it is above all parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pymongo.uri_parser import parse_uri
 from mongo_celery.app import Registry, app_name
 from mongo_celery.arguments import NAME, nearest
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.options import OPTION_NAMES, SETTING_PREFIX, BridgeOptions, early, merged
+from mongo_celery.bridge.options import OPTION_NAMES, SETTING_PREFIX, BridgeOptions, early, merge_options
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.stream.source import Scope, Selector, make_scope, resolve_selectors
@@ -129,11 +129,11 @@ class Wiring:
         """Of the bridge; `UNNAMED` while neither a name nor an app was given."""
         if self.given_name is not None:
             return self.given_name
-        return UNNAMED if self.bound is None else self.name_in(self.bound)
+        return UNNAMED if self.bound is None else self.resolve_name(self.bound)
 
-    def name_in(self, app: Celery) -> str:
+    def resolve_name(self, app: Celery) -> str:
         """
-        The name that the bridge has in an app: its own, or the app's.
+        Return the name that the bridge has in an app: its own, or the app's.
 
         Raises:
             ConfigurationError: no name was given, and the app's own cannot serve.
@@ -160,7 +160,7 @@ class Wiring:
     def options(self) -> BridgeOptions:
         """The validated options, settings included; reading them loads the app's configuration."""
         if self._options is None:
-            self._options = merged({**self.given, "name": self.name}, _settings(self.app))
+            self._options = merge_options({**self.given, "name": self.name}, _settings(self.app))
         return self._options
 
     def build_with_options(self, make: Callable[[BridgeOptions | None], T]) -> T:
@@ -184,20 +184,20 @@ class Wiring:
         """The registered handlers, in the order of their names."""
         return [self._handlers[name] for name in sorted(self._handlers)]
 
-    def task_name_of(self, handler: str) -> str:
-        """The Celery task's name of one of its handlers."""
+    def task_name(self, handler: str) -> str:
+        """Return the name of the Celery task of one of its handlers."""
         return self._handlers[handler].task_name
 
     @property
     def groups(self) -> list[str | None]:
-        """The groups that handlers are in, in the order of their names; None, which is first, stands for no group."""
+        """The groups that handlers are in, in the order of their names; None, which is first, means no group."""
         used = {handler.group for handler in self._handlers.values()} or {None}
         return sorted(used, key=lambda group: group or "")
 
     @property
     def queue_names(self) -> list[str]:
         """The queues of all its groups."""
-        return [queue for group in self.groups for queue in self.options.queues_of(group)]
+        return [queue for group in self.groups for queue in self.options.queue_names(group)]
 
     def add(self, handler: Handler) -> None:
         """
@@ -222,7 +222,7 @@ class Wiring:
                 f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); "
                 f"{handler.beside(known)}.",
             )
-        if known is not None and handler.is_redefinition_of(known):
+        if known is not None and handler.has_other_decorator(known):
             raise ConfigurationError(
                 f"bridge {self.name} already has a handler {handler.name!r} of this function, with another definition, "
                 "which would be lost. To listen to several sources, write one decorator, such as "
@@ -296,7 +296,7 @@ class Wiring:
         )
         return resolve_selectors(selectors, scope, bookkeeping), scope
 
-    def view_of(self, handler: Handler) -> HandlerView:
+    def make_view(self, handler: Handler) -> HandlerView:
         """Return a handler's view of the fields that this package keeps in documents."""
         if self._app_outboxes is None:
             self._app_outboxes = AppOutboxes(self.app)
@@ -309,7 +309,7 @@ class Wiring:
         """This process's client: connects lazily, and is made anew after a fork."""
         keep_commands_out_of_logs()
         try:
-            return _client_of(weakref.ref(self), self.url)
+            return _open_client(weakref.ref(self), self.url)
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise self._bad_url(error) from None
 
@@ -382,7 +382,7 @@ class Wiring:
         """
         Until the end of the block, and for a test alone, the bridge works on another cluster, with other options.
 
-        What this process has made for it is set aside meanwhile. Clients stay open as long as the bridge is there:
+        What this process has made for it is put away meanwhile. Clients stay open as long as the bridge is there:
         whoever was given one, such as an outbox of the bridge, keeps it for longer than a block.
 
         Args:
@@ -392,7 +392,7 @@ class Wiring:
         """
         kept = {name: self.__dict__.get(name, {}) for name in _CHANGED_ELSEWHERE}
         changed = replace(self.options, **options)
-        client = self._clients_elsewhere.setdefault(url, PerProcess(partial(_client_of, weakref.ref(self), url)))
+        client = self._clients_elsewhere.setdefault(url, PerProcess(partial(_open_client, weakref.ref(self), url)))
         self.__dict__.update(
             _url=url,
             _options=changed,
@@ -426,8 +426,8 @@ def _own_collections(app: Celery) -> set[str]:
     return found
 
 
-def _client_of(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, Any]]:
-    """A client that is closed when its bridge is gone."""
+def _open_client(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, Any]]:
+    """Open a client that is closed when its bridge is gone."""
     client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(url))
     owner = wiring()
     assert owner is not None, "it asks for its client"

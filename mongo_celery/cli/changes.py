@@ -125,7 +125,7 @@ def _queues_of(wiring: Wiring, groups: Collection[str | None]) -> list[str]:
     """The bridge's queues of these groups; of all where none is named."""
     if not groups:
         return wiring.queue_names
-    return [queue for group in wiring.groups if group in groups for queue in wiring.options.queues_of(group)]
+    return [queue for group in wiring.groups if group in groups for queue in wiring.options.queue_names(group)]
 
 
 # -- pause, resume, retry --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from celery.exceptions import Ignore, Retry
 
-from mongo_celery.bridge.change import Change, label_of
+from mongo_celery.bridge.change import Change, describe_change
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.execution import current
@@ -88,7 +88,7 @@ class HandlerCall:
         return self.error is not None and not isinstance(self.error, excused)
 
     def __repr__(self) -> str:
-        changes = ", ".join(map(label_of, self.changes))
+        changes = ", ".join(map(describe_change, self.changes))
         end = "killed" if self.was_killed else "returned" if self.error is None else repr(self.error)
         return f"<HandlerCall {self.handler}({changes}) {'stale ' * self.was_stale}{end}>"
 

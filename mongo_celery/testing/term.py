@@ -18,7 +18,7 @@ from typing import Any
 from bson import Timestamp
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.identity import identity_of
+from mongo_celery.bridge.identity import build_identity
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.listener import check_app
@@ -74,7 +74,7 @@ class SteppedTerm:
                 "the server refuses match= of " + "; of ".join(f"{name}: {said}" for name, said in refused.items())
             )
         leases.ensure()
-        term = leases.acquire(identity_of(wiring).plain())
+        term = leases.acquire(build_identity(wiring).plain())
         if term is None:
             raise LeaseLostError
         renewal = self._renewal = Renewal(

@@ -15,7 +15,7 @@ import bson
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bridge.state.spill import Spill, StoredChange
+from mongo_celery.bridge.state.backlog import Backlog, StoredChange
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.scene import OPTIONS
 from tests.fixtures.forked import run_celery
@@ -163,9 +163,9 @@ class Shop:
             "documentKey": {"_id": "bad"},
             "fullDocument": {"_id": "bad", "bad": True},
         }
-        spill = Spill(self.state["backlog"], "shop", ttl=60.0)
+        backlog = Backlog(self.state["backlog"], "shop", ttl=60.0)
         change = StoredChange(partition["halted"]["resumeToken"]["_data"], bson.encode(event))
-        spill.insert(partition["_id"], [change], partition["term"])
+        backlog.insert(partition["_id"], [change], partition["term"])
 
     def wait_for_halt(self, after: int = 0) -> Document:
         """Wait until a partition has halted under a larger fence than that, and return its document."""

@@ -113,7 +113,7 @@ def _watched(stage: Stage, entries: int) -> float:
             count: Any = stage.broker.llen(scene.setting.name)
             return int(count)
 
-        scene.worker(_WATCHED_APP, ",".join(BridgeOptions(name=scene.setting.name).queues_of()))
+        scene.worker(_WATCHED_APP, ",".join(BridgeOptions(name=scene.setting.name).queue_names()))
         scene.begin_now()
         ask(scene, _PROGRAMS, "leave", str(entries))
         scene.listener(_WATCHED_APP)

@@ -112,7 +112,7 @@ def _parts(events: Sequence[bytes], dispatcher: Dispatcher) -> Iterator[tuple[st
     yield "publish_run", lambda: RUN * _publish(dispatcher, many, len(events) // RUN)
     sealed = sign_run("run", many, _KEY, "here")
     yield "open_run", lambda: RUN * _each(range(len(events) // RUN), lambda _: verify_run("run", sealed, _KEY))
-    yield "token", lambda: _each(events, one.token_of)
+    yield "token", lambda: _each(events, one.read_token)
     yield "change", lambda: _each(events, _change)
     yield "change_read", lambda: _each(events, lambda raw: _change(raw).operation_type)
 

@@ -21,8 +21,8 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state import claims
+from mongo_celery.bridge.state.backlog import Backlog, StoredChange
 from mongo_celery.bridge.state.leases import Leases
-from mongo_celery.bridge.state.spill import Spill, StoredChange
 from mongo_celery.bridge.window import Queue, Window
 from mongo_celery.bridge.worker.subject import RunSubject
 from mongo_celery.mongo.table import Table
@@ -118,28 +118,28 @@ def _clients_clock() -> None:
 
 def _mark_before_insert() -> None:
     """Changes are stored some time after it was said that they are."""
-    insert = Spill.insert
+    insert = Backlog.insert
 
     def later(
-        self: Spill, partition_id: str, changes: Iterable[StoredChange], version: int, session: Any = None
+        self: Backlog, partition_id: str, changes: Iterable[StoredChange], version: int, session: Any = None
     ) -> None:
         del session  # a timer's thread cannot share it
         kept = list(changes)
         threading.Timer(_LATE_SECONDS, insert, (self, partition_id, kept, version)).start()
 
-    Spill.insert = later  # type: ignore[method-assign]
+    Backlog.insert = later  # type: ignore[method-assign]
 
 
 def _removal_above_committed() -> None:
     """A removal takes whatever is stored of the partition."""
-    remove = Spill.remove
+    remove = Backlog.remove
 
-    def everything(self: Spill, partition_id: str, committed: str, passed: str, version: int) -> Iterator[int]:
+    def everything(self: Backlog, partition_id: str, committed: str, passed: str, version: int) -> Iterator[int]:
         del passed
         everywhere = committed and _BEHIND_EVERYTHING
         return remove(self, partition_id, everywhere, everywhere, version)
 
-    Spill.remove = everything  # type: ignore[method-assign]
+    Backlog.remove = everything  # type: ignore[method-assign]
 
 
 def _keep_changed_documents() -> None:

@@ -11,7 +11,7 @@ import bson
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.bridge.change import event_of, token_of
+from mongo_celery.bridge.change import read_token, wrap_event
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.repartitioning import Repartitioning
 from mongo_celery.bridge.listener.starts import read_starts
@@ -39,7 +39,7 @@ def change(number: int) -> ChangeEvent:
     """The event with this place in the stream, of one of ten keys in turn."""
     key = {"_id": number % KEYS, "region": number % 3}
     raw = bson.encode(event("insert", _id={"_data": token_data(number)}, documentKey=key))
-    return ChangeEvent(mark(number), event_of(raw), raw)
+    return ChangeEvent(mark(number), wrap_event(raw), raw)
 
 
 def number_of(data: str) -> int:
@@ -149,7 +149,7 @@ class Term:
 
     def end(self, claim: Claim, run: Run) -> None:
         """Let a claimed run succeed."""
-        tokens = run.stored or [token_of(raw)["_data"] for raw in run.changes]
+        tokens = run.stored or [read_token(raw)["_data"] for raw in run.changes]
         self.handled += [(run.subscription, number_of(token)) for token in tokens]
         assert self.rig.store.claims.handle(claim, claim.last, {"_data": tokens[-1]})
         assert self.rig.store.claims.commit(claim.partition_id, claim.first)

@@ -22,7 +22,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.change import decoded, token_of
+from mongo_celery.bridge.change import decode_event, read_token
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.renewal import Renewal
@@ -195,7 +195,7 @@ class Term:
 
     def run(self, run: Run) -> None:
         """Claim, handle and commit a run; or fail at its first change."""
-        claims, spill = self.wiring.store.claims, self.wiring.store.spill
+        claims, backlog = self.wiring.store.claims, self.wiring.store.backlog
         claim = claims.take(
             run.partition_id, owner=uuid4().hex, version=run.version, first=run.first, last=run.last, token=run.head
         )
@@ -203,19 +203,21 @@ class Term:
             return
         changes: Sequence[bytes] = run.changes
         if run.stored:
-            found = spill.fetch(run.partition_id, run.stored)
+            found = backlog.fetch(run.partition_id, run.stored)
             changes = [found[token].raw for token in run.stored]
-        first = decoded(changes[0]) if changes[0] else {}
+        first = decode_event(changes[0]) if changes[0] else {}
         if run.refusal is not None or first["documentKey"]["_id"] in self.failing:
-            assert claims.halt(claim, run.token_of(changes[0]), "key", "as asked")
+            assert claims.halt(claim, run.read_token(changes[0]), "key", "as asked")
             return
         if first["documentKey"]["_id"] in self.postponing:
             assert claims.park(claim, delay=3600.0, not_before=None, error="later")
             return
-        done = list(itertools.takewhile(lambda raw: decoded(raw)["documentKey"]["_id"] not in self.failing, changes))
+        done = list(
+            itertools.takewhile(lambda raw: decode_event(raw)["documentKey"]["_id"] not in self.failing, changes)
+        )
         for raw in done:
             self.world.handled(bson.decode(raw, _LENIENT))
-        assert claims.handle(claim, run.first + len(done) - 1, token_of(done[-1]))
+        assert claims.handle(claim, run.first + len(done) - 1, read_token(done[-1]))
         claims.commit(run.partition_id, run.first)
 
 

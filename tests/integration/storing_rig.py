@@ -14,7 +14,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.storing import AGAIN, Storing
@@ -22,9 +22,9 @@ from mongo_celery.bridge.listener.takeover import list_generations
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.raw_event import EVENT_TYPES
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
@@ -147,7 +147,7 @@ class Term:
 
     def loaded(self, run: Run) -> Run:
         """A run as a worker has it: with the bytes of what is stored."""
-        found = self.rig.store.spill.fetch(run.partition_id, run.stored) if run.stored else {}
+        found = self.rig.store.backlog.fetch(run.partition_id, run.stored) if run.stored else {}
         return replace(run, changes=[found[token].raw for token in run.stored if token in found]) if run.stored else run
 
     def flush(self) -> str | None:
@@ -182,12 +182,12 @@ class Term:
         """Run it, and commit it."""
         claim = self.claim(run)
         self.ran += map(number_of, run.changes)
-        assert self.rig.store.claims.handle(claim, run.last, token_of(run.changes[-1]))
+        assert self.rig.store.claims.handle(claim, run.last, read_token(run.changes[-1]))
         assert self.rig.store.claims.commit(run.partition_id, run.first)
 
     def halt(self, run: Run) -> None:
         """Fail at its first change."""
-        assert self.rig.store.claims.halt(self.claim(run), token_of(run.changes[0]), "key", "as asked")
+        assert self.rig.store.claims.halt(self.claim(run), read_token(run.changes[0]), "key", "as asked")
 
     def retry(self, index: int = 0) -> None:
         """Let a halted partition go on."""
@@ -221,7 +221,7 @@ class Term:
 
     def stored(self, index: int = 0) -> list[int]:
         """Places of the stored changes of a partition."""
-        found = self.rig.store.spill.read(self.partition_id(index), "", "9", 1_000_000)
+        found = self.rig.store.backlog.read(self.partition_id(index), "", "9", 1_000_000)
         return [number_of(each.raw) for each in found]
 
     def image(self, index: int = 0) -> Image:

@@ -16,8 +16,8 @@ from mongo_celery import CommandRefusedError, DeploymentError
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.operations.acts import on_behalf_of, read_history
 from mongo_celery.bridge.state.audit import COLLECTION, KEPT_SECONDS, AuditRecords
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.cli.changes import changes
 from mongo_celery.cli.listener import listener
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, staged
@@ -59,7 +59,7 @@ def halted(stage: Stage) -> None:
     where = stage.partition_id(stage.index(event))
     assert stage.store.claims.halt(stage.claims_at(event), event["_id"], "orders insert 1", "ValueError: no")
     change = StoredChange(event["_id"]["_data"], bson.encode(event))
-    stage.store.spill.insert(where, [change], stage.version)
+    stage.store.backlog.insert(where, [change], stage.version)
 
 
 def with_letter(stage: Stage) -> None:

@@ -20,7 +20,7 @@ from bson import Int64, Timestamp
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.bridge.existing import token_at
+from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import FAILED, KeptChange, Place, Selection, dead_letter
 from mongo_celery.bridge.state.partitions import state_of
@@ -249,7 +249,7 @@ def test_a_process_that_dies_while_it_sets_a_change_aside_keeps_nothing_locked(
 
 def test_what_is_counted_of_an_existing_document_falls_on_no_other_change(rig: Rig) -> None:
     """P14, rule 6: one that was not stored comes again elsewhere; the next change begins with nothing and at once."""
-    first, again = (token_at(Timestamp(1, 1), VERSION - number, 1) for number in (1, 2))
+    first, again = (make_token(Timestamp(1, 1), VERSION - number, 1) for number in (1, 2))
     parked = rig.claim(1, 5, token=first)
     assert rig.claims.park(parked, delay=600, not_before=None, error="later")
     assert rig.try_claim(1, token=first) is None, "it is the same change, and waits"
@@ -270,7 +270,7 @@ def test_what_is_counted_of_an_existing_document_falls_on_no_other_change(rig: R
 
 def test_what_an_older_term_has_counted_of_an_existing_document_keeps_nothing_waiting(rig: Rig) -> None:
     """P14: unless it is stored, or the partition has halted there."""
-    data = token_at(Timestamp(1, 1), VERSION, 1)
+    data = make_token(Timestamp(1, 1), VERSION, 1)
     claim = rig.claim(1, 5, token=data)
     assert rig.claims.crash(claim, "killed")
     claim = rig.claim(1, 1, token=data)

@@ -11,8 +11,8 @@ from pymongo.database import Database
 from mongo_celery import Bridge, CommandRefusedError
 from mongo_celery.bridge.operations import forgetting
 from mongo_celery.bridge.operations.acts import read_history
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.names import Names
-from mongo_celery.bridge.state.spill import StoredChange
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
 from tests.integration.test_replays import letter_of
 from tests.integration.test_rewinds import REQUEST
@@ -27,7 +27,7 @@ def stage(mongo_url: str, database: Database[Document], state_database: str) -> 
     """Give a stage that nobody leads, with something of everything: stored, halted, set aside, to be replayed."""
     with staged(mongo_url, database, state_database) as made:
         to = f"{data_of(made.events[-1]['_id'])}0"
-        made.store.spill.insert(made.partition_id(0), [StoredChange(to, b"x" * 50)], made.version)
+        made.store.backlog.insert(made.partition_id(0), [StoredChange(to, b"x" * 50)], made.version)
         assert made.store.partitions.mark_spilled(made.partition_id(0), made.version, to, "halted")
         token = data_of(made.of(1)[-1]["_id"])
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{token}", "handler": HANDLER}
@@ -135,7 +135,7 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
         stage.write(1)
         stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "partitioningTerm": stage.generation})
         stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "term": stage.version})
-        stage.store.spill.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
+        stage.store.backlog.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(Names, "remove", late)

@@ -17,7 +17,7 @@ from pymongo.errors import AutoReconnect
 from mongo_celery import Changes, StaleFencingTokenError
 from mongo_celery.bridge.changes import ChangeFailed
 from mongo_celery.bridge.operations import commands
-from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.bridge.worker.tasks import report_failed_change
@@ -269,7 +269,7 @@ def test_a_list_of_stored_changes_fails_like_others(begin: Begin) -> None:
     raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcd", 1)]
     tokens = [token(number)["_data"] for number in range(1, 5)]
     stored = [StoredChange(data, raw, hash_of(key)) for data, raw, key in zip(tokens, raws, "abcd", strict=True)]
-    lists.rig.store.spill.insert(lists.rig.where, stored, VERSION)
+    lists.rig.store.backlog.insert(lists.rig.where, stored, VERSION)
     with ended(WantedError):
         lists.run(1, *"abcd", changes=(), stored=tuple(tokens))
     assert (lists.rig.image.committed, lists.letters) == (3, [(3, "failed")])

@@ -27,10 +27,10 @@ from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
@@ -493,13 +493,13 @@ class Storing:
     def __init__(self, led: Led) -> None:
         self.led = led
         self.wiring = led.bridge.wiring
-        self.spill = led.store.spill
+        self.backlog = led.store.backlog
         self.partition_id = led.store.partitions.partition_id("summarise", led.generations["summarise"], 0)
         self.store([stored_change(number, fullDocument={"_id": number, "note": "n" * 500}) for number in (1, 2, 3)])
 
     def store(self, changes: list[StoredChange], *, mark: bool = True) -> None:
         """Store changes, and let the mark reach the last one."""
-        self.spill.insert(self.partition_id, changes, self.led.version)
+        self.backlog.insert(self.partition_id, changes, self.led.version)
         if mark:
             partitions = self.led.store.partitions
             assert partitions.mark_spilled(self.partition_id, self.led.version, changes[-1].data, "halted")
@@ -514,7 +514,7 @@ class Storing:
     @property
     def stored(self) -> list[str]:
         """What the listener would run next, in order."""
-        found = self.spill.read(self.partition_id, self.image.data, token(99)["_data"], 9)
+        found = self.backlog.read(self.partition_id, self.image.data, token(99)["_data"], 9)
         return [change.data for change in found]
 
     @property

@@ -18,8 +18,8 @@ from pymongo import MongoClient
 from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.listener.repartitioning import DRAIN_SECONDS
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LayoutError, LeaseLostError
 from tests.fixtures.process import wait_for
@@ -97,7 +97,7 @@ def test_new_partitions_begin_at_the_watermark_above_all_fencing_tokens(shop: Sh
     later = term.claim(run)
     assert later is not None
     assert later.fence > claim.fence
-    assert term.rig.store.spill.next_partition() is None
+    assert term.rig.store.backlog.next_partition() is None
 
 
 def test_a_term_that_asks_for_the_same_changes_nothing(shop: Shop) -> None:
@@ -448,7 +448,7 @@ def test_what_is_stored_of_former_partitions_is_removed_but_not_that_of_a_later_
     spill.insert_many([{"_id": name} for name in foreign])
     for generation, version in ((1, term.rig.version), (2, term.rig.version + (1 << 50))):
         late = StoredChange(token_data(99), b"")
-        term.rig.store.spill.insert(f"{BRIDGE}/{NAME}/{generation}/0", [late], version)
+        term.rig.store.backlog.insert(f"{BRIDGE}/{NAME}/{generation}/0", [late], version)
     term = shop.begin(NEW)
 
     def left() -> bool:

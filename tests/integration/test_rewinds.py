@@ -11,16 +11,16 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import CommandRefusedError
-from mongo_celery.bridge.existing import token_at
+from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.listener.starts import open_position, read_starts
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
 from mongo_celery.bridge.partitioning import partition_hash
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.positions import Moved, Positions
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.cli.positions_view import plan_lines, rewound_lines
@@ -168,10 +168,10 @@ def test_what_was_handled_counts_before_it_goes_back(stage: Stage) -> None:
 
 def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: Stage) -> None:
     """P13: nobody stores again what the first stood for; the second still promises what is stored."""
-    spill, partitions = stage.store.spill, stage.store.partitions
+    backlog, partitions = stage.store.backlog, stage.store.partitions
     ahead = f"{data_of(stage.events[-1]['_id'])[:8]}FFFFFFFF"
     for index, to in ((0, data_of(stage.of(0)[0]["_id"])), (1, ahead)):
-        spill.insert(stage.partition_id(index), [StoredChange(to, b"x")], stage.version)
+        backlog.insert(stage.partition_id(index), [StoredChange(to, b"x")], stage.version)
         assert partitions.mark_spilled(stage.partition_id(index), stage.version, to, "halted")
     stage.release()
     stage.rewind("oldest")
@@ -216,7 +216,7 @@ def test_what_comes_again_knows_that_all_of_it_does(stage: Stage, key: bool) -> 
 
 def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Stage) -> None:
     """Nothing else goes forward; what is stored is counted, and never run."""
-    stage.store.spill.insert(stage.partition_id(0), [StoredChange(f"{data_of(stage.events[-1]['_id'])}0", b"x")], 1)
+    stage.store.backlog.insert(stage.partition_id(0), [StoredChange(f"{data_of(stage.events[-1]['_id'])}0", b"x")], 1)
     marked = f"{data_of(stage.events[-1]['_id'])}0"
     assert stage.store.partitions.mark_spilled(stage.partition_id(0), stage.version, marked, "halted")
     stage.data["orders"].insert_one({"_id": "unseen"})
@@ -234,10 +234,12 @@ def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Stage) -
 def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: Stage) -> None:
     """The watermark has passed it: the rewind that is named brings it. No stream brings an existing document."""
     first = stage.events[0]
-    index, spill = stage.index(first), stage.store.spill
-    partition_id, existing = stage.partition_id(index), token_at(first["clusterTime"], stage.version, 1)
+    index, backlog = stage.index(first), stage.store.backlog
+    partition_id, existing = stage.partition_id(index), make_token(first["clusterTime"], stage.version, 1)
     stage.state["partitions"].update_one({"_id": partition_id}, {"$set": {"resumeToken": None}})
-    spill.insert(partition_id, [StoredChange(data_of(first["_id"]), b"x"), StoredChange(existing, b"x")], stage.version)
+    backlog.insert(
+        partition_id, [StoredChange(data_of(first["_id"]), b"x"), StoredChange(existing, b"x")], stage.version
+    )
     assert stage.store.partitions.mark_spilled(partition_id, stage.version, existing, "halted")
     stage.release()
     plan = stage.rewind("now")
@@ -270,7 +272,7 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
 
 def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Stage) -> None:
     """Their letters stand before all others by name; a replay would run in front of what runs again."""
-    early, late = (token_at(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
+    early, late = (make_token(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
     for name, data in (("00AA", early), ("00BB", late)):
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
         letter |= {"handler": HANDLER, "replay": {**REQUEST, "partitioningTerm": stage.generation}}

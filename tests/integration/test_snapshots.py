@@ -112,7 +112,7 @@ def test_the_end_of_what_was_scanned_is_kept_byte_for_byte() -> None:
     raw = bson.encode({"_id": "xy"}).replace(b"xy", b"\xff\xfe")
     found = DocumentId.of(raw)
     assert found is not None
-    assert found.named("_id").raw == raw
+    assert found.make_document("_id").raw == raw
     assert DocumentId.of(bson.encode({})) is None
 
 
@@ -478,7 +478,7 @@ def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(Partitions, "mark_spilled", refuse)
-        term.until(lambda: term.wiring.store.spill.next_partition() is not None)
+        term.until(lambda: term.wiring.store.backlog.next_partition() is not None)
         for _ in range(5):
             term.step()
         assert world.record["moved"] == 0

@@ -18,7 +18,7 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.execution import Execution
 from mongo_celery.errors import RefusedChangeError
@@ -49,7 +49,7 @@ class Bench:
         """Store changes, as the listener does; the run that names them."""
         data = [token(first + place)["_data"] for place in range(len(changes))]
         stored = [StoredChange(each, raw, _HASH) for each, raw in zip(data, changes, strict=True)]
-        self.rig.store.spill.insert(self.rig.where, stored, VERSION)
+        self.rig.store.backlog.insert(self.rig.where, stored, VERSION)
         return run_of(first, len(changes), stored=tuple(data))
 
     def run(self, run: Run, handle: Callable[[Change], object] = bool) -> list[Change]:
@@ -124,7 +124,7 @@ def test_a_worker_reads_what_its_message_names(bench: Bench) -> None:
     assert (handled["last"], handled["resumeToken"]) == (2, token(2))
     assert bench.documents.count_documents({"part": {"$ne": None}}) > 0
     done = token(2)["_data"]
-    assert sum(bench.rig.store.spill.remove(bench.rig.where, done, done, VERSION)) > 0
+    assert sum(bench.rig.store.backlog.remove(bench.rig.where, done, done, VERSION)) > 0
     assert bench.documents.count_documents({}) == 0, "what is committed takes all of it away"
 
 
@@ -191,12 +191,12 @@ def test_a_change_waits_uncounted_while_its_bytes_cannot_be_read(bench: Bench, f
 
 def test_what_a_later_term_has_stored_is_not_renewed_by_an_older_one(bench: Bench) -> None:
     """P6: a listener that wakes up late changes nothing that its successor refers to."""
-    spill, where = bench.rig.store.spill, bench.rig.where
+    backlog, where = bench.rig.store.backlog, bench.rig.where
     refused = StoredChange(token(1)["_data"], made(), _HASH, Refusal.because("no"), token(1))
-    spill.insert(where, [refused], VERSION + 1)
+    backlog.insert(where, [refused], VERSION + 1)
     with pytest.raises(OperationFailure):
-        spill.insert(where, [StoredChange(refused.data, made(), _HASH)], VERSION)
-    assert spill.fetch(where, [refused.data])[refused.data].raw == refused.raw
+        backlog.insert(where, [StoredChange(refused.data, made(), _HASH)], VERSION)
+    assert backlog.fetch(where, [refused.data])[refused.data].raw == refused.raw
 
 
 # -- what halts --------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_change_that_halts_is_stored_before(bench: Bench) -> None:
     state = bench.rig.document
     assert (state["state"], state["spilled"]) == ("halted", None)
     data = state["halted"]["resumeToken"]["_data"]
-    stored = bench.rig.store.spill.fetch(bench.rig.where, [data])[data]
+    stored = bench.rig.store.backlog.fetch(bench.rig.where, [data])[data]
     assert (stored.raw, stored.hash, stored.refusal, stored.token) == (raw, _HASH, None, None)
     (document,) = bench.documents.find()
     assert document["term"] == VERSION

@@ -17,10 +17,10 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.listener import storing
 from mongo_celery.bridge.partitioning import partition_hash
-from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
@@ -263,7 +263,7 @@ def test_what_a_crash_has_left_without_a_mark_is_found_and_removed(begin: Begin)
     old = begin()
     halted(old, 1, 2)
     stored = [StoredChange(token_data(number), change(number).raw) for number in (1, 2)]
-    old.rig.store.spill.insert(old.partition_id(), stored, old.rig.version)
+    old.rig.store.backlog.insert(old.partition_id(), stored, old.rig.version)
     new = begin()
     new.read(1, 2, 3)
     new.retry()
@@ -518,7 +518,7 @@ def test_a_change_that_was_undeliverable_and_is_done_is_not_run_where_the_correc
         term.run(next_run(term))
         run = next_run(term)
         assert run.refusal is not None
-        assert term.rig.store.claims.discard(term.claim(run), token_of(run.changes[0]))
+        assert term.rig.store.claims.discard(term.claim(run), read_token(run.changes[0]))
     else:
         term = begin(partition_by=corrected)
         term.read(2, 3)
@@ -579,7 +579,7 @@ def test_what_was_stored_before_with_other_bytes_runs_with_these(begin: Begin) -
     old = begin()
     halted(old, 1, 2)
     first = StoredChange(token_data(1), change(1, padding=9).raw)
-    old.rig.store.spill.insert(old.partition_id(), [first], old.rig.version)
+    old.rig.store.backlog.insert(old.partition_id(), [first], old.rig.version)
     new = begin()
     new.read(1, 2)
     new.turn()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from mongo_celery.bridge.state.backlog import Backlog
 from mongo_celery.bridge.state.partitions import Partitions
-from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LeaseLostError
 from tests.fixtures.mongo import MakeClient
@@ -21,10 +21,10 @@ from tests.integration.term_rig import KilledError, around
 
 Begin = Callable[..., Term]
 STEPS: list[tuple[type, str]] = [
-    (Spill, "insert"),
+    (Backlog, "insert"),
     (Partitions, "mark_spilled"),
     (Subscriptions, "advance_all"),
-    (Spill, "outline"),
+    (Backlog, "outline"),
     (Partitions, "clear_spilled"),
 ]
 _NAMES = [name for _, name in STEPS]

@@ -22,7 +22,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
-from mongo_celery.bridge.change import Change, decoded
+from mongo_celery.bridge.change import Change, decode_event
 from mongo_celery.bridge.partitioning import Partitioner, document_key
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.stream.reader import StreamReader
@@ -108,7 +108,7 @@ class Watching(Reading):
 
         def taken() -> list[Change]:
             events = [item for item in list(self.items) if isinstance(item, ChangeEvent)]
-            return [Change(decoded(each.raw)) for each in events if self.selector.selects(each.document)]
+            return [Change(decode_event(each.raw)) for each in events if self.selector.selects(each.document)]
 
         found = wait_for(lambda: taken() if len(taken()) >= count else None, message=lambda: f"{self.operations}")
         assert self.failure is None

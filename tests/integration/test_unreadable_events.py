@@ -18,7 +18,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.change import FLAGS, namespace_of
+from mongo_celery.bridge.change import FLAGS, read_namespace
 from mongo_celery.bridge.operations.places import PassedPlace, read_from
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent
@@ -141,7 +141,7 @@ def test_changes_of_a_document_with_a_giant_id_are_named_at_their_places_and_the
     assert reading.operations == ["insert", "insert", "insert", "replace", "insert", "update", "insert"]
     events = [item for item in reading.items if isinstance(item, ChangeEvent)]
     unread = [event for event in events if event.read_error is not None]
-    assert [namespace_of(event.document) for event in unread] == 3 * [items.full_name]
+    assert [read_namespace(event.document) for event in unread] == 3 * [items.full_name]
     assert all(
         "_id" in event.read_error.sentence and not event.read_error.only_match
         for event in unread

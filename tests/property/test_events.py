@@ -15,7 +15,7 @@ from bson.raw_bson import RawBSONDocument
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.change import FLAGS, describe, event_of, namespace_of
+from mongo_celery.bridge.change import FLAGS, describe, read_namespace, wrap_event
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_hash, document_key, partition_hash, partitioner
 from mongo_celery.bridge.raw_event import EVENT_TYPES
@@ -126,7 +126,7 @@ READ_ERRORS = [None, ReadError("too large"), ReadError("match fails", only_match
 def read(raw: bytes, read_error: ReadError | None = None) -> ChangeEvent | None:
     """As the reader hands it over; None for bytes in which the driver itself finds no document."""
     try:
-        document: Mapping[str, Any] = event_of(raw)
+        document: Mapping[str, Any] = wrap_event(raw)
         len(document)  # the driver reads the top of every event, for its token
     except Exception:  # noqa: BLE001 - the reader's matter: it hands over a read_error and no document
         if read_error is None:
@@ -192,7 +192,7 @@ def test_a_description_takes_any_value(value: Any) -> None:
     """As a dict too, which is how unit tests of users give events."""
     for change in ({"documentKey": {"_id": value}}, {"documentKey": value}, {"ns": value}, {"operationType": value}):
         assert len(describe(change)) <= DESCRIPTION_CHARS
-        namespace_of(change)
+        read_namespace(change)
 
 
 @settings(max_examples=150)
@@ -203,7 +203,7 @@ def test_the_partition_of_an_event_that_was_always_readable_is_what_it_was(raw: 
         expected = partition_hash(document_key(RawBSONDocument(raw, BEFORE)))
     except Exception:  # noqa: BLE001 - what did not work then has no partition to keep
         return
-    assert document_hash(event_of(raw)) == expected
+    assert document_hash(wrap_event(raw)) == expected
 
 
 EQUAL = [
@@ -222,6 +222,6 @@ def test_equal_keys_share_a_partition_also_beside_text_that_is_no_utf8(pair: lis
         for value in pair
     )
     for spoil in (b"????", b"\xff\xfe\x80\xff"):
-        hashes = {document_hash(event_of(raw.replace(b"????", spoil))) for raw in (one, other)}
+        hashes = {document_hash(wrap_event(raw.replace(b"????", spoil))) for raw in (one, other)}
         assert len(hashes) == 1
     assert id_key(pair[0], EVENT_TYPES) == id_key(pair[1], EVENT_TYPES)

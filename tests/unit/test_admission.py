@@ -9,9 +9,9 @@ from typing import Any
 import bson
 import pytest
 
-from mongo_celery.bridge.change import FLAGS, event_of
+from mongo_celery.bridge.change import FLAGS, wrap_event
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.existing import place_of
+from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_hash, partition_hash, partitioner
 from mongo_celery.bridge.refusal import Refusal
@@ -65,7 +65,7 @@ def read(number: int = 1, error: ReadError | None = None, /, without: str = "", 
     document = event(fields.pop("operation", "insert"), **fields)
     document.pop(without, None)
     raw = bson.encode(document)
-    return ChangeEvent(mark(number), event_of(raw), raw, error)
+    return ChangeEvent(mark(number), wrap_event(raw), raw, error)
 
 
 def refusal(one: Admission, event: ChangeEvent) -> Refusal:
@@ -166,10 +166,10 @@ def test_an_undeliverable_change_that_is_read_again_goes_where_it_is_stored() ->
     change = admission(region).admit(read(1))
     assert change is not None
     corrected = Partitioner("r", lambda _event: "one")
-    again = admission(corrected, {place_of(change.data): change.index}).admit(read(1))
+    again = admission(corrected, {token_place(change.data): change.index}).admit(read(1))
     assert again is not None
     assert (again.index, again.refusal) == (change.index, None)
-    other = admission(corrected, {place_of(change.data): change.index}).admit(read(2))
+    other = admission(corrected, {token_place(change.data): change.index}).admit(read(2))
     assert other is not None
     assert other.index == partition_hash("one") % PARTITIONS
 

@@ -24,8 +24,8 @@ from mongo_celery import (
     TwoPhaseCommit,
     once,
 )
-from mongo_celery.bridge.change import FLAGS, event_of
-from mongo_celery.bridge.identity import identity_of
+from mongo_celery.bridge.change import FLAGS, wrap_event
+from mongo_celery.bridge.identity import build_identity
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.raw_event import RawEvent
@@ -230,7 +230,7 @@ def test_the_gate_of_a_subscription_asks_each_update_anew(match: Any) -> None:
 
     def is_owed(description: Mapping[str, Any], read_error: ReadError | None = None) -> bool:
         document = bson.encode(updated(description, **flags))
-        return gate.admit(ChangeEvent(mark(1), event_of(document), document, read_error)) is not None
+        return gate.admit(ChangeEvent(mark(1), wrap_event(document), document, read_error)) is not None
 
     claim = {"updatedFields": {"pendingEvents.claim.ttl": 7}}
     for _ in range(2):
@@ -298,7 +298,7 @@ def test_who_asks_for_it_has_other_definitions_and_nobody_else_has() -> None:
         with Celery("shop", broker="memory://", set_as_current=False) as app:
             bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
             bridge.on_change("shop.orders", **options)(summarise)
-            digests.append(identity_of(bridge.wiring).handlers["summarise"].digest)
+            digests.append(build_identity(bridge.wiring).handlers["summarise"].digest)
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -14,7 +14,7 @@ from bson import ObjectId, Timestamp
 from pymongo import MongoClient
 
 from mongo_celery import Change, ConfigurationError, Fence, FencedCollection, HandlerUsageError
-from mongo_celery.bridge.change import describe, namespace_of, token_data
+from mongo_celery.bridge.change import describe, read_namespace, token_data
 from tests.fixtures.samples import event
 
 SECRET = "not for any log"
@@ -166,9 +166,9 @@ def test_a_description_names_the_size_of_a_large_key_and_takes_bytes_that_are_no
 
 def test_the_namespace_of_an_event_may_be_whole_half_or_missing() -> None:
     """A collection's name may contain dots."""
-    assert namespace_of(event("insert", "shop.orders.old")) == "shop.orders.old"
-    assert namespace_of(event("dropDatabase", "shop")) == "shop"
-    assert namespace_of({"ns": None}) == namespace_of({}) == ""
+    assert read_namespace(event("insert", "shop.orders.old")) == "shop.orders.old"
+    assert read_namespace(event("dropDatabase", "shop")) == "shop"
+    assert read_namespace({"ns": None}) == read_namespace({}) == ""
 
 
 def test_tokens_compare_by_their_data_alone() -> None:

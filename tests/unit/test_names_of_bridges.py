@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.identity import HandlerIdentity, Identity, identity_of
+from mongo_celery.bridge.identity import HandlerIdentity, Identity, build_identity
 from mongo_celery.broker.address import BrokerAddress
 from mongo_celery.errors import ConfigurationError
 
@@ -31,7 +31,7 @@ def other(_change: object) -> None:
 def test_a_bridge_is_called_like_its_app() -> None:
     """So two apps on one cluster do not share a bridge by forgetting a name."""
     assert Bridge(celery_app("shop"), URL).name == "shop"
-    assert Bridge(celery_app("shop"), URL).options.queue_of(0) == "shop.0"
+    assert Bridge(celery_app("shop"), URL).options.queue_name(0) == "shop.0"
     assert Bridge(celery_app("shop"), URL, name="orders").options.name == "orders"
 
 
@@ -159,14 +159,14 @@ def test_another_app_or_environment_is_told_by_name_broker_and_databases(
 def _defined(options: Mapping[str, Any] | None = None, **handler: object) -> Identity:
     bridge = Bridge(celery_app("shop"), URL, autodiscover=False, **(options or {}))
     bridge.on_change("shop.orders", **{"name": "summarise", **handler})(handle)  # type: ignore[arg-type]
-    return identity_of(bridge.wiring)
+    return build_identity(bridge.wiring)
 
 
 def test_definitions_are_the_same_in_every_process_and_other_after_every_change() -> None:
     """Sets have no order, and what two processes both do must not look different."""
     plain = _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]})
     assert plain == _defined(operations={"update", "insert"}, match={"$gt": ["$fullDocument.x", 1]})
-    assert plain.changed_handlers(plain.plain()) == []
+    assert plain.find_changed_handlers(plain.plain()) == []
     others = [
         _defined(operations=["insert"], match={"$gt": ["$fullDocument.x", 1]}),
         _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 2]}),
@@ -175,4 +175,4 @@ def test_definitions_are_the_same_in_every_process_and_other_after_every_change(
         _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]}, failure_policy="skip"),
         _defined(operations=["insert", "update"], match={"$gt": ["$fullDocument.x", 1]}, group="slow"),
     ]
-    assert all(each.changed_handlers(plain.plain()) == ["summarise"] for each in others)
+    assert all(each.find_changed_handlers(plain.plain()) == ["summarise"] for each in others)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mongo_celery import Bridge
 from mongo_celery.arguments import seconds
-from mongo_celery.bridge.options import OPTION_NAMES, BridgeOptions, merged
+from mongo_celery.bridge.options import OPTION_NAMES, BridgeOptions, merge_options
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.table import call_timeout
 
@@ -145,11 +145,11 @@ def test_there_are_never_more_queues_than_partitions() -> None:
 def test_partitions_share_the_queues_in_turn() -> None:
     """Every partition has one queue, every queue a partition; by default there are no more than four."""
     options = make(name="shop", partitions=5, queues=2)
-    assert options.queues_of() == ["shop.0", "shop.1"]
-    assert options.queues_of("slow") == ["shop.slow.0", "shop.slow.1"]
-    assert [options.queue_of(index) for index in range(5)] == ["shop.0", "shop.1", "shop.0", "shop.1", "shop.0"]
-    assert make(partitions=3).queues_of() == ["default.0", "default.1", "default.2"]
-    assert make(partitions=16).queues_of() == ["default.0", "default.1", "default.2", "default.3"]
+    assert options.queue_names() == ["shop.0", "shop.1"]
+    assert options.queue_names("slow") == ["shop.slow.0", "shop.slow.1"]
+    assert [options.queue_name(index) for index in range(5)] == ["shop.0", "shop.1", "shop.0", "shop.1", "shop.0"]
+    assert make(partitions=3).queue_names() == ["default.0", "default.1", "default.2"]
+    assert make(partitions=16).queue_names() == ["default.0", "default.1", "default.2", "default.3"]
     assert make(partitions=16, queues=16).queue_count == 16
 
 
@@ -291,9 +291,9 @@ def test_a_pipeline_is_a_list_of_stages(pipeline: object) -> None:
 def test_a_misspelt_option_names_the_right_one() -> None:
     """P9: `Bridge(partitons=4)` must not run with 16."""
     with pytest.raises(ConfigurationError, match=r"option 'partitons' is unknown \(did you mean 'partitions'\?\)"):
-        merged({"partitons": 4}, {})
+        merge_options({"partitons": 4}, {})
     with pytest.raises(ConfigurationError, match=r"option 'xyzzy' is unknown\."):
-        merged({"xyzzy": 4}, {})
+        merge_options({"xyzzy": 4}, {})
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_misspelt_setting_names_the_right_one(namespace: str | None, setting: 
 
 def test_arguments_win_over_settings_and_settings_over_defaults() -> None:
     """The order that Celery's users expect."""
-    options = merged({"partitions": 2}, {"partitions": 3, "run_size": 7, "database_url": "mongodb://h"})
+    options = merge_options({"partitions": 2}, {"partitions": 3, "run_size": 7, "database_url": "mongodb://h"})
     assert (options.partitions, options.run_size, options.claim_ttl) == (2, 7, 10.0)
 
 
@@ -323,9 +323,9 @@ def test_each_option_but_the_name_can_be_a_setting() -> None:
     defaults = {field.name: getattr(make(), field.name) for field in fields(BridgeOptions)}
     assert set(defaults) == set(OPTION_NAMES)
     del defaults["name"]
-    assert merged({}, defaults) == make()
+    assert merge_options({}, defaults) == make()
     with pytest.raises(ConfigurationError, match=r"mongo_celery_name comes too late.*Bridge\(name='...'\)"):
-        merged({}, {"name": "shop"})
+        merge_options({}, {"name": "shop"})
 
 
 @pytest.mark.parametrize(

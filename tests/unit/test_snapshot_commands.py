@@ -17,9 +17,9 @@ from mongo_celery.bridge.existing import (
     event_bytes,
     is_existing,
     letter_name,
-    place_at,
-    place_behind,
-    token_at,
+    make_token,
+    place_after_time,
+    place_at_time,
 )
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names, snapshots_shown
@@ -48,19 +48,19 @@ def handler(**given: Any) -> Handler:
 
 def test_a_token_lies_behind_all_events_of_its_time_and_before_all_later_ones() -> None:
     """Whatever the server puts behind the time of a token."""
-    token = token_at(T, 7, 1)
+    token = make_token(T, 7, 1)
     for kind in ("2904", "2B022C0100296E5A1004", "2B04", "FF" * 40):
-        assert place_at(T) + kind < token < place_at(Timestamp(T.time, T.inc + 1)) + kind
-        assert place_at(T) + kind < place_behind(T) < token
-    assert token < token_at(T, 7, 2) < token_at(T, 8, 1)
+        assert place_at_time(T) + kind < token < place_at_time(Timestamp(T.time, T.inc + 1)) + kind
+        assert place_at_time(T) + kind < place_after_time(T) < token
+    assert token < make_token(T, 7, 2) < make_token(T, 8, 1)
     assert is_existing(token)
-    assert not is_existing(place_at(T) + "2B04")
+    assert not is_existing(place_at_time(T) + "2B04")
 
 
 def test_the_letter_of_an_existing_document_is_named_by_its_key_and_stands_first() -> None:
     """Read again it has another token; a change has its own as its name."""
     shaped = bson.encode({"ns": {"db": "a", "coll": "b"}, "documentKey": {"_id": 1}})
-    first, again = token_at(T, 7, 1), token_at(Timestamp(T.time + 9, 1), 9, 5)
+    first, again = make_token(T, 7, 1), make_token(Timestamp(T.time + 9, 1), 9, 5)
     assert letter_name(first, event_bytes(shaped, first)) == letter_name(again, event_bytes(shaped, again)) < first
     assert letter_name(first, b"broken") == first
     assert letter_name("82AA", event_bytes(shaped, first)) == "82AA"

@@ -33,9 +33,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.change import FLAGS, describe, event_of
+from mongo_celery.bridge.change import FLAGS, describe, wrap_event
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.existing import is_unread, opens_stream, place_of
+from mongo_celery.bridge.existing import is_unread, opens_stream, token_place
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.raw_event import RawEvent
@@ -86,7 +86,7 @@ class Admission:
         hash_, failure = self._hash(event, by_rule=is_whole)  # else the rule might see too little
         index = hash_ % self._layout.partitions
         if self._undeliverable:
-            index = self._undeliverable.get(place_of(event.mark.data), index)
+            index = self._undeliverable.get(token_place(event.mark.data), index)
         return PendingChange(event.mark, index, event.raw, refusal or failure, hash_)
 
     def admit_existing(self, event: ChangeEvent) -> PendingChange:
@@ -154,7 +154,7 @@ class Admission:
         """
         if change.refusal is None or change.refusal.lasts or not change.raw:
             return change
-        event = event_of(change.raw)
+        event = wrap_event(change.raw)
         try:
             if opens_stream(change.data) and not self._selector.selects(event):
                 return change

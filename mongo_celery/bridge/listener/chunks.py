@@ -31,15 +31,15 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.existing import (
     AS,
     DocumentId,
     event_bytes,
-    moved_event,
-    place_behind,
-    time_of,
-    token_at,
+    extract_time,
+    make_token,
+    move_event,
+    place_after_time,
 )
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
@@ -150,15 +150,15 @@ class Chunk:
         meanwhile, where the handler is given all changes.
         """
         assert self.low is not None, "it was read"
-        low, takes_all = place_behind(self.low), self.subscription.plan.handler.filter.takes_every_change
+        low, takes_all = place_after_time(self.low), self.subscription.plan.handler.filter.takes_every_change
         kept: list[PendingChange] = []
         self.again = []
         for key, item in self.items.items():
             seen = self.changes.get(key)
             if seen is None or (seen.data < low and not (looks_up and takes_all and seen.is_looked_up)):
                 data = self.place + item.data[len(self.place) :]
-                item.mark = Mark({"_data": data}, data, time_of(data))
-                item.raw = moved_event(item.raw, data)
+                item.mark = Mark({"_data": data}, data, extract_time(data))
+                item.raw = move_event(item.raw, data)
                 kept.append(item)
             elif not seen.has_document:
                 found = DocumentId.of(key)
@@ -297,7 +297,7 @@ class ChunkReader:
         with pymongo.timeout(READ_SECONDS):
             if chunk.again:
                 for part in chunk.again:
-                    self._read_range(chunk, {"$expr": {"$eq": ["$_id", part.named("$literal")]}}, 1)
+                    self._read_range(chunk, {"$expr": {"$eq": ["$_id", part.make_document("$literal")]}}, 1)
                 return
             size, known = chunk.size, chunk.snapshot.until
             chunk.until = known if known is not None else self._largest(chunk)
@@ -407,9 +407,9 @@ class ChunkReader:
         """The key of a document, and the change that it is, at L: it gets its place when it is appended."""
         assert chunk.low is not None, "it was read"
         self._number += 1
-        data = token_at(chunk.low, self._version, self._number)
+        data = make_token(chunk.low, self._version, self._number)
         raw = event_bytes(shaped, data)
-        event = ChangeEvent(Mark({"_data": data}, data, chunk.low), event_of(raw), raw, read_error)
+        event = ChangeEvent(Mark({"_data": data}, data, chunk.low), wrap_event(raw), raw, read_error)
         return read_key(event.document), chunk.subscription.admission.admit_existing(event)
 
 
@@ -417,7 +417,7 @@ def _behind(last: DocumentId | None, end: DocumentId | None = None) -> dict[str,
     """The filter of what lies behind one `_id`, up to another."""
     bounds = []
     if last is not None:
-        bounds.append({"$gt": ["$_id", last.named("$literal")]})
+        bounds.append({"$gt": ["$_id", last.make_document("$literal")]})
     if end is not None:
-        bounds.append({"$lte": ["$_id", end.named("$literal")]})
+        bounds.append({"$lte": ["$_id", end.make_document("$literal")]})
     return {"$expr": bounds[0] if len(bounds) == 1 else {"$and": bounds}} if bounds else {}

@@ -16,7 +16,7 @@ import pymongo
 from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.identity import Identity, identity_of, ways_out
+from mongo_celery.bridge.identity import Identity, build_identity, ways_out
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
@@ -109,7 +109,7 @@ class Listener:
         selectors, scope = self._plan()
         self._wait_for_servers()
         leases = self._wiring.store.leases
-        identity = identity_of(self._wiring)
+        identity = build_identity(self._wiring)
         while not self._stopping.is_set():
             term = self._stand_by(leases, identity)
             if term is not None:
@@ -223,7 +223,7 @@ class Listener:
     def _keep_record(self, difference: str) -> None:
         """Store the audit record of a take-over; the bridge is led also where that cannot be."""
         audit = self._wiring.store.audit
-        handlers, effect = identity_of(self._wiring).handlers, {"difference": difference}
+        handlers, effect = build_identity(self._wiring).handlers, {"difference": difference}
         record = make_record("listener", ["--take-over"], self._reason, user_at_host(), handlers, effect)
         try:
             audit.prepare()

@@ -169,8 +169,8 @@ class LostMessageDetector:
             if partition.is_unclaimed
         ]
         overdue = [each for each in unclaimed if now >= self._due_time(*each)]
-        queues = {subscription.queue_of(index) for subscription, index in overdue}
-        self._watch.watch(queues or ({self._options.queue_of(0)} if is_broker_down else ()))
+        queues = {subscription.queue_name(index) for subscription, index in overdue}
+        self._watch.watch(queues or ({self._options.queue_name(0)} if is_broker_down else ()))
         has_returned = self._watch.returned_at > self._returned_at
         if has_returned:
             self._returned_at = self._watch.returned_at
@@ -191,10 +191,10 @@ class LostMessageDetector:
             return
         for subscription in subscriptions:
             for index, partition in subscription.partitions.items():
-                queue = subscription.queue_of(index)
+                queue = subscription.queue_name(index)
                 passed[queue] = max(passed.get(queue, -math.inf), partition.taken_sent_at)
         for subscription, index in overdue:
-            queue, partition = subscription.queue_of(index), subscription.partitions[index]
+            queue, partition = subscription.queue_name(index), subscription.partitions[index]
             occupancy, run = answer.queues.get(queue), partition.in_flight
             if occupancy is None or run is None or answer.asked_at < self._due_time(subscription, index):
                 continue

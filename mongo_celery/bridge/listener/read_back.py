@@ -73,7 +73,7 @@ class ReadBack:
         if until <= backlog.read_to:
             return
         limit = max(_BATCH, 2 * subscription.run_size)
-        found = self._store.spill.outline(partition.partition_id, backlog.read_to, until, limit, self._session)
+        found = self._store.backlog.outline(partition.partition_id, backlog.read_to, until, limit, self._session)
         if found:
             subscription.add_stored(partition, [self._judge(subscription, partition, each) for each in found])
             return
@@ -87,7 +87,7 @@ class ReadBack:
         """An undeliverable change is judged again, by its bytes."""
         if change.refusal is None or change.refusal.lasts:
             return change
-        whole = self._store.spill.fetch(partition.partition_id, [change.data]).get(change.data, change)
+        whole = self._store.backlog.fetch(partition.partition_id, [change.data]).get(change.data, change)
         return replace(subscription.admission.judge_again(whole), raw=b"")
 
     def _find_missing(self, partition: Partition, backlog: StoredRange) -> None:

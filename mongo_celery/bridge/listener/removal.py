@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation, PyMongoError
 
-from mongo_celery.bridge.state.spill import EVERYTHING, Spill, place_of
+from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, token_place
 from mongo_celery.mongo.verdicts import brief
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ class Removal:
     The removals of one term: a job of its housekeeping.
 
     Args:
-        spill: where the changes are stored.
+        backlog: where the changes are stored.
         version: of the term.
     """
 
-    def __init__(self, spill: Spill, version: int) -> None:
-        self._spill = spill
+    def __init__(self, backlog: Backlog, version: int) -> None:
+        self._backlog = backlog
         self._version = version
         self._lock = threading.Lock()
         self._last: dict[str, str] = {}  # places up to which something is stored, by partition
@@ -123,7 +123,7 @@ class Removal:
     def _measure(self) -> None:
         if time.monotonic() - self._measured_at < _MEASURED_SECONDS:
             return
-        added, size = self._added, self._spill.size()
+        added, size = self._added, self._backlog.size()
         with self._lock:
             self._measured = size
             self._added -= added  # what was stored meanwhile may count twice for a while, and never not at all
@@ -136,12 +136,12 @@ class Removal:
             while self._wanted:
                 with self._lock:
                     partition_id, done = next(iter(self._wanted.items()))
-                for _ in self._spill.remove(partition_id, done.committed, done.passed, self._version):
+                for _ in self._backlog.remove(partition_id, done.committed, done.passed, self._version):
                     yield 0.0
                 with self._lock:
                     if self._wanted[partition_id] == done:
                         del self._wanted[partition_id]
-                    if self._last[partition_id] <= place_of(done.passed):
+                    if self._last[partition_id] <= token_place(done.passed):
                         del self._last[partition_id], self._asked[partition_id]
             yield next(walk)
 
@@ -149,8 +149,8 @@ class Removal:
         """Steps over all partitions that have anything stored; the pauses after them."""
         while True:
             found: str | None = None
-            while (found := self._spill.next_partition(found)) is not None:
-                self.note(found, self._spill.last(found))
+            while (found := self._backlog.next_partition(found)) is not None:
+                self.note(found, self._backlog.last(found))
                 yield _STEP_SECONDS
             walked_at = time.monotonic()
             while time.monotonic() - walked_at < _WALK_SECONDS:

@@ -34,7 +34,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, place_behind, time_before, time_of
+from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, extract_time, place_after_time, previous_time
 from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailedError
 from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
@@ -137,7 +137,7 @@ class Snapshotting:
             return
         if not chunk.place:  # all was read before H was written, which moves the stream past it
             reached = self._reached[:PLACE_CHARS] + END if self._reached else ""
-            chunk.place = max(place_behind(time_before(chunk.high)), reached)
+            chunk.place = max(place_after_time(previous_time(chunk.high)), reached)
         if data > chunk.place:
             self._append(chunk)
 
@@ -179,7 +179,7 @@ class Snapshotting:
         chunk.ends.update({each.index: each.data for each in items})
         if chunk.again:
             chunk.rounds += 1
-            chunk.low, chunk.place, chunk.changes = time_of(chunk.place), "", {}
+            chunk.low, chunk.place, chunk.changes = extract_time(chunk.place), "", {}
             chunk.high = None  # last: from here on the thread writes it
             self._thread.notify()
         else:
@@ -196,7 +196,7 @@ class Snapshotting:
                 or record.source in places
                 or (operation == "dropDatabase" and ns.get("db") == database)
             )
-            if concerned and record.at is not None and event.mark.data > place_behind(record.at):
+            if concerned and record.at is not None and event.mark.data > place_after_time(record.at):
                 self._thread.gone.add(record.id)
 
     # -- a turn ------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.error_text import storable
-from mongo_celery.bridge.existing import place_of
+from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.housekeeping import Housekeeping, Job
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.partition import NotStored, Partition
@@ -115,7 +115,7 @@ class Storing:
         self._share_behind = share_behind
         self._led: Mapping[str, Subscription] = {}
         self._version = 0
-        self._removal = Removal(store.spill, 0)
+        self._removal = Removal(store.backlog, 0)
         self._report = StoringReport(options.spill_bytes, line)
         self._pressure = Pressure(options.buffer_bytes)
         self._reading = ReadBack(store, self.session)
@@ -129,7 +129,7 @@ class Storing:
     def begin(self, subscriptions: Mapping[str, Subscription], version: int, housekeeping: Housekeeping) -> None:
         """Take over what is stored of these subscriptions."""
         self._led, self._version = subscriptions, version
-        self._removal = Removal(self._state.spill, version)
+        self._removal = Removal(self._state.backlog, version)
         self._removing = housekeeping.add(self._removal.work)
 
     def close(self) -> None:
@@ -205,8 +205,8 @@ class Storing:
             return 0
         size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
         stored, to = [stored_change(change) for change in changes], changes[-1].data
-        self._removal.note(partition.partition_id, place_of(to), 0 if reason == AGAIN else size)
-        self._state.spill.insert(partition.partition_id, stored, self._version, self.session)
+        self._removal.note(partition.partition_id, token_place(to), 0 if reason == AGAIN else size)
+        self._state.backlog.insert(partition.partition_id, stored, self._version, self.session)
         if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
             raise LeaseLostError
         subscription.note_stored(partition, to, len(stored))
@@ -316,7 +316,7 @@ class Storing:
         watermarks = {each.name: each.stored.data for each in self._led.values() if each.stored is not None}
         for partition in partitions:
             if partition.image.head is not None:  # the execution that has halted may have stored its change
-                self._removal.note(partition.partition_id, place_of(token_data(partition.image.head["resumeToken"])))
+                self._removal.note(partition.partition_id, token_place(token_data(partition.image.head["resumeToken"])))
         if self._removal.ask({each.partition_id: each.image for each in partitions}, watermarks) and self._removing:
             self._removing.wake()
         self._clear_marks(partitions)

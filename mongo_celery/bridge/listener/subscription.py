@@ -20,9 +20,9 @@ from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.partitions import Image, Partitions
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector
@@ -329,9 +329,9 @@ class Subscription:
             return []
         return _alike(changes)
 
-    def queue_of(self, index: int) -> str:
+    def queue_name(self, index: int) -> str:
         """The queue that runs of a partition go to."""
-        return self._options.queue_of(index, self.plan.handler.group)
+        return self._options.queue_name(index, self.plan.handler.group)
 
     def next_due(self) -> float:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
@@ -365,7 +365,7 @@ class Subscription:
             stored=() if travelling else tuple(change.data for change in changes),
             hashes=tuple(change.hash for change in changes) if is_parked or len(changes) > 1 else (),
         )
-        handler, label, queue = self.plan.handler, _label(changes, first), self.queue_of(run.index)
+        handler, label, queue = self.plan.handler, _label(changes, first), self.queue_name(run.index)
         commits = not handler.commits_inline(self._options)
         return Dispatch(run, handler.task_name, partition.attempt, label, queue, commits)
 
@@ -384,7 +384,7 @@ class Subscription:
             starts=replay.starts,
             hashes=(replay.hash,) if replay.parked else (),
         )
-        label, queue = f"({replay.key} replayed)", self.queue_of(index)
+        label, queue = f"({replay.key} replayed)", self.queue_name(index)
         # It moves no position: its outcome is written by its execution alone.
         return Dispatch(run, self.plan.handler.task_name, partition.attempt, label, queue, commits=False)
 

@@ -210,7 +210,7 @@ def find_undeliverable(
         after = watermark.data if watermark is not None else ""
         if until > after:  # what is done is among them: under a corrected rule it would run elsewhere, once more
             where = store.partitions.partition_id(name, generation, image.index)
-            for places in store.spill.undeliverable(where, after, until):
+            for places in store.backlog.undeliverable(where, after, until):
                 found |= dict.fromkeys(places, image.index)
                 renewal.alive()
     return found

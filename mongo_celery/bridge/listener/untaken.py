@@ -94,7 +94,7 @@ class UntakenQueues:
         taken: dict[str, float] = {}
         for subscription in subscriptions:
             for index, partition in subscription.partitions.items():
-                queue = subscription.queue_of(index)
+                queue = subscription.queue_name(index)
                 if partition.repeats >= _REPEATS:
                     self._repeated.add(queue)
                 taken[queue] = max(partition.taken_at, taken.get(queue, -math.inf))

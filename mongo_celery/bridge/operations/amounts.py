@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pymongo
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.spill import Spill
+from mongo_celery.bridge.state.backlog import Backlog
 
 _COUNTING_SECONDS = 2.0
 
@@ -15,7 +15,7 @@ Place = tuple[str, int]
 """Subscription and index of a partition."""
 
 
-def count_stored(spill: Spill, marked: Mapping[Place, tuple[str, str, str]]) -> dict[Place, int]:
+def count_stored(backlog: Backlog, marked: Mapping[Place, tuple[str, str, str]]) -> dict[Place, int]:
     """
     Return how many changes are stored of some partitions; without those for which the time did not suffice.
 
@@ -26,7 +26,7 @@ def count_stored(spill: Spill, marked: Mapping[Place, tuple[str, str, str]]) -> 
     try:
         with pymongo.timeout(_COUNTING_SECONDS):
             for place, (partition_id, after, until) in marked.items():
-                counts[place] = spill.count(partition_id, after, until)
+                counts[place] = backlog.count(partition_id, after, until)
     except PyMongoError as error:
         if not error.timeout:
             raise

@@ -160,7 +160,7 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
         token = image.head["resumeToken"]
         data = token_data(token)
         partition_id = partitions.partition_id(image.subscription, generation, image.index)
-        change = store.spill.fetch(partition_id, [data]).get(data)
+        change = store.backlog.fetch(partition_id, [data]).get(data)
         if change is None:
             words = (image.subscription, "--partition", str(image.index), "--discard")
             command = wiring.line.changes("skip", *words)
@@ -265,7 +265,7 @@ def _is_kept(store: Store, generation: int, image: Image) -> bool:
     if image.spilled and image.spilled["to"] >= data:
         return True
     partition_id = store.partitions.partition_id(image.subscription, generation, image.index)
-    return data in store.spill.fetch(partition_id, [data]) and store.partitions.mark_head(image, generation)
+    return data in store.backlog.fetch(partition_id, [data]) and store.partitions.mark_head(image, generation)
 
 
 def _apply(

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
-from mongo_celery.bridge.change import FLAGS, decoded, describe, token_data
+from mongo_celery.bridge.change import FLAGS, decode_event, describe, token_data
 from mongo_celery.bridge.operations.acts import reached
 from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
 from mongo_celery.bridge.operations.times import iso
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import CommandRefusedError
 
@@ -133,10 +133,10 @@ def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Ima
 def _change_at(store: Store, partition_id: str, image: Image) -> StoredChange | None:
     if image.head is not None:
         data = token_data(image.head["resumeToken"])
-        return store.spill.fetch(partition_id, [data]).get(data)
+        return store.backlog.fetch(partition_id, [data]).get(data)
     if image.spilled is None:
         return None
-    found = store.spill.read(partition_id, image.data, image.spilled["to"], 1)
+    found = store.backlog.read(partition_id, image.data, image.spilled["to"], 1)
     return found[0] if found else None
 
 
@@ -170,7 +170,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
 def event_as_json(raw: bytes) -> Mapping[str, Any] | None:
     """An event as relaxed extended JSON, without what the bridge itself has asked the server to add."""
     try:
-        event = {name: value for name, value in decoded(raw).items() if name != FLAGS}
+        event = {name: value for name, value in decode_event(raw).items() if name != FLAGS}
         found: dict[str, Any] = json.loads(json_util.dumps(event, json_options=json_util.RELAXED_JSON_OPTIONS))
     except Exception:  # noqa: BLE001 - whatever users' documents hold: then its bytes are all that can be shown
         return None

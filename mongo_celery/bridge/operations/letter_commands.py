@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.operations.acts import Act, audited, reached
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
@@ -384,7 +384,7 @@ def _placed_anew(wiring: Wiring, letter: Letter, handler: Handler, layout: Layou
             f"belongs to a partition by {rule!r}, a rule that this app does not have: repeat the command when `status` "
             "shows the layout by the new one"
         )
-    event = event_of(found[1])
+    event = wrap_event(found[1])
     try:
         hash_ = partitioner.hash(event)
     except Exception:  # noqa: BLE001 - a user's function, on whatever bytes

@@ -16,7 +16,7 @@ from mongo_celery.bridge.operations.lease_check import check_lease
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_time_limits, check_workers
-from mongo_celery.bridge.shared import shared_with_others
+from mongo_celery.bridge.shared import find_stray_handlers
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.command_line import CommandLine
@@ -102,7 +102,7 @@ def _check_handlers(wiring: Wiring) -> Finding:
 def _check_shared(wiring: Wiring) -> Iterable[Finding]:
     """A handler for a bridge that nobody has made is a subscription that silently does not exist."""
     names = {bridge.name for bridge in BRIDGES.of(wiring.app)}
-    for function, name in shared_with_others(names):
+    for function, name in find_stray_handlers(names):
         yield warning(
             "shared_handlers",
             f"{function} is shared with bridge {name!r}, which this app has not; unless it is for another app's, write "

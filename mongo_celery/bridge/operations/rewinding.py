@@ -308,7 +308,7 @@ def _partition_move(store: Store, image: Image, layout: Layout, to: StreamPlace,
     if forward and image.spilled is not None:
         partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
         with pymongo.timeout(_READ_SECONDS):
-            stored = store.spill.count(partition_id, image.data, str(to.token["_data"]))
+            stored = store.backlog.count(partition_id, image.data, str(to.token["_data"]))
     return PartitionMove(
         index=image.index,
         standing=state_of(image),
@@ -360,7 +360,7 @@ def _passed_from(
         if image.spilled is not None:
             partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
             with pymongo.timeout(_READ_SECONDS):
-                first = store.spill.first(partition_id, _own(image), str(to.token["_data"]))
+                first = store.backlog.first(partition_id, _own(image), str(to.token["_data"]))
             times += [time_of_token({"_data": first}, None)] if first is not None else []
     return min((time for time in times if time is not None), default=None)
 

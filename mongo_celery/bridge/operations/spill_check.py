@@ -31,8 +31,8 @@ def check_marks(wiring: Wiring) -> Iterator[Finding]:
             yield error(
                 "spill_missing",
                 f"Partition {image.index} of {image.subscription} says that changes of it are stored, and none is: "
-                "somebody has removed documents of the collection spill in the state database, or has restored a part "
-                "of that database only. It stands still until they are back: restore them from a backup, or set the "
+                "somebody has removed documents of the collection backlog in the state database, or has restored only "
+                "a part of that database. It stands still until they are back: restore them from a backup, or set the "
                 "partition's `spilled` to null and restart the listener, which gives up what was stored.",
             )
 
@@ -49,7 +49,7 @@ def _is_bare(wiring: Wiring, partition_id: str) -> bool:
         for _ in range(2):
             images = store.partitions.look([partition_id], session)
             after, to = (images[0].data, (images[0].spilled or {}).get("to", "")) if images else ("", "")
-            if to <= after or store.spill.outline(partition_id, after, to, 1, session):
+            if to <= after or store.backlog.outline(partition_id, after, to, 1, session):
                 return False
             seen.add((after, to))
     return len(seen) == 1

@@ -203,7 +203,7 @@ def _missing(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
         if bare:
             text = (
                 f"{where(each, _indexes(bare))} stands still: what should be stored of it is not there. Restore the "
-                f"collection spill of the state database from a backup. "
+                f"collection backlog of the state database from a backup. "
                 f"Without one: `{line.changes('check')}` says what to do."
             )
             found.append(failing("spill_missing", text))

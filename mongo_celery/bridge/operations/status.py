@@ -21,7 +21,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.handlers import token_seconds
-from mongo_celery.bridge.identity import Identity, identity_of
+from mongo_celery.bridge.identity import Identity, build_identity
 from mongo_celery.bridge.listener.activity import read_times
 from mongo_celery.bridge.operations.amounts import Place, count_stored
 from mongo_celery.bridge.operations.run_gain import run_gain
@@ -219,7 +219,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
-        stored=count_stored(store.spill, _marked(store, layouts, images)),
+        stored=count_stored(store.backlog, _marked(store, layouts, images)),
         heads=_stored_heads(store, layouts, images),
         oldest=_oldest_stored(store, layouts, images),
         time_limits={each.name: time_limit(wiring.app.tasks.get(each.task_name)) for each in wiring.handlers},
@@ -228,7 +228,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
 
 def _identity(wiring: Wiring) -> Identity | None:
     try:
-        return identity_of(wiring)
+        return build_identity(wiring)
     except ConfigurationError:  # `check` names the source that cannot be had
         return None
 
@@ -252,7 +252,7 @@ def _stored_heads(store: Store, layouts: Mapping[str, Layout], images: Sequence[
         assert image.spilled is not None, "only those are asked about"
         name, index = image.subscription, image.index
         partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-        for change in store.spill.read(partition_id, image.data, image.spilled["to"], 1):
+        for change in store.backlog.read(partition_id, image.data, image.spilled["to"], 1):
             found[name, index] = {"token": change.data, "key": describe(change.raw)}
     return found
 
@@ -267,7 +267,7 @@ def _oldest_stored(store: Store, layouts: Mapping[str, Layout], images: Sequence
     for image, mark in marked[:_OLDEST_MAX]:
         name, index = image.subscription, image.index
         partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-        first = store.spill.first(partition_id, image.data, mark["to"])
+        first = store.backlog.first(partition_id, image.data, mark["to"])
         if first is not None:
             found[name, index] = first
     return found
@@ -355,7 +355,7 @@ def _listener(lease: Mapping[str, Any], mine: Identity | None) -> dict[str, Any]
         "expires": iso(lease.get("expiresAt")),
         "app": identity["app"],
         "handlers": sorted(identity["handlers"]),
-        "changed": mine.changed_handlers(identity) if mine is not None else [],
+        "changed": mine.find_changed_handlers(identity) if mine is not None else [],
     }
 
 
@@ -485,7 +485,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
     return {
         "subscription": image.subscription,
         "index": image.index,
-        "queue": facts.options.queue_of(image.index, facts.groups.get(image.subscription)),
+        "queue": facts.options.queue_name(image.index, facts.groups.get(image.subscription)),
         "state": _state_under(facts, state_of(image)),
         "committed": int(image.committed),
         "token": image.data or None,

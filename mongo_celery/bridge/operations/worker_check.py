@@ -50,7 +50,7 @@ def _needed(wiring: Wiring) -> dict[str, list[str]]:
     return {
         queue: [*(handler.task_name for handler in wiring.handlers if handler.group == group), COMMIT_TASK]
         for group in wiring.groups
-        for queue in wiring.options.queues_of(group)
+        for queue in wiring.options.queue_names(group)
     }
 
 

@@ -41,8 +41,8 @@ from pymongo import IndexModel
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import event_of, token_data
-from mongo_celery.bridge.existing import END, LETTER, is_unread, place_of
+from mongo_celery.bridge.change import token_data, wrap_event
+from mongo_celery.bridge.existing import END, LETTER, is_unread, token_place
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.stored import ids_under, packed, past, signed, unpacked, unsigned
 from mongo_celery.mongo.expressions import remaining
@@ -541,7 +541,7 @@ def dead_letter(
     hash_ = Int64(signed(place.hash))
     waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
     return {
-        "_id": f"{bridge}/{subscription}/{name or place_of(token_data(token))}",
+        "_id": f"{bridge}/{subscription}/{name or token_place(token_data(token))}",
         "bridge": bridge,
         "handler": subscription,
         "partition": place.partition,
@@ -619,7 +619,7 @@ def kept(change: bytes) -> KeptChange:
 
 def _is_unread(change: bytes) -> bool:
     """Return True if an event only stands for one that was too large to be read."""
-    token = event_of(change).token
+    token = wrap_event(change).token
     return token is not None and is_unread(token_data(token))
 
 
@@ -635,5 +635,5 @@ def _named(change: bytes, *without: str) -> Mapping[str, Any]:
 
 def naming(change: bytes, *without: str) -> dict[str, Any]:
     """What names a change, of its event."""
-    event = event_of(change)
+    event = wrap_event(change)
     return {name: event[name] for name in _NAMING if name in event and name not in without}

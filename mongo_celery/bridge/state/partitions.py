@@ -26,7 +26,7 @@ from pymongo import InsertOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.existing import version_in
+from mongo_celery.bridge.existing import extract_term
 from mongo_celery.bridge.state.claims import COMMIT, parked_in, position_at
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
 from mongo_celery.bridge.state.stored import ids_under, unsigned
@@ -488,7 +488,7 @@ def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
     retry: Mapping[str, Any] | None = document.get("retry")
     data = (retry or {}).get("of")
-    version = version_in(data) if isinstance(data, str) else None
+    version = extract_term(data) if isinstance(data, str) else None
     if version is None or version >= document["term"] or "halted" in document:
         return retry
     marked = (document.get("spilled") or {}).get("to", "")

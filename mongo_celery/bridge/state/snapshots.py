@@ -47,7 +47,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
-from mongo_celery.bridge.existing import DocumentId, joined
+from mongo_celery.bridge.existing import DocumentId, join_documents
 from mongo_celery.bridge.state.stored import ids_under
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -207,8 +207,8 @@ class Snapshots:
             scanned than was seen.
         """
         ends = {"lastId": last} | ({"untilId": until} if until is not None else {})
-        named = [bytes(end.named(name).raw) for name, end in ends.items()]
-        fields = RawBSONDocument(joined(*named, bson.encode({"moved": Int64(begun)})))
+        named = [bytes(end.make_document(name).raw) for name, end in ends.items()]
+        fields = RawBSONDocument(join_documents(*named, bson.encode({"moved": Int64(begun)})))
         guard = {**_chunk(snapshot_id, version, begun), "moved": {"$ne": Int64(begun)}}
         if until is not None:
             guard["untilId"] = {"$exists": False}

@@ -11,6 +11,7 @@ from pymongo.client_session import ClientSession
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.audit import COLLECTION as AUDIT
 from mongo_celery.bridge.state.audit import AuditRecords
+from mongo_celery.bridge.state.backlog import Backlog
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import DeadLetters
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
@@ -22,7 +23,6 @@ from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.snapshots import Snapshots
-from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.opening import start_session, strict
 
@@ -51,7 +51,7 @@ class Store:
         self.subscriptions = Subscriptions(database["handlers"], bridge, options.lease_ttl)
         self.partitions = Partitions(database["partitions"], bridge, options.lease_ttl)
         self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)
-        self.spill = Spill(database["backlog"], bridge, options.lease_ttl)
+        self.backlog = Backlog(database["backlog"], bridge, options.lease_ttl)
         self.snapshots = Snapshots(database["snapshots"], bridge, options.lease_ttl)
         self.replays = Replays(database["dead_letters"], database["partitions"], bridge, options.claim_ttl)
         self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)

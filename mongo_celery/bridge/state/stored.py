@@ -1,5 +1,5 @@
 """
-The document form of a stored change: where its document stands, and what is in it. See `spill.py` for the rules.
+The document form of a stored change: where its document stands, and what is in it. See `backlog.py` for the rules.
 
 An `_id` is the partition's, a slash and the change's place; the parts of a change that fits into no document stand
 behind it, each behind one more slash. A slash sorts before every character of a place, and what ends a range after
@@ -20,8 +20,8 @@ import bson
 from bson.binary import Binary
 from bson.int64 import Int64
 
-from mongo_celery.bridge.change import token_data, token_of
-from mongo_celery.bridge.existing import place_of
+from mongo_celery.bridge.change import read_token, token_data
+from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.refusal import Refusal
 
 Document = dict[str, Any]
@@ -67,7 +67,7 @@ class StoredChange:
 
 def id_of(partition_id: str, data: str) -> str:
     """The `_id` of a change's document, by the comparable part of its token or its place."""
-    return f"{partition_id}/{place_of(data)}"
+    return f"{partition_id}/{token_place(data)}"
 
 
 def place_in(partition_id: str, document_id: str) -> str:
@@ -242,7 +242,7 @@ def _rare(change: StoredChange) -> Document:
 def _is_told(change: StoredChange) -> bool:
     """Whether `_id` and bytes together say what the token is: a long one is not in the `_id`."""
     try:
-        return place_of(change.data) == change.data and token_data(token_of(change.raw)) == change.data
+        return token_place(change.data) == change.data and token_data(read_token(change.raw)) == change.data
     except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
         return False
 

@@ -21,7 +21,7 @@ from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import OperationFailure
 
-from mongo_celery.bridge.change import namespace_of
+from mongo_celery.bridge.change import read_namespace
 from mongo_celery.bridge.existing import unread_place
 from mongo_celery.mongo.oplog import time_of_token
 
@@ -94,7 +94,7 @@ def explain_oversized(event: Mapping[str, Any]) -> str:
     """Return the sentence that names the change that was not read, and what to do."""
     written = event["clusterTime"].as_datetime().isoformat()
     return (
-        f"The `_id` is too large (above 3 MB): no handler gets this {event['operationType']} in {namespace_of(event)}, "
-        f"written at {written}. Later changes are handled. Repair by hand what depends on it, then discard the dead "
+        f"The `_id` is too large (above 3 MB): no handler gets this {event['operationType']} in {read_namespace(event)},"
+        f" written at {written}. Later changes are handled. Repair by hand what depends on it, then discard the dead "
         "letter. Bound the length of `_id` with a validator."
     )

@@ -27,7 +27,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.errors import NetworkTimeout
 
-from mongo_celery.bridge.change import describe, event_of, token_data
+from mongo_celery.bridge.change import describe, token_data, wrap_event
 from mongo_celery.bridge.existing import is_unread
 from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
@@ -384,9 +384,9 @@ class StreamReader:
         return min(_BATCH_CREDITS, self._room - self._handed_over)
 
     def _make_event(self, document: RawBSONDocument, error: ReadError | None) -> ChangeEvent:
-        event = event_of(document.raw)
+        event = wrap_event(document.raw)
         if len(event.raw) > TOKEN_MAX and len(token_data(token_of(event))) > TOKEN_MAX:
-            event = event_of(shorten(event, token_data(token_of(event))).raw)
+            event = wrap_event(shorten(event, token_data(token_of(event))).raw)
             error = ReadError(explain_oversized(event))
         if event.place is not None:
             mark = Mark(None, *event.place)

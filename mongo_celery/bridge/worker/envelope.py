@@ -36,7 +36,7 @@ from bson.binary import Binary
 from bson.errors import BSONError
 from bson.int64 import Int64
 
-from mongo_celery.bridge.change import token_data, token_of
+from mongo_celery.bridge.change import read_token, token_data
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.errors import InvalidEnvelopeError
 
@@ -117,15 +117,15 @@ class Run:
     @property
     def head(self) -> str:
         """Comparable part of the first change's resume token."""
-        return self.stored[0] if self.stored else token_data(self.token_of(self.changes[0]))
+        return self.stored[0] if self.stored else token_data(self.read_token(self.changes[0]))
 
     def hash_at(self, offset: int) -> int:
         """Return the hash of the partition key of one of the changes."""
         return self.hashes[offset] if self.hashes else self.hash
 
-    def token_of(self, change: bytes) -> Mapping[str, Any]:
+    def read_token(self, change: bytes) -> Mapping[str, Any]:
         """The resume token of one of the changes: from its bytes, since a handler could change what it was given."""
-        return self.token if self.token is not None else token_of(change)
+        return self.token if self.token is not None else read_token(change)
 
 
 def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carrier | None = None) -> str:

@@ -434,7 +434,7 @@ class Execution:
         """Record what is done before the change that failed, and name the changes for which that one stands."""
         run = self.subject.run
         offsets = reversed(self._parts.list_superseded(failed))
-        tokens = [token_data(run.token_of(run.changes[offset])) for offset in offsets]
+        tokens = [token_data(run.read_token(run.changes[offset])) for offset in offsets]
         self._advance(failed, {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None)
 
     def _follow(self, end: int, started: float, passed_over: Mapping[str, Any] | None = None) -> None:

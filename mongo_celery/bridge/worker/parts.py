@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from bson.raw_bson import RawBSONDocument
 
-from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.change import wrap_event
 
 
 class Parts:
@@ -156,7 +156,7 @@ class Parts:
 def read_document_key(raw: bytes) -> bytes | None:
     """Return what tells the document of an event from all others; None if it has none, or cannot be read."""
     try:
-        event = event_of(raw)
+        event = wrap_event(raw)
         namespace, key = event.get("ns"), event.get("documentKey")
         is_there = isinstance(namespace, RawBSONDocument) and isinstance(key, RawBSONDocument) and "_id" in key
         return b"".join((namespace.raw, key.raw)) if is_there else None

@@ -12,7 +12,7 @@ from typing import Any
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.identity import identity_of, ways_out
+from mongo_celery.bridge.identity import build_identity, ways_out
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
@@ -161,10 +161,10 @@ class WorkerRuntime:
             The handlers whose databases are those of another environment.
         """
         try:
-            mine = replace(identity_of(self._wiring), broker=None)
+            mine = replace(build_identity(self._wiring), broker=None)
         except ConfigurationError:  # a source cannot be had here, which is the listener's business
             return frozenset()
-        difference, moved = mine.difference(leading), mine.moved_handlers(leading["handlers"])
+        difference, moved = mine.difference(leading), mine.find_moved_handlers(leading["handlers"])
         if difference is not None:
             logger.error(
                 "bridge %s, whose messages this worker gets, is that of another app or environment: %s. %s%s",

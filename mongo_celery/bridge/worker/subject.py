@@ -25,7 +25,8 @@ from mongo_celery.bridge.change import Change, describe, token_data
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.existing import is_existing, is_unread, letter_name
 from mongo_celery.bridge.fenced.fence import Fence, Origin
-from mongo_celery.bridge.partitioning import origin_of
+from mongo_celery.bridge.partitioning import make_origin
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claim
 from mongo_celery.bridge.state.dead_letters import (
     FAILED,
@@ -36,7 +37,6 @@ from mongo_celery.bridge.state.dead_letters import (
     dead_letter,
     forms_of,
 )
-from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.outcome import (
@@ -119,7 +119,7 @@ class Subject(ABC):
         self._store = wiring.store
         self.runtime = wiring.of_process(WorkerRuntime)
         self._codec = wiring.client.codec_options
-        self._view = wiring.view_of(handler)
+        self._view = wiring.make_view(handler)
 
     # -- what is given -----------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Subject(ABC):
         """None where all changes of a document are in this partition."""
         if self._handler.partitioner(self._wiring.options).is_by_document:
             return None
-        return origin_of(raw, self.run.token_of(raw), rewound)
+        return make_origin(raw, self.run.read_token(raw), rewound)
 
     def is_parked(self, claim: Claim, offset: int) -> bool:
         """Return True if the key of a change is parked: then the change becomes the head of a run of its own."""
@@ -268,7 +268,7 @@ class RunSubject(Subject):
         run = self.run
         what = f"change {run.first} of {run.partition_id}"
         try:
-            found = self._store.spill.fetch(run.partition_id, run.stored)
+            found = self._store.backlog.fetch(run.partition_id, run.stored)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             return self.wait(claim, what, cause_text(error), error)
         first = found.get(run.stored[0])
@@ -297,7 +297,7 @@ class RunSubject(Subject):
         policy = self._handler.policy(self._wiring.options)
         if run.refusal is not None and run.refusal.halts:
             policy = "halt"
-        elif is_unread(token_data(run.token_of(raw))) and policy in ("halt", "park_key"):
+        elif is_unread(token_data(run.read_token(raw))) and policy in ("halt", "park_key"):
             policy = "dead_letter"  # no retry can read it, and its key is not known
         if policy == "park_key" and len(claim.parked) >= PARKED_MAX:
             line, name = self._wiring.line, run.subscription
@@ -344,7 +344,7 @@ class RunSubject(Subject):
             case DeadLettered():
                 return self._move_to_dead_letters(claim, outcome)
             case Discarded(offset):
-                return claims.discard(claim, self.run.token_of(self.run.changes[offset]))
+                return claims.discard(claim, self.run.read_token(self.run.changes[offset]))
             case SplitUp():
                 return claims.single_out(claim)
             case Crashed(error):
@@ -355,19 +355,19 @@ class RunSubject(Subject):
 
     def reach(self, end: int) -> tuple[int, dict[str, object]]:
         """Return number and token of the last change before an offset."""
-        return self.sequence_number(end - 1), dict(self.run.token_of(self.run.changes[end - 1]))
+        return self.sequence_number(end - 1), dict(self.run.read_token(self.run.changes[end - 1]))
 
     def _token_of_existing(self, offset: int) -> str | None:
         """Return what tells a snapshot row: what is counted of it is its own. None for a change."""
         if offset >= len(self.run.changes):
             return None
-        token = token_data(self.run.token_of(self.run.changes[offset]))
+        token = token_data(self.run.read_token(self.run.changes[offset]))
         return token if is_existing(token) else None
 
     def _halt(self, claim: Claim, outcome: Halted) -> bool:
         """Store the change before: what halts may outlast the oplog, and commands need its bytes."""
         raw = self.run.changes[outcome.offset]
-        token, key = self.run.token_of(raw), "?"
+        token, key = self.run.read_token(raw), "?"
         if outcome.is_plain:
             token = {"_data": token_data(token)}
         else:
@@ -380,10 +380,10 @@ class RunSubject(Subject):
         run = self.run
         if self._is_stored or run.refusal is not None:  # the listener has stored what it refuses
             return
-        change = StoredChange(token_data(run.token_of(raw)), raw, run.hash_at(offset))
+        change = StoredChange(token_data(run.read_token(raw)), raw, run.hash_at(offset))
         try:
             with pymongo.timeout(min(self._patience, _STORING_SECONDS)):
-                self._store.spill.insert(run.partition_id, [change], run.version)
+                self._store.backlog.insert(run.partition_id, [change], run.version)
         except Exception as error:  # noqa: BLE001 - whatever it is, the halt must be written
             logger.warning(
                 "%s halts without being stored before: %s",
@@ -397,7 +397,7 @@ class RunSubject(Subject):
     def _move_to_dead_letters(self, claim: Claim, outcome: DeadLettered) -> bool:
         """Return False also where its key was released meanwhile: then the change is sent again, and runs."""
         run, raw, error = self.run, self.run.changes[outcome.offset], outcome.error
-        token, kept = run.token_of(raw), outcome.form()
+        token, kept = run.read_token(raw), outcome.form()
         letter = dead_letter(
             bridge=run.bridge,
             subscription=run.subscription,

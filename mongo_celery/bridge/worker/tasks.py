@@ -133,8 +133,8 @@ class ChangeTask(SignedTask):
         since = time.monotonic()  # before MongoDB is asked: a hard time limit's clock runs already
         takes_list = self.handler.batch_size is not None
         if args and _is_given(args[0], takes_list=takes_list):
-            view = self.wiring.view_of(self.handler)
-            given = Changes(each.seen_by(view) for each in args[0]) if takes_list else args[0].seen_by(view)
+            view = self.wiring.make_view(self.handler)
+            given = Changes(each.with_view(view) for each in args[0]) if takes_list else args[0].with_view(view)
             return super().__call__(given, *args[1:], **kwargs)  # type: ignore[misc]
         if self.request.called_directly:
             raise HandlerUsageError(

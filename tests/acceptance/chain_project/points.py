@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from mongo_celery.bridge.listener.publishing import Publishing
-from mongo_celery.bridge.state import spill
+from mongo_celery.bridge.state import backlog
+from mongo_celery.bridge.state.backlog import Backlog
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.replays import Replays
-from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.bridge.worker.execution import Execution
 
-_STEPPED = (Claims, Execution, Partitions, Publishing, Replays, Spill, Subscriptions)
+_STEPPED = (Claims, Execution, Partitions, Publishing, Replays, Backlog, Subscriptions)
 _CLASSES = {each.__name__: each for each in _STEPPED}
 
 
@@ -81,4 +81,4 @@ def _is_first() -> bool:
 
 def _cut(pieces: int) -> None:
     """Remove in many calls what would else take one."""
-    spill._AT_A_TIME = pieces
+    backlog._AT_A_TIME = pieces

@@ -24,7 +24,7 @@ from bson.datetime_ms import DatetimeMS
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 
-from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.partitioning import document_hash, partition_hash
 from mongo_celery.bridge.state.stored import unpacked
 from mongo_celery.embedded import RedisServer
@@ -551,7 +551,7 @@ def _key_in(rig: Rig, index: int, words: str) -> str:
 
     def event(key: str) -> Mapping[str, Any]:
         document = {"ns": {"db": rig.data.name, "coll": "updated"}, "documentKey": {"_id": key}}
-        return event_of(bytes(broken(document).raw))
+        return wrap_event(bytes(broken(document).raw))
 
     keys = (f"{words} {number}" for number in range(1000))
     return next(key for key in keys if document_hash(event(key)) % WIDE == index)

@@ -32,7 +32,7 @@ _PACE_SECONDS = 0.3
 REPEATED = 3
 """How often a change may start again: while there is no primary, its claim lapses."""
 STORING = {"at": "Partitions.mark_spilled", "signal": "SIGSTOP"}
-RUNNING = {"at": "Spill.read", "behind": True, "signal": "SIGSTOP"}
+RUNNING = {"at": "Backlog.read", "behind": True, "signal": "SIGSTOP"}
 SWITCHING = {"at": "Subscriptions.put_in_force", "signal": "SIGSTOP"}
 Election = Callable[[MongoReplicaSet, str], None]
 

@@ -28,9 +28,9 @@ STORING: dict[str, Document] = {
     "after the watermark": {"at": WATERMARK, "once": MARK, "behind": True},
 }
 RUNNING: dict[str, Document] = {
-    "with a message of what is stored": {"at": "Publishing.publish", "once": "Spill.outline", "behind": True},
-    "after the commit, before the removal": {"at": "Spill.remove"},
-    "in the middle of a removal": {"at": "Spill._remove_some", "behind": True, "pieces": 3},
+    "with a message of what is stored": {"at": "Publishing.publish", "once": "Backlog.outline", "behind": True},
+    "after the commit, before the removal": {"at": "Backlog.remove"},
+    "in the middle of a removal": {"at": "Backlog._remove_some", "behind": True, "pieces": 3},
     "before the mark is cleared": {"at": "Partitions.clear_spilled"},
 }
 SWITCHING: dict[str, Document] = {

@@ -23,12 +23,12 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
-from mongo_celery.bridge.state.spill import EVERYTHING, Spill, StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.embedded import MongoReplicaSet
 from tests.fixtures.election import Elections
@@ -59,9 +59,9 @@ def store(mongo_client: MongoClient[Document], state_database: str) -> Store:
 
 
 @pytest.fixture
-def spill(store: Store) -> Spill:
+def backlog(store: Store) -> Backlog:
     """Give the stored changes of a bridge that has none."""
-    return store.spill
+    return store.backlog
 
 
 @pytest.fixture
@@ -82,19 +82,21 @@ def numbers(changes: list[StoredChange]) -> list[int]:
     return [int(each.data[10:18], 16) for each in changes]
 
 
-def read(spill: Spill, partition_id: str = PARTITION, after: str = "", until: str = LAST, **options: Any) -> list[int]:
+def read(
+    backlog: Backlog, partition_id: str = PARTITION, after: str = "", until: str = LAST, **options: Any
+) -> list[int]:
     """The numbers of the changes that are stored of a partition."""
-    return numbers(spill.read(partition_id, after, until, **{"limit": 1000, **options}))
+    return numbers(backlog.read(partition_id, after, until, **{"limit": 1000, **options}))
 
 
-def outlined(spill: Spill, partition_id: str, session: ClientSession) -> list[int]:
+def outlined(backlog: Backlog, partition_id: str, session: ClientSession) -> list[int]:
     """The numbers of the changes that are stored of a partition, as the listener reads them."""
-    return numbers(spill.outline(partition_id, "", LAST, 1000, session))
+    return numbers(backlog.outline(partition_id, "", LAST, 1000, session))
 
 
-def remove(spill: Spill, where: str, committed: str, version: int, passed: str | None = None) -> int:
+def remove(backlog: Backlog, where: str, committed: str, version: int, passed: str | None = None) -> int:
     """Remove what is done of a partition; how many documents."""
-    return sum(spill.remove(where, committed, committed if passed is None else passed, version))
+    return sum(backlog.remove(where, committed, committed if passed is None else passed, version))
 
 
 def noise(seed: int, size: int) -> bytes:
@@ -102,112 +104,112 @@ def noise(seed: int, size: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def seen(spill: Spill, partition_id: str = PARTITION) -> list[StoredChange]:
+def seen(backlog: Backlog, partition_id: str = PARTITION) -> list[StoredChange]:
     """All changes that are stored of a partition."""
-    return spill.read(partition_id, "", LAST, 1000)
+    return backlog.read(partition_id, "", LAST, 1000)
 
 
 # -- inserting and reading ---------------------------------------------------------------------------
 
 
-def test_what_was_inserted_is_read_in_the_streams_order(spill: Spill, documents: Collection[Document]) -> None:
+def test_what_was_inserted_is_read_in_the_streams_order(backlog: Backlog, documents: Collection[Document]) -> None:
     """P5: whatever was inserted first; and with its bytes, whether they were worth compressing or not."""
     changes = [change(n, padding=noise(n, 3000) if n % 2 else bytes(3000)) for n in range(1, 6)]
-    spill.insert(PARTITION, changes[3:], VERSION)
-    spill.insert(PARTITION, changes[:3], VERSION)
-    stored = seen(spill)
+    backlog.insert(PARTITION, changes[3:], VERSION)
+    backlog.insert(PARTITION, changes[:3], VERSION)
+    stored = seen(backlog)
     assert [each.raw for each in stored] == [each.raw for each in changes]
     assert [each.hash for each in stored] == [each.hash for each in changes]
     assert [each.data for each in stored] == [each.data for each in changes]
     assert {each["_id"][-4:] for each in documents.find({"zip": True})} == {each.data[-4:] for each in changes[1::2]}
     assert [each.size for each in stored] == [len(each.raw) for each in changes], "of the events"
-    assert spill.count(PARTITION, "", LAST) == 5
-    assert spill.outline(PARTITION, "", LAST, 1000) == [replace(each, raw=b"") for each in stored]
+    assert backlog.count(PARTITION, "", LAST) == 5
+    assert backlog.outline(PARTITION, "", LAST, 1000) == [replace(each, raw=b"") for each in stored]
 
 
-def test_what_is_stored_is_measured_by_the_server(spill: Spill, documents: Collection[Document]) -> None:
+def test_what_is_stored_is_measured_by_the_server(backlog: Backlog, documents: Collection[Document]) -> None:
     """P16: all of the collection, also what other bridges have there; nothing where there is none yet."""
-    assert spill.size() == 0
-    spill.insert(PARTITION, [change(1, padding=noise(1, 100_000))], VERSION)
+    assert backlog.size() == 0
+    backlog.insert(PARTITION, [change(1, padding=noise(1, 100_000))], VERSION)
     documents.insert_one({"_id": "other/record/7/1", "raw": noise(2, 100_000)})
-    assert 200_000 < spill.size() < 210_000
+    assert 200_000 < backlog.size() < 210_000
     documents.delete_many({})
-    assert spill.size() == 0
+    assert backlog.size() == 0
 
 
-def test_a_reading_begins_behind_a_place_and_ends_at_one(spill: Spill) -> None:
+def test_a_reading_begins_behind_a_place_and_ends_at_one(backlog: Backlog) -> None:
     """P8: what is committed is not read again, and what may not run yet is not read."""
-    spill.insert(PARTITION, [change(n, padding=noise(n, LARGE if n == 6 else 1)) for n in range(1, 10)], VERSION)
+    backlog.insert(PARTITION, [change(n, padding=noise(n, LARGE if n == 6 else 1)) for n in range(1, 10)], VERSION)
     bounds = {"after": token_data(3), "until": token_data(6)}
-    assert read(spill, **bounds) == [4, 5, 6]
-    assert read(spill, **bounds, limit=2) == [4, 5]
-    assert read(spill, after=token_data(6)) == [7, 8, 9]
-    assert read(spill, until="") == []
-    assert read(spill, after=token_data(9)) == []
-    assert set(spill.fetch(PARTITION, [token_data(n) for n in (2, 6, 77)])) == {token_data(2), token_data(6)}
+    assert read(backlog, **bounds) == [4, 5, 6]
+    assert read(backlog, **bounds, limit=2) == [4, 5]
+    assert read(backlog, after=token_data(6)) == [7, 8, 9]
+    assert read(backlog, until="") == []
+    assert read(backlog, after=token_data(9)) == []
+    assert set(backlog.fetch(PARTITION, [token_data(n) for n in (2, 6, 77)])) == {token_data(2), token_data(6)}
 
 
 def test_an_insert_that_finds_its_document_makes_it_the_terms_own(
-    spill: Spill, documents: Collection[Document]
+    backlog: Backlog, documents: Collection[Document]
 ) -> None:
     """P6: an older term that wakes up late removes nothing that a later one relies on; nor does it take it back."""
-    spill.insert(PARTITION, [change(1), change(2)], VERSION)
-    spill.insert(PARTITION, [change(2), change(3)], LATER)
-    spill.insert(PARTITION, [change(3)], VERSION)
+    backlog.insert(PARTITION, [change(1), change(2)], VERSION)
+    backlog.insert(PARTITION, [change(2), change(3)], LATER)
+    backlog.insert(PARTITION, [change(3)], VERSION)
     assert [each["term"] for each in documents.find().sort("_id", 1)] == [VERSION, LATER, LATER]
-    assert remove(spill, PARTITION, LAST, VERSION) == 1
-    assert read(spill) == [2, 3]
-    assert remove(spill, PARTITION, token_data(2), LATER) == 1
-    assert read(spill) == [3]
+    assert remove(backlog, PARTITION, LAST, VERSION) == 1
+    assert read(backlog) == [2, 3]
+    assert remove(backlog, PARTITION, token_data(2), LATER) == 1
+    assert read(backlog) == [3]
 
 
-def test_a_removal_takes_what_is_committed_and_nothing_else(spill: Spill) -> None:
+def test_a_removal_takes_what_is_committed_and_nothing_else(backlog: Backlog) -> None:
     """P6: with the parts of the last one; nothing where nothing is committed."""
-    spill.insert(PARTITION, [change(n, padding=noise(n, LARGE if n == 3 else 1)) for n in range(1, 6)], VERSION)
-    assert remove(spill, PARTITION, "", VERSION) == 0
-    assert remove(spill, PARTITION, token_data(3), VERSION) == 6, "with the parts of one"
-    assert read(spill) == [4, 5]
-    assert spill.count(PARTITION, "", LAST) == 2
+    backlog.insert(PARTITION, [change(n, padding=noise(n, LARGE if n == 3 else 1)) for n in range(1, 6)], VERSION)
+    assert remove(backlog, PARTITION, "", VERSION) == 0
+    assert remove(backlog, PARTITION, token_data(3), VERSION) == 6, "with the parts of one"
+    assert read(backlog) == [4, 5]
+    assert backlog.count(PARTITION, "", LAST) == 2
 
 
-def test_an_undeliverable_change_stays_until_no_term_reads_it_again(spill: Spill) -> None:
+def test_an_undeliverable_change_stays_until_no_term_reads_it_again(backlog: Backlog) -> None:
     """P6: it says in which partition the change is done."""
     refused = change(2, refusal=Refusal("no key"), token={"_data": token_data(2)})
-    spill.insert(PARTITION, [change(1), refused, change(3)], VERSION)
-    assert remove(spill, PARTITION, token_data(3), VERSION, passed=token_data(1)) == 2
-    assert read(spill) == [2]
-    assert remove(spill, PARTITION, token_data(3), VERSION, passed=token_data(2)) == 1
+    backlog.insert(PARTITION, [change(1), refused, change(3)], VERSION)
+    assert remove(backlog, PARTITION, token_data(3), VERSION, passed=token_data(1)) == 2
+    assert read(backlog) == [2]
+    assert remove(backlog, PARTITION, token_data(3), VERSION, passed=token_data(2)) == 1
 
 
-def test_partitions_whose_names_begin_alike_are_kept_apart(spill: Spill) -> None:
+def test_partitions_whose_names_begin_alike_are_kept_apart(backlog: Backlog) -> None:
     """A partition 1 is not 10 nor 100, a bridge `shop` is not `shop-2`, `shop0` or `shop_x`."""
     mine = [f"shop/record/7/{index}" for index in (1, 10, 100, 2)] + ["shop/record-2/7/1", "shop/record/70/1"]
     foreign = [f"{name}/record/7/1" for name in ("shop-2", "shop.", "shop0", "shop_x", "shopé")]
     for where in mine + foreign:
-        spill.insert(where, [change(1), change(2, padding=noise(2, 20))], VERSION)
+        backlog.insert(where, [change(1), change(2, padding=noise(2, 20))], VERSION)
     found: list[str] = []
-    while (after := spill.next_partition(found[-1] if found else None)) is not None:
+    while (after := backlog.next_partition(found[-1] if found else None)) is not None:
         found.append(after)
     assert sorted(found) == sorted(mine)
     for where in mine + foreign:
-        assert read(spill, where) == [1, 2]
-        assert (spill.count(where, "", LAST), spill.last(where)) == (2, token_data(2))
-        assert remove(spill, where, token_data(1), VERSION) == 1
-        assert remove(spill, where, EVERYTHING, VERSION) == 1
-        assert (spill.count(where, "", LAST), spill.last(where)) == (0, "")
+        assert read(backlog, where) == [1, 2]
+        assert (backlog.count(where, "", LAST), backlog.last(where)) == (2, token_data(2))
+        assert remove(backlog, where, token_data(1), VERSION) == 1
+        assert remove(backlog, where, EVERYTHING, VERSION) == 1
+        assert (backlog.count(where, "", LAST), backlog.last(where)) == (0, "")
         others = (mine + foreign)[(mine + foreign).index(where) + 1 :]
-        assert all(spill.count(other, "", LAST) == 2 for other in others)
-    assert spill.next_partition() is None
+        assert all(backlog.count(other, "", LAST) == 2 for other in others)
+    assert backlog.next_partition() is None
 
 
-def test_a_change_that_is_refused_no_longer_is_renewed(spill: Spill, documents: Collection[Document]) -> None:
+def test_a_change_that_is_refused_no_longer_is_renewed(backlog: Backlog, documents: Collection[Document]) -> None:
     """P12: its cause was cured; it would be refused again for ever. The other way round it stays."""
     refused = change(2, refusal=Refusal("no key", halts=True), token={"_data": token_data(2)})
-    spill.insert(PARTITION, [change(1), refused, change(3)], VERSION)
-    assert seen(spill)[1] == replace(refused, size=seen(spill)[1].size)
+    backlog.insert(PARTITION, [change(1), refused, change(3)], VERSION)
+    assert seen(backlog)[1] == replace(refused, size=seen(backlog)[1].size)
     again = [change(1, padding=b"more"), change(2, padding=b"more"), replace(change(3), refusal=Refusal("bad"))]
-    spill.insert(PARTITION, again, LATER)
-    stored = seen(spill)
+    backlog.insert(PARTITION, again, LATER)
+    stored = seen(backlog)
     assert [(each.refusal, each.token) for each in stored] == [(None, None)] * 3
     assert [each.raw for each in stored] == [change(1).raw, again[1].raw, change(3).raw]
     assert {each["term"] for each in documents.find()} == {LATER}
@@ -223,47 +225,47 @@ def test_a_change_that_is_refused_no_longer_is_renewed(spill: Spill, documents: 
         *(-16_500, 121, 12 << 20),
     ],
 )
-def test_an_event_of_any_size_is_stored(spill: Spill, beyond: int) -> None:
+def test_an_event_of_any_size_is_stored(backlog: Backlog, beyond: int) -> None:
     """P12: one that fits into no document is stored in parts; one too large for its bulk would hold all others."""
     size = (16 << 20) + beyond
     large = change(2, padding=noise(beyond, size - len(change(2).raw)))
     assert len(large.raw) == size
     token = {"_data": large.data, "_typeBits": noise(1, 5000)}
     refused = replace(large, data=token_data(3), token={**token, "_data": token_data(3)})
-    spill.insert(PARTITION, [change(1), large, refused, change(4)], VERSION)
-    assert read(spill) == [1, 2, 3, 4]
-    stored = spill.fetch(PARTITION, [large.data, refused.data])
+    backlog.insert(PARTITION, [change(1), large, refused, change(4)], VERSION)
+    assert read(backlog) == [1, 2, 3, 4]
+    stored = backlog.fetch(PARTITION, [large.data, refused.data])
     assert stored[large.data].raw == stored[refused.data].raw == large.raw
     assert stored[refused.data].token == refused.token
     assert stored[large.data].size == size
 
 
 def test_an_event_that_is_read_again_with_other_bytes_is_not_mixed(
-    spill: Spill, documents: Collection[Document]
+    backlog: Backlog, documents: Collection[Document]
 ) -> None:
     """P6: an update's look-up may be another one; and an older term's removal leaves none of its parts missing."""
     first, second = (replace(change(1, padding=noise(seed, LARGE)), hash=5) for seed in (1, 2))
-    spill.insert(PARTITION, [first], VERSION)
-    spill.insert(PARTITION, [second], LATER)
-    remove(spill, PARTITION, LAST, VERSION)
-    (stored,) = seen(spill)
+    backlog.insert(PARTITION, [first], VERSION)
+    backlog.insert(PARTITION, [second], LATER)
+    remove(backlog, PARTITION, LAST, VERSION)
+    (stored,) = seen(backlog)
     assert stored.raw in (first.raw, second.raw)
-    spill.insert(PARTITION, [change(1)], LATER + 1)
-    remove(spill, PARTITION, LAST, LATER)
-    assert seen(spill)[0].raw in (first.raw, second.raw, change(1).raw)
-    spill.insert(PARTITION, [second], LATER + 2)
-    remove(spill, PARTITION, LAST, LATER + 1)
-    assert seen(spill)[0].raw in (second.raw, change(1).raw)
-    assert remove(spill, PARTITION, LAST, LATER + 2)
+    backlog.insert(PARTITION, [change(1)], LATER + 1)
+    remove(backlog, PARTITION, LAST, LATER)
+    assert seen(backlog)[0].raw in (first.raw, second.raw, change(1).raw)
+    backlog.insert(PARTITION, [second], LATER + 2)
+    remove(backlog, PARTITION, LAST, LATER + 1)
+    assert seen(backlog)[0].raw in (second.raw, change(1).raw)
+    assert remove(backlog, PARTITION, LAST, LATER + 2)
     assert documents.count_documents({}) == 0
 
 
-def test_a_later_terms_parts_are_no_older_terms_to_rely_on(spill: Spill) -> None:
+def test_a_later_terms_parts_are_no_older_terms_to_rely_on(backlog: Backlog) -> None:
     """P6: what cannot be made one's own is not acknowledged."""
-    spill.insert(PARTITION, [change(1, padding=noise(1, LARGE))], LATER)
+    backlog.insert(PARTITION, [change(1, padding=noise(1, LARGE))], LATER)
     with pytest.raises(OperationFailure):
-        spill.insert(PARTITION, [change(1, padding=noise(2, LARGE))], VERSION)
-    assert seen(spill)[0].raw == change(1, padding=noise(1, LARGE)).raw
+        backlog.insert(PARTITION, [change(1, padding=noise(2, LARGE))], VERSION)
+    assert seen(backlog)[0].raw == change(1, padding=noise(1, LARGE)).raw
 
 
 @pytest.mark.parametrize(
@@ -280,22 +282,22 @@ def test_a_later_terms_parts_are_no_older_terms_to_rely_on(spill: Spill) -> None
     ids=str,
 )
 def test_a_document_that_is_damaged_is_that_changes_affair(
-    spill: Spill, documents: Collection[Document], damage: Document
+    backlog: Backlog, documents: Collection[Document], damage: Document
 ) -> None:
     """P12: whatever somebody has done to it; the others are read."""
-    spill.insert(PARTITION, [change(1), change(2), change(3)], VERSION)
+    backlog.insert(PARTITION, [change(1), change(2), change(3)], VERSION)
     documents.update_one({"_id": f"{PARTITION}/{token_data(2)}"}, damage)
-    stored = seen(spill)
+    stored = seen(backlog)
     assert [each.data for each in stored] == [token_data(number) for number in (1, 2, 3)]
     assert [each.refusal is not None for each in stored] == [False, True, False]
 
 
-def test_a_change_whose_parts_are_missing_is_refused_by_name(spill: Spill, documents: Collection[Document]) -> None:
+def test_a_change_whose_parts_are_missing_is_refused_by_name(backlog: Backlog, documents: Collection[Document]) -> None:
     """P12: it halts its own partition, and says which change of which; never a short event."""
-    spill.insert(PARTITION, [change(1), change(2, padding=noise(1, LARGE)), change(3)], VERSION)
+    backlog.insert(PARTITION, [change(1), change(2, padding=noise(1, LARGE)), change(3)], VERSION)
     part = documents.find_one_and_delete({"part": 2})
     assert part is not None
-    stored = seen(spill)
+    stored = seen(backlog)
     assert numbers(stored) == [1, 2, 3]
     damaged = stored[1]
     assert damaged.refusal is not None
@@ -303,15 +305,15 @@ def test_a_change_whose_parts_are_missing_is_refused_by_name(spill: Spill, docum
     assert PARTITION in damaged.refusal.reason
     assert token_data(2) in damaged.refusal.reason
     assert (damaged.raw, damaged.token) == (b"", {"_data": token_data(2)})
-    spill.insert(PARTITION, [damaged], LATER)
-    assert seen(spill)[1] == replace(damaged, size=seen(spill)[1].size), "nothing takes the place of what is left"
+    backlog.insert(PARTITION, [damaged], LATER)
+    assert seen(backlog)[1] == replace(damaged, size=seen(backlog)[1].size), "nothing takes the place of what is left"
     documents.insert_one(part)
-    assert seen(spill)[1].refusal is None, "restored"
+    assert seen(backlog)[1].refusal is None, "restored"
     documents.delete_one({"part": 2})
-    spill.insert(PARTITION, [change(2, padding=noise(1, LARGE))], LATER)
-    assert seen(spill)[1].raw == change(2, padding=noise(1, LARGE)).raw, "read again"
+    backlog.insert(PARTITION, [change(2, padding=noise(1, LARGE))], LATER)
+    assert seen(backlog)[1].raw == change(2, padding=noise(1, LARGE)).raw, "read again"
     documents.update_one({"_id": f"{PARTITION}/{token_data(3)}"}, {"$set": {"zip": True}})
-    refusal = seen(spill)[2].refusal
+    refusal = seen(backlog)[2].refusal
     assert refusal is not None
     assert "decompressed" in refusal.reason
 
@@ -338,31 +340,31 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", sorted(ODD))
-def test_events_that_nobody_can_decode_are_stored_as_they_are(spill: Spill, name: str) -> None:
+def test_events_that_nobody_can_decode_are_stored_as_they_are(backlog: Backlog, name: str) -> None:
     """P12: nothing looks into them; and where their bytes do not tell the token, it is stored beside them."""
-    spill.insert(PARTITION, [change(0), replace(change(1), raw=ODD[name]), change(2)], VERSION)
-    stored = seen(spill)
+    backlog.insert(PARTITION, [change(0), replace(change(1), raw=ODD[name]), change(2)], VERSION)
+    stored = seen(backlog)
     assert numbers(stored) == [0, 1, 2]
     assert stored[1].raw == ODD[name]
-    token = stored[1].token or token_of(stored[1].raw)
+    token = stored[1].token or read_token(stored[1].raw)
     assert token["_data"] == token_data(1)
 
 
-def test_long_tokens_keep_their_order_and_bound_like_others(spill: Spill) -> None:
+def test_long_tokens_keep_their_order_and_bound_like_others(backlog: Backlog) -> None:
     """P5: a token carries the document's `_id`, which may have megabytes."""
     tails = ["", "46" * 300, "46" * 600 + "04", "46" * 600 + "0404", "46" * (1 << 19)]
     data = [token_data(n) + tails[n % len(tails)] for n in range(1, 12)]
     changes = [StoredChange(each, raw_event(_id={"_data": each}), n) for n, each in enumerate(data)]
-    spill.insert(PARTITION, random.Random(1).sample(changes, len(changes)), VERSION)
-    assert [each.data for each in seen(spill)] == data
+    backlog.insert(PARTITION, random.Random(1).sample(changes, len(changes)), VERSION)
+    assert [each.data for each in seen(backlog)] == data
     for first in range(len(data)):
         for last in range(first, len(data)):
-            found = spill.read(PARTITION, data[first], data[last], 99)
+            found = backlog.read(PARTITION, data[first], data[last], 99)
             assert [each.data for each in found] == data[first + 1 : last + 1]
-    assert set(spill.fetch(PARTITION, data)) == set(data)
-    assert all((each.token or token_of(each.raw))["_data"] == each.data for each in seen(spill))
-    assert remove(spill, PARTITION, data[4], VERSION) == 5
-    assert [each.data for each in seen(spill)] == data[5:]
+    assert set(backlog.fetch(PARTITION, data)) == set(data)
+    assert all((each.token or read_token(each.raw))["_data"] == each.data for each in seen(backlog))
+    assert remove(backlog, PARTITION, data[4], VERSION) == 5
+    assert [each.data for each in seen(backlog)] == data[5:]
 
 
 # -- what may go wrong on the way --------------------------------------------------------------------
@@ -372,11 +374,11 @@ APP = "spilling"
 
 
 @pytest.fixture
-def watched(make_client: MakeClient, state_database: str) -> Spill:
+def watched(make_client: MakeClient, state_database: str) -> Backlog:
     """Give the same stored changes by a client that failpoints know by name."""
     client = make_client(appName=APP)
     client.admin.command("ping")
-    return Store(client, BridgeOptions(name=BRIDGE, database=state_database)).spill
+    return Store(client, BridgeOptions(name=BRIDGE, database=state_database)).backlog
 
 
 FAULTS: dict[str, Document] = {
@@ -390,21 +392,21 @@ FAULTS: dict[str, Document] = {
 @pytest.mark.parametrize("command", ["insert", "update"])
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_what_was_not_acknowledged_is_an_error(
-    spill: Spill, watched: Spill, failpoint: Failpoint, fault: str, command: str
+    backlog: Backlog, watched: Backlog, failpoint: Failpoint, fault: str, command: str
 ) -> None:
     """P6: no mark may rest on it; and made again it is harmless."""
     if command != "insert":
-        spill.insert(PARTITION, [change(1), change(2)], VERSION)
+        backlog.insert(PARTITION, [change(1), change(2)], VERSION)
     changes = [change(n) for n in (1, 2, 3)]
     with failpoint(failCommands=[command], appName=APP, **FAULTS[fault]), pytest.raises(PyMongoError):
         watched.insert(PARTITION, changes, LATER)
     watched.insert(PARTITION, changes, LATER)
-    assert read(spill) == [1, 2, 3]
+    assert read(backlog) == [1, 2, 3]
 
 
-def test_duplicates_do_not_hide_another_error(spill: Spill, watched: Spill, failpoint: Failpoint) -> None:
+def test_duplicates_do_not_hide_another_error(backlog: Backlog, watched: Backlog, failpoint: Failpoint) -> None:
     """P6: a bulk may have both."""
-    spill.insert(PARTITION, [change(1)], VERSION)
+    backlog.insert(PARTITION, [change(1)], VERSION)
     with (
         failpoint(failCommands=["insert"], appName=APP, **FAULTS["a write concern"]),
         pytest.raises(OperationFailure) as raised,
@@ -414,27 +416,27 @@ def test_duplicates_do_not_hide_another_error(spill: Spill, watched: Spill, fail
 
 
 def test_what_is_removed_between_insert_and_raise_is_inserted_again(
-    spill: Spill,
+    backlog: Backlog,
     replica_set: MongoReplicaSet,
     make_proxy: Callable[[int], Proxy],
     make_client: MakeClient,
     state_database: str,
 ) -> None:
     """P6: an older term's late removal; the document was there, and is not any more."""
-    spill.insert(PARTITION, [change(1), change(2)], VERSION)
+    backlog.insert(PARTITION, [change(1), change(2)], VERSION)
     proxy = make_proxy(replica_set.primary.port)
     client = make_client(proxy.mongo_url)
-    held = Store(client, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=PATIENT_TTL)).spill
+    held = Store(client, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=PATIENT_TTL)).backlog
     client.admin.command("ping")
     with ThreadPoolExecutor(1) as pool:
         proxy.hold(b"\x02update\x00")
         inserting = pool.submit(held.insert, PARTITION, [change(1), change(2), change(3)], LATER)
         proxy.wait_until_held()
-        assert remove(spill, PARTITION, token_data(1), VERSION) == 1
+        assert remove(backlog, PARTITION, token_data(1), VERSION) == 1
         proxy.release()
         inserting.result(60)
-    assert read(spill) == [1, 2, 3]
-    assert remove(spill, PARTITION, LAST, VERSION) == 0, "all are the later term's"
+    assert read(backlog) == [1, 2, 3]
+    assert remove(backlog, PARTITION, LAST, VERSION) == 0, "all are the later term's"
 
 
 # -- marks -------------------------------------------------------------------------------------------
@@ -560,19 +562,19 @@ def test_what_a_deposed_primary_says_is_not_believed(
     with client.start_session(causal_consistency=True) as session, elections.deposed() as old:
         assert old is primary
         stale = Store(client_of_old, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=SHORT_TTL))
-        far.store.spill.insert(far.where, [change(1), change(2)], VERSION, session)
+        far.store.backlog.insert(far.where, [change(1), change(2)], VERSION, session)
         assert far.partitions.mark_spilled(far.where, VERSION, token_data(2), "hot", session)
         (image,) = far.partitions.look([far.where], session)
         assert image.spilled is not None
-        assert outlined(far.store.spill, far.where, session) == [1, 2]
+        assert outlined(far.store.backlog, far.where, session) == [1, 2]
 
         patient = Store(client_of_old, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=60.0))
-        assert read(patient.spill, far.where) == [], "the truth of another time"
+        assert read(patient.backlog, far.where) == [], "the truth of another time"
         assert patient.partitions.look([far.where])[0].spilled is None
         with client_of_old.start_session(causal_consistency=True) as same:
             _go_on(session, same)
             calls: list[Callable[[], object]] = [
-                lambda: outlined(stale.spill, far.where, same),
+                lambda: outlined(stale.backlog, far.where, same),
                 lambda: stale.partitions.look([far.where], same),
             ]
             for call in calls:
@@ -587,7 +589,7 @@ def test_what_a_deposed_primary_says_is_not_believed(
     def knows() -> bool:
         with suppress(PyMongoError), joined.start_session(causal_consistency=True) as same:
             _go_on(session, same)
-            return outlined(rejoined.spill, far.where, same) == [1, 2]
+            return outlined(rejoined.backlog, far.where, same) == [1, 2]
         return False
 
     wait_for(knows, message="it has joined its successor")
@@ -614,7 +616,7 @@ def test_what_an_election_takes_back_was_not_acknowledged(
     Also where the documents were there already, of one who did not wait for a majority: then nothing is written.
     """
     client, state = make_client(three_members.url, retryWrites=False), far.documents.database.name
-    ours = Store(client, BridgeOptions(name=BRIDGE, database=state, lease_ttl=PATIENT_TTL)).spill
+    ours = Store(client, BridgeOptions(name=BRIDGE, database=state, lease_ttl=PATIENT_TTL)).backlog
     changes = [change(n) for n in (1, 2, 3)]
     target = far.where
     ours.insert(PARTITION, changes, VERSION)
@@ -623,19 +625,19 @@ def test_what_an_election_takes_back_was_not_acknowledged(
         with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
             if way != "insert":
                 hasty = direct[state].get_collection("backlog", write_concern=WriteConcern(1))
-                Spill(hasty, BRIDGE, PATIENT_TTL).insert(target, changes, VERSION)
+                Backlog(hasty, BRIDGE, PATIENT_TTL).insert(target, changes, VERSION)
             seen = Counter[int]()
             calling = pool.submit(ours.insert, target, changes, VERSION)
             wait_for(lambda: calling.done() or _is_held(direct, seen), message="it waits for a majority")
             assert not calling.done()
         with pytest.raises(PyMongoError):
             calling.result(60)
-    assert read(far.store.spill, target) == [1], "so no mark may be made"
+    assert read(far.store.backlog, target) == [1], "so no mark may be made"
     wait_for(lambda: _is_writable(client))
     ours.insert(target, changes, VERSION)
     with far.documents.database.client.start_session(causal_consistency=True) as session:
         assert far.partitions.mark_spilled(far.where, VERSION, token_data(3), "hot", session)
-        assert outlined(far.store.spill, target, session) == [1, 2, 3]
+        assert outlined(far.store.backlog, target, session) == [1, 2, 3]
 
 
 def _is_held(client: MongoClient[Document], seen: Counter[int]) -> bool:

@@ -38,7 +38,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
-from mongo_celery.bridge.existing import END, place_of
+from mongo_celery.bridge.existing import END, token_place
 from mongo_celery.bridge.state.stored import (
     Document,
     StoredChange,
@@ -56,7 +56,7 @@ from mongo_celery.bridge.state.stored import (
 )
 from mongo_celery.mongo.table import Table, call_timeout, present_in
 
-__all__ = ["EVERYTHING", "Spill", "StoredChange", "place_of"]
+__all__ = ["EVERYTHING", "Backlog", "StoredChange", "token_place"]
 
 EVERYTHING = END
 """A place after that of every change."""
@@ -67,7 +67,7 @@ _ROUNDS = 3
 _SLASHES = 3  # of a partition's `_id`
 
 
-class Spill:
+class Backlog:
     """
     The stored changes of one bridge.
 
