@@ -23,7 +23,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
@@ -218,7 +218,7 @@ def _place(subscription: Subscription) -> Timestamp:
 
 def _state(partition: Partition) -> str:
     image = partition.image
-    state = state_of(image)
+    state = visible_state(image)
     if state != "flowing":
         return state
     return "running" if partition.in_flight is not None and image.live else "unclaimed"

@@ -283,7 +283,7 @@ class SnapshotThread:
     def _move_stream(self, chunk: Chunk) -> Timestamp:
         """Write something, which the stream has to come by; return its cluster time."""
         chunk.passed_at = time.monotonic()
-        time_ = self._store.pass_on(chunk.snapshot.id, self._version, chunk.begun)
+        time_ = self._store.mark_read_end(chunk.snapshot.id, self._version, chunk.begun)
         if time_ is None:
             raise RefusedChunkError
         return time_

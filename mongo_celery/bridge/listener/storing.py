@@ -53,7 +53,7 @@ from mongo_celery.bridge.listener.stored_range import stored_change
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
@@ -352,7 +352,7 @@ class Storing:
 
 def blocked_by(partition: Partition) -> str | None:
     """Return the reason for which a partition does not continue at this moment; None where it waits for a worker."""
-    state = state_of(partition.image)
+    state = visible_state(partition.image)
     if state != "flowing":
         return state
     if partition.rejection is not None:

@@ -15,8 +15,8 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.grants import roles_of
-from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in, position_in
+from mongo_celery.bridge.state.partitions import Image, visible_state
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_lost_history, parse_name, parse_position
 from mongo_celery.bridge.stream.cursor import Position, open_cursor
 from mongo_celery.bridge.stream.reactions import Reaction, classify_error, final_error
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
@@ -281,7 +281,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     """Where the registered subscriptions stand, as far as they have been led with."""
     registered = {handler.name for handler in wiring.handlers}
     try:
-        documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
+        documents = {parse_name(document): document for document in wiring.store.subscriptions.read_all()}
         names = sorted(registered & documents.keys())
         layouts = layouts_in_force([documents[name] for name in names])
         images = wiring.store.partitions.of({name: layout.generation for name, layout in layouts.items()})
@@ -290,10 +290,10 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}
     found = []
     for name in names:
-        place = position_in(documents[name])
+        place = parse_position(documents[name])
         if place is not None:
             holder = _holder(reported.get(name), [image for image in images if image.subscription == name])
-            found.append(History(name, place, lost_in(documents[name]) is not None, *holder))
+            found.append(History(name, place, parse_lost_history(documents[name]) is not None, *holder))
     return found
 
 
@@ -301,7 +301,7 @@ def _holder(reported: Mapping[str, Any] | None, images: Iterable[Image]) -> tupl
     """The partition that holds a subscription: as the listener says, else one that stands; and its state."""
     if reported is not None and reported.get("partition") is not None:
         return reported["partition"], reported["state"]
-    standing = {state_of(image): image.index for image in images if state_of(image) != "flowing"}
+    standing = {visible_state(image): image.index for image in images if visible_state(image) != "flowing"}
     return next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
 
 

@@ -89,7 +89,7 @@ def start(
         store, asked = wiring.store.snapshots, []
         for source, facts in found.items():
             planned = PlannedSnapshot(
-                None if dry_run else store.id_of(handler.name), handler.name, source, estimate(wiring.client, source)
+                None if dry_run else store.make_id(handler.name), handler.name, source, estimate(wiring.client, source)
             )
             asked.append(planned)
             if not dry_run:
