@@ -101,7 +101,7 @@ class Horizon:
     def share(self, subscription: Subscription) -> float:
         """Return the share of the oplog's window behind a subscription, by the last reading; 0 if nothing rolls."""
         oplog = self._read
-        return max(oplog.share_behind(_place(subscription)), 0.0) if oplog is not None else 0.0
+        return max(oplog.lag_share(_place(subscription)), 0.0) if oplog is not None else 0.0
 
     def judge(self, subscriptions: Iterable[Subscription]) -> None:
         """Compare with what was read last, if that is new, and name those who have passed a threshold."""
@@ -169,7 +169,7 @@ class _Said:
 def judge_risk(subscription: Subscription, oplog: Oplog, line: CommandLine) -> Risk:
     """Return the position of a subscription beside the oplog, and what holds it there."""
     head = subscription.window.oldest
-    share = max(oplog.share_behind(_place(subscription)), 0.0)
+    share = max(oplog.lag_share(_place(subscription)), 0.0)
     if head is None:
         return Risk(subscription.name, share, None, None, line=line)
     partition = subscription.partitions[head.index]

@@ -57,7 +57,7 @@ from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, brief, explained, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -337,7 +337,7 @@ class Storing:
 
     def _note_failure(self, what: str, error: Exception, partition: Partition | None = None) -> None:
         """Try again after a pause; a failure that lasts stops the partition that it concerns, and no other."""
-        text = str(explained(error, self._concern) or brief(error))
+        text = str(explain_error(error, self._concern) or brief(error))
         if partition is not None:
             failed = partition.not_stored or NotStored(RetryGate(_PAUSES), "", datetime.now(UTC))
             failed.error = storable(text[:_REASON_CHARS])

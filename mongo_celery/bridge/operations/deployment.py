@@ -23,11 +23,11 @@ from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.findings import Finding, error, ok, warning
-from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session, sentence_on, strict
+from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence, open_session, strict
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.rights import allowed
-from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, verdict_on
+from mongo_celery.mongo.rights import read_rights
+from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, judge_error
 from mongo_celery.quantities import duration
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _roles(client: Client, wiring: Wiring) -> Sequence[str]:
         return ()
     try:
         with pymongo.timeout(ANSWER_SECONDS):
-            return roles_of(wiring, allowed(client))
+            return roles_of(wiring, read_rights(client))
     except (ConfigurationError, PyMongoError):
         return ()
 
@@ -168,7 +168,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
         ):
             return ok("change_stream", f"It opens on {where}.")
     except PyMongoError as failure:
-        if verdict_on(failure) is Verdict.ACCESS and "operator" in _roles(client, wiring):
+        if judge_error(failure) is Verdict.ACCESS and "operator" in _roles(client, wiring):
             return warning(
                 "change_stream",
                 f"This user has an operator's rights, and not a listener's to open it on {where}: run the check as the "
@@ -177,7 +177,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
         reaction = classify_error(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
             concern = Concern(f"a change stream on {where}", "changeStream and find there")
-            return error("change_stream", f"It did not open on {where}: {sentence_on(failure, concern)}")
+            return error("change_stream", f"It did not open on {where}: {error_sentence(failure, concern)}")
         return error("change_stream", str(final_error(reaction, failure, where)))
 
 
@@ -309,7 +309,7 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, line: CommandLin
     """Who has lost its history, and who is about to: each with the command that helps."""
     well = bool(histories)
     for history in histories:
-        share = oplog.share_behind(history.place) if rolls else 0.0
+        share = oplog.lag_share(history.place) if rolls else 0.0
         if history.is_lost:
             well = False
             yield error(

@@ -43,7 +43,7 @@ from mongo_celery.bridge.state.subscriptions import (
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.opening import to_user_error
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
         with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
             return shape(_read(client, wiring))
     except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
+        raise to_user_error(error, wiring.state_concern) from error
 
 
 def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
@@ -467,7 +467,7 @@ def _place_of(moment: datetime | None) -> Timestamp | None:
 def _share(facts: Facts, place: Timestamp | None) -> float | None:
     if place is None or facts.oplog is None or not facts.oplog_rolls:
         return None
-    return round(facts.oplog.share_behind(place), 3)
+    return round(facts.oplog.lag_share(place), 3)
 
 
 def _new_layout(moving: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from mongo_celery.bridge.state.stored import (
     range_end,
     split_bulks,
 )
-from mongo_celery.mongo.table import Table, call_timeout, present_in
+from mongo_celery.mongo.table import Table, call_timeout, find_duplicates
 
 __all__ = ["EVERYTHING", "Spill", "StoredChange", "place_of"]
 
@@ -119,7 +119,7 @@ class Spill:
             with self._table.limit():
                 self._table.collection.insert_many(documents, ordered=False, session=session)
         except BulkWriteError as error:
-            return {documents[place]["_id"] for place in present_in(error)}
+            return {documents[place]["_id"] for place in find_duplicates(error)}
         return set()
 
     def _keep(self, present: Mapping[str, Document], version: int, session: ClientSession | None) -> bool:
