@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from mongo_celery.errors import StaleFencingTokenError
-from mongo_celery.mongo.redaction import short, traceback_of
+from mongo_celery.mongo.redaction import format_traceback, short
 
 logger = logging.getLogger("mongo_celery.tracing")
 
@@ -321,7 +321,7 @@ def _is_celery_instrumented() -> bool:
 def _exception(error: BaseException) -> dict[str, str]:
     """By OpenTelemetry's conventions, and without the credentials that drivers' words may hold."""
     try:
-        lines = str(traceback_of(error))
+        lines = str(format_traceback(error))
     except Exception:  # noqa: BLE001 - a user's __str__ or __notes__
         lines = ""
     return {

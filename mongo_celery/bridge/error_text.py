@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.mongo.redaction import terse, traceback_of
-from mongo_celery.mongo.verdicts import brief, code_of
+from mongo_celery.mongo.redaction import format_traceback, terse
+from mongo_celery.mongo.verdicts import brief, error_code
 
 _ERROR_CHARS = 2000
 _TRACEBACK_CHARS = 4 * _ERROR_CHARS
@@ -22,7 +22,7 @@ def error_text(error: BaseException | None) -> str:
 
 def _words(error: BaseException | None) -> str:
     """Of a server's error its code, name and sentence; what drivers append to any is left out."""
-    if isinstance(error, PyMongoError) and code_of(error) is not None:
+    if isinstance(error, PyMongoError) and error_code(error) is not None:
         return brief(error)
     return terse(str(error))
 
@@ -30,7 +30,7 @@ def _words(error: BaseException | None) -> str:
 def traceback_text(error: BaseException) -> str:
     """The end of its traceback; what cannot be formatted shows the class alone."""
     try:
-        return storable(traceback_of(error)[-_TRACEBACK_CHARS:])
+        return storable(format_traceback(error)[-_TRACEBACK_CHARS:])
     except Exception as failure:  # noqa: BLE001 - a user's __str__, __notes__ or attributes
         return storable(f"{type(error).__name__} (its traceback cannot be had: {type(failure).__name__})")
 

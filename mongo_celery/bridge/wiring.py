@@ -36,7 +36,7 @@ from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
-from mongo_celery.mongo.opening import ping, translated
+from mongo_celery.mongo.opening import ping, to_user_error
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.outbox import Outbox
@@ -345,7 +345,7 @@ class Wiring:
         try:
             ping(client)
         except PyMongoError as error:
-            raise translated(error, self.state_concern) from error
+            raise to_user_error(error, self.state_concern) from error
         return client
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:

@@ -145,16 +145,16 @@ def sentence_for(error: BaseException | None, concern: Callable[[], Concern] | N
     from pymongo.errors import OperationFailure, PyMongoError
 
     from mongo_celery.errors import MongoCeleryError
-    from mongo_celery.mongo.opening import translated
+    from mongo_celery.mongo.opening import to_user_error
     from mongo_celery.mongo.redaction import short, without_credentials
     from mongo_celery.mongo.verdicts import Concern
 
     if isinstance(error, PyMongoError):
         # Whatever else is raised may come from opening what the concern would name.
         if concern is not None and isinstance(error, OperationFailure):
-            known = translated(error, concern())
+            known = to_user_error(error, concern())
         else:
-            known = translated(error, Concern("what this command needs", "readWrite there"))
+            known = to_user_error(error, Concern("what this command needs", "readWrite there"))
         if known is error:
             return f"MongoDB refused: {short(error)}. Check the URL and the server."
         error = known

@@ -32,7 +32,7 @@ from mongo_celery.locking import freeing, holders
 from mongo_celery.locking.plans import Plan, Result, carried_out
 from mongo_celery.locking.waits import Place, Waits, waits_of
 from mongo_celery.mongo.transaction.scopes import Session, scope_of
-from mongo_celery.mongo.verdicts import Code, said, standalone_refused
+from mongo_celery.mongo.verdicts import Code, server_words, standalone_refused
 
 Document = dict[str, Any]
 
@@ -266,6 +266,7 @@ def _locked(call: LockCall, limit: float, error: OperationFailure) -> Plan[Docum
 def _invalid(call: LockCall, error: OperationFailure) -> ConfigurationError:
     return ConfigurationError(
         f"The validator of {call.collection.full_name} refuses a document with the lock's field {call.field!r}, or has "
-        f"refused it before: {said(error)}. If it is the field, allow it there, as an object, or name one that it "
-        "allows with field=; if the document was invalid before, cure that, or set validationLevel to moderate.",
+        f"refused it before: {server_words(error)}. If it is the field, allow it there, as an object, or name one "
+        "that it allows with field=; if the document was invalid before, cure that, or set validationLevel to "
+        "moderate.",
     )

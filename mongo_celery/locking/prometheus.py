@@ -19,7 +19,7 @@ import pymongo
 
 from mongo_celery.locking.freeing import ended_count
 from mongo_celery.locking.holders import STATES, UNANSWERED, OpenTransaction, open_transactions
-from mongo_celery.mongo.opening import Client, client_of
+from mongo_celery.mongo.opening import Client, resolve_client
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class LockCollector(Collector):
     def _found(self, name: str, given: Client) -> list[OpenTransaction] | None:
         try:
             with pymongo.timeout(self._answer_seconds):
-                return open_transactions(client_of(given))
+                return open_transactions(resolve_client(given))
         except (*UNANSWERED, ValueError) as error:  # a URL that is none is a ValueError
             logger.warning(
                 "locks of %s have no metrics now: %s", name, short(error), extra={"event": "metrics_missing"}

@@ -29,12 +29,12 @@ _length_at = struct.Struct("<i").unpack_from
 def places(document: bytes) -> Mapping[str, Place] | None:
     """By name, where the values of a document are, in its order; None where a decoder should say what it is."""
     try:
-        return _walked(document)
+        return _walk_document(document)
     except (struct.error, IndexError, ValueError):  # it ends too early, or a name is no text
         return None
 
 
-def _walked(document: bytes) -> dict[str, Place] | None:
+def _walk_document(document: bytes) -> dict[str, Place] | None:
     end = len(document) - 1
     if end + 1 < _SMALLEST or _length_at(document)[0] != end + 1 or document[end]:
         return None
@@ -53,7 +53,7 @@ def _walked(document: bytes) -> dict[str, Place] | None:
             if kind == BOOL and document[start] > 1:
                 return None
         else:
-            stop = _end_of(document, kind, start)
+            stop = _find_end(document, kind, start)
         if stop > end:
             return None
         found[document[at + 1 : start - 1].decode()] = kind, start, stop
@@ -62,7 +62,7 @@ def _walked(document: bytes) -> dict[str, Place] | None:
     return found if at == end and len(found) == count else None
 
 
-def _end_of(document: bytes, kind: int, start: int) -> int:
+def _find_end(document: bytes, kind: int, start: int) -> int:
     """Where a text or binary data ends; behind the document where its length does not fit, or the kind is another."""
     length: int = _length_at(document, start)[0]
     if kind == TEXT and length > 0 and not document[start + length + 3]:

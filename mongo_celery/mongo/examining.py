@@ -8,12 +8,12 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.findings import Finding, error
-from mongo_celery.mongo.opening import sentence_on
+from mongo_celery.mongo.opening import error_sentence
 from mongo_celery.mongo.redaction import without_credentials
 from mongo_celery.mongo.verdicts import Concern
 
 
-def guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
+def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
     """The findings of a part of a preflight; what ends it early is one more, by this name."""
     found: list[Finding] = []
     try:
@@ -22,5 +22,5 @@ def guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) 
     except MongoCeleryError as failure:
         found.append(error(name, without_credentials(str(failure))))
     except PyMongoError as failure:
-        found.append(error(name, without_credentials(sentence_on(failure, concern))))
+        found.append(error(name, without_credentials(error_sentence(failure, concern))))
     return found

@@ -66,7 +66,7 @@ def literal(value: object) -> dict[str, Any]:
     return {"$literal": value}
 
 
-def created(document: object) -> list[dict[str, Any]]:
+def insert_if_absent(document: object) -> list[dict[str, Any]]:
     """The update of an upsert by `_id` alone: a new document becomes this expression, one that is there stays."""
     is_new = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}  # it has nothing but its _id
     return [{"$replaceWith": {"$cond": [is_new, document, "$$ROOT"]}}]

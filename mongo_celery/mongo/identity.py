@@ -92,7 +92,7 @@ def same_bson(one: Any, other: Any) -> bool:
 # ---------------------------------------------------------------- which `_id`?
 
 
-def demanded_id(filter: Mapping[str, Any]) -> Any:  # noqa: A002 - PyMongo's word
+def parse_filter_id(filter: Mapping[str, Any]) -> Any:  # noqa: A002 - PyMongo's word
     """The `_id` that a filter demands by equality, or `NO_ID`."""
     wanted = filter.get("_id", NO_ID)
     if isinstance(wanted, re.Pattern | Regex):

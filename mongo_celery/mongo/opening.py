@@ -18,7 +18,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, brief, explained, is_logged_out, is_refused_session, is_unanswered
+from mongo_celery.mongo.verdicts import Concern, brief, explain_error, is_logged_out, is_refused_session, is_unanswered
 
 DEFAULT_DATABASE = "mongo_celery"
 """Where state is kept unless an option says otherwise."""
@@ -42,7 +42,7 @@ Opened = TypeVar("Opened", Collection[Any], Database[Any])
 Made = TypeVar("Made", MongoClient[Any], AsyncMongoClient[Any])
 
 
-def collection_of(source: Source) -> Collection[Any]:
+def resolve_collection(source: Source) -> Collection[Any]:
     """
     Return the collection itself, or what the callable returns now; ask through `PerProcess` to ask once a process.
 
@@ -59,7 +59,7 @@ def collection_of(source: Source) -> Collection[Any]:
     return cast("Collection[Any]", found)
 
 
-def client_of(given: Made | Callable[[], Made]) -> Made:
+def resolve_client(given: Made | Callable[[], Made]) -> Made:
     """The client itself, or what the callable returns now."""
     return given if isinstance(given, MongoClient | AsyncMongoClient) else given()
 
@@ -146,17 +146,17 @@ def ping(client: MongoClient[Any]) -> None:
         client.admin.command("ping")
 
 
-def translated(error: PyMongoError, concern: Concern) -> Exception:
+def to_user_error(error: PyMongoError, concern: Concern) -> Exception:
     """An error of ours for what a command cannot go on after; the error itself where there is no better word."""
     if is_unanswered(error):
         return ServerUnavailableError(
             f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
             f"Last error: {short(error)}",
         )
-    return explained(error, concern) or error
+    return explain_error(error, concern) or error
 
 
-def sentence_on(error: PyMongoError, concern: Concern) -> str:
-    """As `translated`, in words: what has no better ones is cut to name, code and sentence."""
-    known = translated(error, concern)
+def error_sentence(error: PyMongoError, concern: Concern) -> str:
+    """As `to_user_error`, in words: what has no better ones is cut to name, code and sentence."""
+    known = to_user_error(error, concern)
     return brief(error) if known is error else str(known)

@@ -19,7 +19,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
-from mongo_celery.mongo.verdicts import Verdict, verdict_on
+from mongo_celery.mongo.verdicts import Verdict, judge_error
 
 _TIME_BYTES = 9
 _TIMESTAMP_TYPE = 0x82
@@ -62,7 +62,7 @@ class Oplog:
         """Whether it removes its oldest entries, or soon will; `fill` is the share of its size that is in use."""
         return not self.is_whole and (fill is None or fill >= NEARLY_FULL)
 
-    def share_behind(self, place: Timestamp) -> float:
+    def lag_share(self, place: Timestamp) -> float:
         """Which share of the window lies behind a place that is left at this time: from 1 on it can be lost."""
         share = max(0.0, (self.last.time - place.time) / max(self.window_seconds, 1))
         return max(1.0, share) if place < self.first else share
@@ -116,13 +116,13 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
         try:
             return _by_entries(client)
         except OperationFailure as error:
-            if verdict_on(error) is not Verdict.ACCESS:
+            if judge_error(error) is not Verdict.ACCESS:
                 raise
             _WITHOUT_FIND[id(client)] = client  # a server logs each refusal
     try:
         found = client.admin.command(dict(_STATUS)).get("oplog") or {}
     except OperationFailure as error:
-        if verdict_on(error) is Verdict.ACCESS:
+        if judge_error(error) is Verdict.ACCESS:
             raise AccessError(
                 "The MongoDB user may not see how far the oplog reaches back, which start_from='oldest' needs: grant "
                 "the action serverStatus on the cluster, or set start_from to 'now' or to a time.",
@@ -187,7 +187,7 @@ def time_of_token(token: Mapping[str, Any], fallback: Timestamp | None) -> Times
     return Timestamp(int.from_bytes(raw[1:5], "big"), int.from_bytes(raw[5:9], "big"))
 
 
-def token_before(time: Timestamp) -> dict[str, Any]:
+def earliest_token(time: Timestamp) -> dict[str, Any]:
     """
     The place in front of every change of a cluster time, as a token.
 

@@ -45,7 +45,7 @@ def without_credentials(text: str) -> str:
     Of each URL user and password go, and of the pieces into which drivers cut a URL whatever is before an `@`. A value
     with the name of a secret, such as `password=` or `token:`, goes too. Of a very long text the beginning is left.
     """
-    return _WORD.sub(_without_piece, _masked(_beginning(text)))
+    return _WORD.sub(_without_piece, _mask_secrets(_beginning(text)))
 
 
 def short(error: BaseException) -> str:
@@ -65,10 +65,10 @@ def terse(text: str) -> str:
 
     Credentials go as of `without_credentials`, but words with an `@` that are no URL may be anybody's, and stay.
     """
-    return _masked(_COMMAND.sub(r"\1, ... }", _LINE_TAIL.sub("", _beginning(text))))
+    return _mask_secrets(_COMMAND.sub(r"\1, ... }", _LINE_TAIL.sub("", _beginning(text))))
 
 
-def traceback_of(error: BaseException) -> Lines:
+def format_traceback(error: BaseException) -> Lines:
     """Return the end of a traceback as Python prints it, made `terse`: for logs, in the place of `exc_info`."""
     lines = "".join(traceback.format_exception(error)).rstrip("\n").split("\n")
     text = "\n".join(_beginning(line, _LINE_CHARS_MAX) for line in lines)
@@ -85,7 +85,7 @@ def _beginning(text: str, most: int = _CHARS_MAX) -> str:
     return text[: most if at < 0 else at]
 
 
-def _masked(text: str) -> str:
+def _mask_secrets(text: str) -> str:
     text = _AUTHORIZATION.sub(lambda found: f"{found[1] or found[2]}***", text)
     return _SECRET.sub(r"\1***", _WORD.sub(_without_user, _URL_WITH_BLANKS.sub("://***@", text)))
 

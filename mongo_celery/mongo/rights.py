@@ -30,7 +30,7 @@ _ACTIONS = {
 _SPECIAL = (("$changeStream", "changeStream or find"), ("$merge", "find, insert or update"), ("aggregate:", "find"))
 
 
-def refused_right(error: BaseException) -> str | None:
+def missing_right(error: BaseException) -> str | None:
     """
     The right that the server has missed, such as `remove on shop_state.backlog`; None where it does not say.
 
@@ -74,7 +74,7 @@ class Allowed:
         return any(action in each["actions"] and _covers(each["resource"], resource) for each in self.privileges)
 
 
-def allowed(client: MongoClient[Any]) -> Allowed:
+def read_rights(client: MongoClient[Any]) -> Allowed:
     """Ask what the user of a connection may do; that needs no right."""
     answer = client.admin.command("connectionStatus", showPrivileges=True)["authInfo"]
     return Allowed(answer["authenticatedUserPrivileges"] if answer["authenticatedUsers"] else None)

@@ -40,7 +40,7 @@ def call_timeout(ttl: float) -> float:
     return ttl * 0.3
 
 
-def present_in(error: BulkWriteError) -> list[int]:
+def find_duplicates(error: BulkWriteError) -> list[int]:
     """
     Which requests of an unordered bulk found their document there already, by their places, where nothing else failed.
 
@@ -124,7 +124,7 @@ class Table:
         Documents that are there already, of inserts and of upserts, are no failure: what is stored then says the rest.
 
         Raises:
-            PyMongoError: as of `present_in`; any of them may have been made.
+            PyMongoError: as of `find_duplicates`; any of them may have been made.
         """
         if not requests:
             return
@@ -132,7 +132,7 @@ class Table:
             with self.limit():
                 self.collection.bulk_write(requests, ordered=False)
         except BulkWriteError as error:
-            present_in(error)  # raises whatever else has failed
+            find_duplicates(error)  # raises whatever else has failed
 
     def update_unretried(self, guard: Mapping[str, Any], change: Update, concern: Mapping[str, Any] = MAJORITY) -> bool:
         """As `update`, by a plain command; the collection's own write concern does not count."""

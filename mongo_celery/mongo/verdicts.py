@@ -26,7 +26,7 @@ from pymongo.errors import (
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.rights import refused_right
+from mongo_celery.mongo.rights import missing_right
 
 
 class Code(IntEnum):
@@ -170,7 +170,7 @@ _OUTAGE_LABELS = ("RetryableWriteError", "RetryableError", "UnknownTransactionCo
 _MESSAGE_CHARS = 500
 
 
-def verdict_on(error: BaseException | None) -> Verdict:
+def judge_error(error: BaseException | None) -> Verdict:
     """
     Classify an error of PyMongo.
 
@@ -227,13 +227,13 @@ def is_logged_out(error: BaseException | None) -> bool:
 
 def is_refused_user(error: BaseException) -> bool:
     """Return True if a right is missing, or the login was refused: an operator's doing, most often, that ends again."""
-    return verdict_on(error) in (Verdict.ACCESS, Verdict.LOGIN)
+    return judge_error(error) in (Verdict.ACCESS, Verdict.LOGIN)
 
 
 def is_transient(error: BaseException) -> bool:
     """Whether a call may succeed when it is made again; a label by which the server says so counts most."""
     labelled = isinstance(error, PyMongoError) and any(map(error.has_error_label, _REPEAT_LABELS))
-    return labelled or verdict_on(error) is Verdict.TRANSIENT
+    return labelled or judge_error(error) is Verdict.TRANSIENT
 
 
 def is_outage(error: BaseException) -> bool:
@@ -280,7 +280,7 @@ def is_too_large(error: BaseException | None) -> bool:
     """Whether a write failed because its document would be larger than 16 MB."""
     # An insert says so with a code that has many meanings.
     inserted = isinstance(error, OperationFailure) and error.code == Code.BadValue and "too large" in str(error)
-    return inserted or verdict_on(error) is Verdict.TOO_LARGE
+    return inserted or judge_error(error) is Verdict.TOO_LARGE
 
 
 def is_duplicate_id(error: BaseException) -> bool:
@@ -305,30 +305,30 @@ class Concern:
     grant: str
 
 
-def explained(error: BaseException, concern: Concern) -> DeploymentError | None:
+def explain_error(error: BaseException, concern: Concern) -> DeploymentError | None:
     """An error that waiting cannot cure, in our words with the server's; None for all others."""
-    verdict = verdict_on(error)
+    verdict = judge_error(error)
     if verdict is Verdict.LOGIN:
         return AccessError(login_refused(error))
     if verdict is Verdict.ACCESS:
-        right = refused_right(error)
+        right = missing_right(error)
         return AccessError(
             f"The MongoDB user lacks a right on {concern.subject}: grant {concern.grant}. "
-            f"{f'Missing is {right}. ' if right else ''}The server said: {said(error)}",
+            f"{f'Missing is {right}. ' if right else ''}The server said: {server_words(error)}",
         )
     if verdict is Verdict.TOPOLOGY and _names_a_set(error):
         return TopologyError(
             f"A standalone server cannot serve {concern.subject}. Start mongod with `--replSet` and run "
-            f"`rs.initiate()`; a set of one member is enough. The server said: {said(error)}",
+            f"`rs.initiate()`; a set of one member is enough. The server said: {server_words(error)}",
         )
     if verdict is Verdict.TOPOLOGY:
-        return TopologyError(f"This deployment cannot serve {concern.subject}. The server said: {said(error)}")
+        return TopologyError(f"This deployment cannot serve {concern.subject}. The server said: {server_words(error)}")
     return None
 
 
 def raise_if_final(error: Exception, concern: Concern) -> None:
     """Raise what waiting cannot cure, in our words where there are any; return where it may be tried again."""
-    final = explained(error, concern)
+    final = explain_error(error, concern)
     if final is not None:
         raise final from error
     if not is_transient(error):
@@ -339,31 +339,31 @@ def login_refused(error: BaseException) -> str:
     """What to say of a refused login, whatever was asked for after it."""
     return (
         "MongoDB refused the login; check user, password and authSource in the URL. "
-        f"It said ({named(error)}): {said(error)}"
+        f"It said ({error_name(error)}): {server_words(error)}"
     )
 
 
-def code_of(error: BaseException) -> int | None:
+def error_code(error: BaseException) -> int | None:
     """The server's code, also where the driver has made an error without a code of it (`NotPrimaryError`)."""
-    code = getattr(error, "code", None) or _details_of(error).get("code")
+    code = getattr(error, "code", None) or _error_details(error).get("code")
     return None if code is None else int(code)
 
 
-def named(error: BaseException) -> str:
+def error_name(error: BaseException) -> str:
     """An error's name and number: `CursorNotFound, code 43`, or the driver's class where no server has answered."""
-    code = code_of(error)
+    code = error_code(error)
     if code is None:
         return type(error).__name__
     # Ours first: a server may call one that it no longer uses by another name.
-    return f"{_NAMES.get(code) or _details_of(error).get('codeName', 'of no name')}, code {code}"
+    return f"{_NAMES.get(code) or _error_details(error).get('codeName', 'of no name')}, code {code}"
 
 
-def _details_of(error: BaseException) -> Mapping[str, Any]:
+def _error_details(error: BaseException) -> Mapping[str, Any]:
     details = getattr(error, "details", None)
     return details if isinstance(details, Mapping) else {}
 
 
-def said(error: BaseException) -> str:
+def server_words(error: BaseException) -> str:
     """The server's words, of bounded length and without credentials."""
     text = short(error)
     return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
@@ -371,19 +371,19 @@ def said(error: BaseException) -> str:
 
 def quote(error: BaseException) -> str:
     """Return the sentence that ends a message of ours: name, code and words of the server."""
-    return f"The server said ({named(error)}): {said(error)}"
+    return f"The server said ({error_name(error)}): {server_words(error)}"
 
 
 def brief(error: BaseException) -> str:
     """An error of the server or the driver as logs have it: name and code, then one sentence without its documents."""
     if isinstance(error, BulkWriteError):
-        failures = [*_details_of(error).get("writeErrors", ()), *_details_of(error).get("writeConcernErrors", ())]
+        failures = [*_error_details(error).get("writeErrors", ()), *_error_details(error).get("writeConcernErrors", ())]
         if failures and "errmsg" in failures[0]:  # the whole has a code of its own, which says nothing
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             error = OperationFailure(failures[0]["errmsg"], failures[0].get("code"))
             return brief(error) + more
-    right = refused_right(error) if verdict_on(error) is Verdict.ACCESS else None
-    return f"{named(error)}: {f'the MongoDB user lacks {right}' if right else said(error)}"
+    right = missing_right(error) if judge_error(error) is Verdict.ACCESS else None
+    return f"{error_name(error)}: {f'the MongoDB user lacks {right}' if right else server_words(error)}"
 
 
 def _names_a_set(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ replacement   a whole document                  a pipeline that merges the addit
 ============  ================================  ===========================================  ======================
 
 W1. The user's part does what it did alone: his values never become expressions, his conditions stay at the top.
-W2. An own field is written by its owner only: what names it is found (`Body.name_in`), so that the owner refuses it.
+W2. An own field is written by its owner only: what names it is found (`Body.find_name`), so that the owner refuses it.
 W3. An own field survives what drops fields: stages that make a new document are made to keep it. So does a field of
     another owner that the write is told to keep, unless the user's part brings it.
 W4. Owners do not disturb each other: their fields differ, and their conditions stand beside each other.
@@ -35,7 +35,7 @@ from pymongo.common import validate_ok_for_replace, validate_ok_for_update
 from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteConcernError, WriteError
 
 from mongo_celery.mongo.expressions import literal
-from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.identity import NO_ID, parse_filter_id
 from mongo_celery.mongo.verdicts import Code
 
 Modifications = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -73,13 +73,13 @@ class Target:
         return self.where({"$nor": [{}]})
 
 
-def target_of(filter: Mapping[str, Any]) -> Target | None:  # noqa: A002 - PyMongo's name
+def parse_target(filter: Mapping[str, Any]) -> Target | None:  # noqa: A002 - PyMongo's name
     """The document that `filter` names by equality on `_id`, or None if it names none."""
-    wanted = demanded_id(filter)
-    return None if wanted is NO_ID else narrowed(filter, wanted)
+    wanted = parse_filter_id(filter)
+    return None if wanted is NO_ID else build_target(filter, wanted)
 
 
-def narrowed(filter: Mapping[str, Any], document_id: Any) -> Target:  # noqa: A002
+def build_target(filter: Mapping[str, Any], document_id: Any) -> Target:  # noqa: A002
     """`filter` on the document that it has found: its own condition on `_id` is met, and an `_id` never changes."""
     return Target(document_id, {name: value for name, value in filter.items() if name != "_id"})
 
@@ -112,7 +112,7 @@ class Body(ABC):
         return True
 
     @abstractmethod
-    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> Any:
+    def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> Any:
         """The update that does it and writes the additions (W1, W3); `kept` are fields of other owners."""
 
     @abstractmethod
@@ -123,9 +123,9 @@ class Body(ABC):
     def names(self) -> Iterator[Any]:
         """The fields and paths that the user writes, as far as they can be told."""
 
-    def name_in(self, field: str) -> str | None:
+    def find_name(self, field: str) -> str | None:
         """The first of them that is `field` or lies in it, or None (W2)."""
-        return next((name for name in self.names() if isinstance(name, str) and is_in(name, field)), None)
+        return next((name for name in self.names() if isinstance(name, str) and is_part(name, field)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Operators(Body):
         """Not where it only adds to what is there."""
         return not _ADDING.issuperset(self.update)
 
-    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> dict[str, Any]:
+    def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> dict[str, Any]:
         """See `Body`; operators drop no other field."""
         del kept
         whole = dict(self.update)
@@ -166,7 +166,7 @@ class Pipeline(Body):
 
     stages: Sequence[Mapping[str, Any]]
 
-    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
+    def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
         """The last stages see the stored values of the own fields."""
         last = [{"$set": {addition.field: addition.expression}} for addition in additions]
         return [*self._keeping([addition.field for addition in additions], kept), *last]
@@ -194,10 +194,10 @@ class Replacement(Body):
 
     document: Mapping[str, Any]
 
-    def amended(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
+    def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
         """One stage. `$literal` keeps strings like ``"$price"``, which a pipeline would read as paths."""
         own = ({addition.field: addition.expression} for addition in additions)
-        parts = [literal(self.document), *_stored([name for name in kept if name not in self.document]), *own]
+        parts = [literal(self.document), *_copy_fields([name for name in kept if name not in self.document]), *own]
         return [{"$replaceWith": {"$mergeObjects": parts}}]
 
     def insertion(self, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def replacing(replacement: Mapping[str, Any]) -> Body:
     return Replacement(replacement)
 
 
-def is_in(path: str, field: str) -> bool:
+def is_part(path: str, field: str) -> bool:
     """Whether a path is this field of the document or lies in it."""
     return path == field or path.startswith(f"{field}.")
 
@@ -239,12 +239,12 @@ def _keeping(stage: Mapping[str, Any], fields: Collection[str], kept: Collection
         return {"$replaceRoot": {**root, "newRoot": _with_fields(root.get("newRoot"), fields, kept)}}
     project = stage.get("$project")
     if isinstance(project, Mapping) and not _excludes(project):
-        others = [field for field in kept if not any(is_in(str(name), field) for name in project)]
+        others = [field for field in kept if not any(is_part(str(name), field) for name in project)]
         return {"$project": {**project, **dict.fromkeys([*fields, *others], 1)}}
     return stage
 
 
-def _stored(fields: Collection[str]) -> list[dict[str, str]]:
+def _copy_fields(fields: Collection[str]) -> list[dict[str, str]]:
     """Fields as they are stored, to be merged; one that is missing adds nothing."""
     return [{field: f"${field}"} for field in fields]
 
@@ -254,7 +254,7 @@ def _with_fields(root: Any, fields: Collection[str], kept: Collection[str]) -> d
     # missing would empty the document where MongoDB reports an error. `$ifNull`, for a
     # new root that brings such a field of its own must not keep it.
     own = {field: {"$ifNull": [f"${field}", {}]} for field in fields}
-    merged = {"$mergeObjects": [*_stored(kept), "$$root_", own]}
+    merged = {"$mergeObjects": [*_copy_fields(kept), "$$root_", own]}
     chosen = {"$cond": [{"$eq": [{"$type": "$$root_"}, "object"]}, merged, "$$root_"]}
     return {"$let": {"vars": {"root_": root}, "in": chosen}}
 

@@ -17,7 +17,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
+from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, strict
 from mongo_celery.outbox import index, signing, swept
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.commands import COMMAND_SECONDS
@@ -113,7 +113,7 @@ class Backing:
     @per_process
     def collection(self) -> Collection[Any]:
         """The user's collection with its own types, majority writes and majority reads from the primary."""
-        return strict(collection_of(self._source))
+        return strict(resolve_collection(self._source))
 
     @per_process
     def plain(self) -> Collection[dict[str, Any]]:

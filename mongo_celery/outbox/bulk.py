@@ -17,7 +17,7 @@ from pymongo.errors import BulkWriteError, InvalidOperation, WriteError
 from pymongo.results import BulkWriteResult
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
+from mongo_celery.mongo.identity import NO_ID, id_key, parse_filter_id
 from mongo_celery.mongo.writes import COUNTS, BulkRequest, as_bulk_error
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import Written
@@ -144,7 +144,7 @@ class BulkWrites:
             if not _is_delete(each.request):
                 continue
             facts = BulkRequest.of(each.request)
-            is_sure = "collation" not in facts.options and demanded_id(facts.filter) is not NO_ID
+            is_sure = "collation" not in facts.options and parse_filter_id(facts.filter) is not NO_ID
             if is_sure or isinstance(each.request, DeleteMany):
                 self._deletes.deliver_all(facts.filter, session, **_found_by(facts, shared))
 

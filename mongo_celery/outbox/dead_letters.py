@@ -12,7 +12,7 @@ import pymongo
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
-from mongo_celery.mongo.expressions import after, created, literal
+from mongo_celery.mongo.expressions import after, insert_if_absent, literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
@@ -99,7 +99,7 @@ class OutboxDeadLetters:
 
     def _add(self, dead_letter: dict[str, Any]) -> None:
         times = {"at": "$$NOW", **({} if self._retention is None else {"expiresAt": after(self._retention)})}
-        change = created({"$mergeObjects": [literal(dead_letter), times]})
+        change = insert_if_absent({"$mergeObjects": [literal(dead_letter), times]})
         with suppress(DuplicateKeyError):  # two relays at once; the other's is the same
             self._collection.update_one({"_id": dead_letter["_id"]}, change, upsert=True)
 

@@ -36,8 +36,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
 from mongo_celery.exits import close_at_exit
-from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
-from mongo_celery.mongo.redaction import short, traceback_of
+from mongo_celery.mongo.identity import NO_ID, id_key, parse_filter_id
+from mongo_celery.mongo.redaction import format_traceback, short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.outage_watch import OutageWatch
@@ -369,7 +369,7 @@ class OutboxDispatcher:
             logger.error(
                 "outbox %s: the dispatcher met an error of its own, and the sweep delivers what it had: %s",
                 self._name_here(),
-                traceback_of(error),
+                format_traceback(error),
                 extra={"event": "dispatcher_failed"},
             )
             self._pause()
@@ -447,7 +447,7 @@ class OutboxDispatcher:
 
 def _may_be_stored(document_id: object) -> bool:
     """Whether a document may have such an `_id`; what is an operator or a pattern would name others."""
-    return not isinstance(document_id, (list, tuple, Regex)) and demanded_id({"_id": document_id}) is not NO_ID
+    return not isinstance(document_id, (list, tuple, Regex)) and parse_filter_id({"_id": document_id}) is not NO_ID
 
 
 def _notify(waiting: Iterable[threading.Event | None] | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pymongo.results import UpdateResult
 
-from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.identity import NO_ID, parse_filter_id
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import PendingField
@@ -74,7 +74,7 @@ class DocumentWrite:
     @property
     def pinned(self) -> object:
         """The `_id` that the filter demands, or `NO_ID`; a collation may mean another one than it says."""
-        return NO_ID if "collation" in self.options else demanded_id(self.filter)
+        return NO_ID if "collation" in self.options else parse_filter_id(self.filter)
 
     @property
     def shows_id(self) -> bool:

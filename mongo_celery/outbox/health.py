@@ -13,7 +13,7 @@ from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import ConfigurationError, DeploymentError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
-from mongo_celery.mongo.verdicts import Concern, explained
+from mongo_celery.mongo.verdicts import Concern, explain_error
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -230,7 +230,7 @@ def read_outbox(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Hea
     try:
         status, (seconds, is_known) = outbox.status(), _last_sweep(outbox)
     except PyMongoError as error:
-        known = explained(error, concern_of(outbox))
+        known = explain_error(error, concern_of(outbox))
         if known is None:
             raise
         raise known from error

@@ -27,7 +27,7 @@ from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.expressions import after, literal
-from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
+from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, strict
 from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
 
 _INDEX = "expires-at"
@@ -76,17 +76,17 @@ class IdempotencyStore:
     @property
     def client(self) -> MongoClient[Any]:
         """Whose sessions can write the records."""
-        return collection_of(self._source).database.client
+        return resolve_collection(self._source).database.client
 
     @property
     def types(self) -> CodecOptions[dict[str, Any]]:
         """How the records are encoded."""
-        return plain_types(collection_of(self._source))
+        return plain_types(resolve_collection(self._source))
 
     @property
     def full_names(self) -> Sequence[str]:
         """The namespace of the records; without a call to a server."""
-        return [collection_of(self._source).full_name]
+        return [resolve_collection(self._source).full_name]
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
@@ -101,7 +101,7 @@ class IdempotencyStore:
         )
 
     def _opened(self) -> Collection[dict[str, Any]]:
-        given = collection_of(self._source)
+        given = resolve_collection(self._source)
         return strict(given, plain_types(given))
 
     def claim(self, identity: Any, owner: ObjectId) -> IdempotencyClaim:

@@ -15,7 +15,7 @@ from pymongo.client_session import ClientSession
 from pymongo.results import BulkWriteResult, DeleteResult, InsertManyResult, InsertOneResult, UpdateResult
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.identity import NO_ID, parse_filter_id
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.transaction.scopes import after_commit, current, innermost_session
 from mongo_celery.mongo.writes import Modifications
@@ -254,7 +254,7 @@ class Outbox(AnyOutbox):
         """
         if upsert:
             self.field.refuse_in_filter(filter)
-        pinned = NO_ID if "collation" in options else demanded_id(filter)
+        pinned = NO_ID if "collation" in options else parse_filter_id(filter)
         entries = self._maker.entries(tasks, events, Home(pinned, many=True))
         self.field.refuse_in_update(update)
         whole = self.field.with_entries(update, entries) if entries else update

@@ -121,7 +121,7 @@ class PendingField:
             if not isinstance(fields, Mapping):
                 raise OutboxRefusedError(f"{operator} takes a document of fields, not {type(fields).__name__}.")
         body = Operators(update) if isinstance(update, Mapping) else Pipeline(update)
-        return body.amended(self.addition(entries))
+        return body.build_update(self.addition(entries))
 
     def replacement(self, document: Mapping[str, Any], entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
         """
@@ -136,7 +136,7 @@ class PendingField:
         beside = {other.name: other.kept_with(document.get(other.name)) for other in self.beside()}
         identity = [] if "_id" in document else [Addition("_id", {}, "$_id")]
         rest = {name: value for name, value in document.items() if name not in beside} if beside else document
-        return Replacement(rest).amended(*identity, own, *beside.values())
+        return Replacement(rest).build_update(*identity, own, *beside.values())
 
     def kept_with(self, brought: Any) -> Addition:
         """
@@ -204,5 +204,5 @@ class PendingField:
         self._refuse(Pipeline(update))
 
     def _refuse(self, body: Body) -> None:
-        if body.name_in(self.name) is not None:
+        if body.find_name(self.name) is not None:
             raise OutboxRefusedError(f"{self.name} belongs to the outbox; leave it out of the update or document.")

@@ -26,7 +26,7 @@ from pymongo import DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, Up
 from pymongo.common import validate_is_document_type
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import NO_ID, demanded_id, same_bson
+from mongo_celery.mongo.identity import NO_ID, parse_filter_id, same_bson
 from mongo_celery.mongo.writes import BulkRequest
 from mongo_celery.outbox.document_write import refuse_replacement
 from mongo_celery.outbox.entries import Entry, EntryMaker, Home
@@ -177,4 +177,4 @@ def _id_of(request: Any, facts: BulkRequest) -> Any:
         if "_id" not in facts.document and isinstance(facts.document, MutableMapping):
             facts.document["_id"] = ObjectId()
         return facts.document["_id"] if "_id" in facts.document else ObjectId()
-    return NO_ID if facts.options.get("collation") else demanded_id(facts.filter)
+    return NO_ID if facts.options.get("collation") else parse_filter_id(facts.filter)

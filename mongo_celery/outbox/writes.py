@@ -27,7 +27,7 @@ from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, id_key
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import Code, is_duplicate_id, is_too_large
-from mongo_celery.mongo.writes import narrowed
+from mongo_celery.mongo.writes import build_target
 from mongo_celery.outbox.document_write import DocumentWrite, Written
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import PendingField
@@ -161,7 +161,7 @@ class Writer:
         session: ClientSession | None,
     ) -> Written | None:
         """Update by `_id`; None where the filter does not match it."""
-        target, deadline = narrowed(write.filter, document_id), time.monotonic() + _SECONDS
+        target, deadline = build_target(write.filter, document_id), time.monotonic() + _SECONDS
         room = self.field.room_for(len(entries), self._max_pending)
         while time.monotonic() < deadline:
             document = self._updated(write, target.where(room), entries, session)

@@ -17,7 +17,7 @@ from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.cluster import is_same_cluster
-from mongo_celery.mongo.opening import Client, client_of, plain_types, strict
+from mongo_celery.mongo.opening import Client, plain_types, resolve_client, strict
 from mongo_celery.twophase.participants import Part
 
 _OPENED_MAX = 1000
@@ -67,7 +67,7 @@ class Clusters:
 
     def __init__(self, own: Callable[[], Collection[Any]], others: Mapping[str, Client]) -> None:
         self._own = own
-        self._others = {alias: PerProcess(partial(client_of, given)) for alias, given in others.items()}
+        self._others = {alias: PerProcess(partial(resolve_client, given)) for alias, given in others.items()}
         self._standalone: dict[tuple[int, str | None], bool] = {}
         self._opened: dict[tuple[int, str | None, str], Collection[dict[str, Any]]] = {}
         self._beside: set[tuple[int, str]] = set()

@@ -21,7 +21,7 @@ from mongo_celery.locking.holders import in_words
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
-from mongo_celery.mongo.verdicts import explained, is_transient
+from mongo_celery.mongo.verdicts import explain_error, is_transient
 from mongo_celery.quantities import number
 from mongo_celery.twophase.across import AcrossClusters, begun_fields
 from mongo_celery.twophase.clusters import AwayError, Clusters, is_away, without
@@ -344,7 +344,7 @@ class Completion:
             return until_answered(attempt, deadline=deadline, pauses=_PAUSES, repeatable=_is_repeatable)
         except (PyMongoError, BusyError) as error:
             if not _is_repeatable(error):
-                known = explained(error, self._log.concern)
+                known = explain_error(error, self._log.concern)
                 if known is None:
                     raise
                 raise known from error

@@ -20,7 +20,7 @@ from pymongo.errors import BulkWriteError, OperationFailure, WriteError
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.transaction import transactional
-from mongo_celery.mongo.verdicts import Verdict, is_transient, verdict_on
+from mongo_celery.mongo.verdicts import Verdict, is_transient, judge_error
 from mongo_celery.twophase.coordinator import BusyError
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import session_of
@@ -136,7 +136,7 @@ def _send(open_part: Open, changes: Iterable[tuple[Part, Document, Mapping[str, 
             matched = _matched(open_part(those[0][0]), those, session)
         except (BulkWriteError, WriteError) as error:
             index, said = _failed(error)
-            if is_transient(error) or is_transient(said) or verdict_on(said) is Verdict.ACCESS:
+            if is_transient(error) or is_transient(said) or judge_error(said) is Verdict.ACCESS:
                 raise
             raise RefusedError(f"participant {those[index][0]} refuses the change: {short(said)}") from error
         if matched != len(those):

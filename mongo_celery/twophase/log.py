@@ -18,7 +18,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
-from mongo_celery.mongo.expressions import after, created, literal, millis
+from mongo_celery.mongo.expressions import after, insert_if_absent, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.quantities import duration
 from mongo_celery.twophase.indexes import Indexes
@@ -182,7 +182,7 @@ class TransactionLog:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
                 {"_id": {"$eq": transaction_id}},
-                created({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
+                insert_if_absent({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
                 projection={"driver": 1},
                 upsert=True,
                 return_document=ReturnDocument.BEFORE,
@@ -217,7 +217,7 @@ class TransactionLog:
         begun: Document = {"state": str(State.PENDING), "lastModified": "$$NOW", **self._times(State.PENDING)}
         found = self.collection.find_one_and_update(
             {"_id": {"$eq": transaction_id}},
-            created({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
+            insert_if_absent({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
             upsert=True,
             return_document=ReturnDocument.AFTER,
             session=session,

@@ -28,7 +28,7 @@ from mongo_celery.command_line import ANY_APP
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
+from mongo_celery.mongo.verdicts import Verdict, brief, judge_error
 from mongo_celery.periodic import PeriodicWatch
 
 logger = logging.getLogger("mongo_celery.twophase")
@@ -153,7 +153,7 @@ class RecoveryRecords:
             with pymongo.timeout(ANSWER_SECONDS):
                 self._collection.update_one({"_id": self._id}, [{"$set": note}], upsert=True)
         except PyMongoError as error:
-            if verdict_on(error) is not Verdict.ACCESS or self._is_refused:
+            if judge_error(error) is not Verdict.ACCESS or self._is_refused:
                 logger.debug("a recovery of transactions is not noted: %s", short(error))
                 return
             self._is_refused = True

@@ -16,7 +16,7 @@ from mongo_celery.app import Registry, app_name, check_app, schedule
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
-from mongo_celery.mongo.opening import Client, Source, collection_of
+from mongo_celery.mongo.opening import Client, Source, resolve_collection
 from mongo_celery.twophase.abandoned import AbandonedTransactions
 from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import Compensations
@@ -142,13 +142,13 @@ class TwoPhaseCommit:
     @per_process
     def transactions(self) -> Collection[dict[str, Any]]:
         """The transactions' collection, with majority writes and reads from the primary."""
-        return opened(collection_of(self._given[0]))
+        return opened(resolve_collection(self._given[0]))
 
     @per_process
     def accounts(self) -> Collection[dict[str, Any]]:
         """The documents that `transfer` names."""
         given = self._given[1]
-        return opened(self.transactions.database["accounts"] if given is None else collection_of(given))
+        return opened(self.transactions.database["accounts"] if given is None else resolve_collection(given))
 
     @per_process
     def log(self) -> TransactionLog:

@@ -68,7 +68,7 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
         record = make_record("forget", [TEXT], TEXT, TEXT, [TEXT], {TEXT: TEXT})
         project.bridge.wiring.store.audit.add(record)
         snapshots = project.bridge.wiring.store.snapshots
-        snapshots.insert([{"_id": snapshots.id_of("halting"), "source": data["halting"].full_name, "by": TEXT}])
+        snapshots.insert([{"_id": snapshots.make_id("halting"), "source": data["halting"].full_name, "by": TEXT}])
         state["snapshots"].update_one({}, {"$set": {"state": "failed", "sentence": TEXT}})
         project.data["parcels"].insert_one(project.outbox.with_tasks({"_id": TEXT}, [project.confirm.s(TEXT)]))
         (entry,) = data["parcels"].find_one()["pendingEvents"]["events"]  # type: ignore[index]

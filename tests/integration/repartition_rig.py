@@ -20,7 +20,7 @@ from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.subscriptions import Layout, layout_in, name_in
+from mongo_celery.bridge.state.subscriptions import Layout, parse_layout, parse_name
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.mongo.verdicts import Concern
@@ -210,8 +210,8 @@ class Shop:
 
     def in_force(self, term: Term, name: str = NAME) -> Layout:
         """The layout in force."""
-        (document,) = [each for each in term.rig.store.subscriptions.read_all() if name_in(each) == name]
-        return layout_in(document)
+        (document,) = [each for each in term.rig.store.subscriptions.read_all() if parse_name(each) == name]
+        return parse_layout(document)
 
     def images(self, term: Term, name: str = NAME) -> dict[int, Image]:
         """The partitions in force."""

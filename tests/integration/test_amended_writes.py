@@ -11,7 +11,7 @@ from pymongo.collection import Collection
 
 from mongo_celery.bridge.fenced.fence import FIELD as STAMPS
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.writes import Body, BulkRequest, Operators, Pipeline, Replacement, target_of
+from mongo_celery.mongo.writes import Body, BulkRequest, Operators, Pipeline, Replacement, parse_target
 from mongo_celery.outbox.entries import FIELD as PENDING
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import PendingField
@@ -48,13 +48,13 @@ def entry(name: str) -> Entry:
 def written(target: Collection[Document], body: Body, token: int, name: str, *, room: int = 2) -> int:
     """Write a body to document 1 under the conditions of both owners and return how many matched."""
     mine, entries = fence(token), [entry(name)]
-    document = target_of({"_id": 1})
+    document = parse_target({"_id": 1})
     assert document is not None
     return target.bulk_write(
         [
             UpdateOne(
                 document.where(guard, WAITING.room_for(len(entries), room)),
-                body.amended(stamps, WAITING.addition(entries)),
+                body.build_update(stamps, WAITING.addition(entries)),
             )
             for guard, stamps in mine.list_guards(body)
         ]
@@ -109,7 +109,7 @@ def test_either_owner_can_refuse_a_write_and_then_none_of_it_happens(target: Col
 def test_an_insertion_carries_the_fields_of_both(target: Collection[Document], body: Body) -> None:
     """W1: as values, not as expressions."""
     own = {STAMPS: stamp(5), PENDING: WAITING.new_field([entry("first")])}
-    document = target_of({"_id": 1})
+    document = parse_target({"_id": 1})
     assert document is not None
     kind: Any = ReplaceOne if isinstance(body, Replacement) else UpdateOne
     target.bulk_write([kind(document.nowhere(), body.insertion(own), upsert=True)])
@@ -126,8 +126,8 @@ def test_a_path_into_an_own_field_is_found_in_every_body() -> None:
         Pipeline([{"$set": {"a": 1}}, {"$unset": [f"{PENDING}.events"]}]),
         Replacement({"a": 1, f"{PENDING}.events": 1}),
     ]
-    assert {body.name_in(PENDING) for body in bodies} == {f"{PENDING}.events"}
-    assert {body.name_in("pending") for body in bodies} == {None}
+    assert {body.find_name(PENDING) for body in bodies} == {f"{PENDING}.events"}
+    assert {body.find_name("pending") for body in bodies} == {None}
     with pytest.raises(OutboxRefusedError, match=PENDING):
         WAITING.refuse_in_update({"$rename": {"a": f"{PENDING}.events"}})
 

@@ -23,7 +23,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import FAILED, KeptChange, Place, Selection, dead_letter
-from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import STATE, UrlOf
@@ -276,12 +276,12 @@ def test_what_an_older_term_has_counted_of_an_existing_document_keeps_nothing_wa
     claim = rig.claim(1, 1, token=data)
     assert rig.claims.park(claim, delay=600, not_before=None, error="later")
     mine = rig.image
-    assert (mine.retries, mine.crashes, mine.single, state_of(mine)) == (1, 1, 5, "parked")
+    assert (mine.retries, mine.crashes, mine.single, visible_state(mine)) == (1, 1, 5, "parked")
     theirs = rig.take_over(VERSION + 1)
     assert (theirs.retries, theirs.crashes, theirs.single, theirs.error) == (0, 0, 0, None)
-    assert (theirs.due_in, theirs.retry, state_of(theirs)) == (0, None, "flowing")
+    assert (theirs.due_in, theirs.retry, visible_state(theirs)) == (0, None, "flowing")
     rig.spoil(spilled={"to": data, "since": datetime.now(UTC), "reason": "parked"})
-    assert (rig.image.retries, state_of(rig.image)) == (1, "parked"), "it is stored, and the same change"
+    assert (rig.image.retries, visible_state(rig.image)) == (1, "parked"), "it is stored, and the same change"
     rig.spoil(spilled=None, halted={"resumeToken": {"_data": data}, "key": "1"}, state="halted")
     assert rig.image.error == "later"
     rig.spoil(halted=None, state="flowing", **{"retry.of": "82nonsense"})
@@ -798,7 +798,7 @@ def test_what_commands_ask_for_is_found_by_an_index(rig: Rig, asked: Document) -
     state.command("profile", 2)
     try:
         found = letters.find(Selection(**asked), [SUBSCRIPTION], 0)
-        count = letters.count_of(Selection(**asked), [SUBSCRIPTION])
+        count = letters.count_selected(Selection(**asked), [SUBSCRIPTION])
     finally:
         state.command("profile", 0)
     read = state["system.profile"].find({"ns": letters.collection.full_name, "op": {"$in": ["query", "command"]}})

@@ -32,7 +32,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.findings import Finding
 from mongo_celery.mongo.oplog import operation_time
@@ -367,7 +367,7 @@ def test_a_lost_history_is_passed_once_and_leaves_a_record(led: Led) -> None:
         going_on.go_on(wiring, seen, "oldest")
     with pytest.raises(CommandRefusedError, match="has not lost its history"):
         going_on.read_lost(wiring, "summarise")
-    (document,) = [each for each in led.store.subscriptions.read_all() if name_in(each) == "summarise"]
+    (document,) = [each for each in led.store.subscriptions.read_all() if parse_name(each) == "summarise"]
     assert document["startAtOperationTime"] == start
     assert not document.keys() & {"lost", "resumeToken"}
     assert [(each["policy"], each["until"]) for each in document["gaps"]] == [("now", start)]

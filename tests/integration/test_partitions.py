@@ -17,7 +17,7 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image, Seen
-from mongo_celery.bridge.state.subscriptions import lost_in
+from mongo_celery.bridge.state.subscriptions import parse_lost_history
 from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, layouts, rig_of, token
 from tests.integration.term_rig import advance
@@ -132,7 +132,7 @@ Act = Callable[[Rig], Any]
 
 def _has_changed(rig: Rig, seen: Seen) -> bool:
     rig.partitions.flush()  # what has no majority yet is not seen
-    return bool(rig.partitions.changed({rig.where: seen}))
+    return bool(rig.partitions.list_changed({rig.where: seen}))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_a_look_compares_each_partition_with_itself(rig: Rig, count: int) -> Non
     seen: dict[str, Seen | None] = {each: Seen(300 + n // 2, claimed=False) for n, each in enumerate(ids)}
     seen |= {ids[1]: Seen(299, claimed=False), ids[-1]: None}
     rig.partitions.flush()
-    assert sorted(image.index for image in rig.partitions.changed(seen)) == [1, count - 1]
-    assert rig.partitions.changed({}) == []
+    assert sorted(image.index for image in rig.partitions.list_changed(seen)) == [1, count - 1]
+    assert rig.partitions.list_changed({}) == []
 
 
 # -- an operator's commands --------------------------------------------------------------------------
@@ -393,12 +393,12 @@ def test_lost_history_is_void_once_the_subscription_stands_elsewhere(rig: Rig) -
     assert subscriptions.pin("record", VERSION, Timestamp(5, 1), None)
     assert subscriptions.mark_lost("record", VERSION, Timestamp(5, 1), Timestamp(9, 1), "$why")
     (document,) = subscriptions.read_all()
-    seen = lost_in(document)
+    seen = parse_lost_history(document)
     assert seen is not None
     assert (seen["at"], seen["oldest"], seen["error"]) == (Timestamp(5, 1), Timestamp(9, 1), "$why")
     assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     (moved,) = subscriptions.read_all()
-    assert lost_in(moved) is None
+    assert parse_lost_history(moved) is None
     assert not subscriptions.mark_lost("record", VERSION - 1, Timestamp(5, 1), None, "late")
 
 

@@ -368,7 +368,7 @@ def test_a_handler_that_cannot_be_switched_at_the_beginning_is_stopped_alone(
 STEPS: list[tuple[type, str]] = [
     (Subscriptions, "advance_all"),
     (Partitions, "retire"),
-    (Subscriptions, "put_in_force"),
+    (Subscriptions, "activate_layout"),
     (Partitions, "prepare"),
     (Partitions, "of"),
 ]
@@ -509,7 +509,7 @@ def test_a_position_that_is_moved_over_lost_history_in_the_middle_of_a_switch_en
             led.plan, led.stored, led.has_gap = replace(led.plan, start=start, watermark=None), None, True
             raise AutoReconnect("gone")
 
-    around(monkeypatch, (Subscriptions, "put_in_force"), move)
+    around(monkeypatch, (Subscriptions, "activate_layout"), move)
     term.finish()
     assert moved == [True]
     assert shop.in_force(term).partitions == NEW

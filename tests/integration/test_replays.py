@@ -36,7 +36,7 @@ from mongo_celery.bridge.state.dead_letters import (
     ReplayRequest,
     Selection,
     dead_letter,
-    kept,
+    keep_change,
 )
 from mongo_celery.command_line import ANY_APP
 from mongo_celery.mongo.verdicts import Concern
@@ -75,7 +75,7 @@ def letter_of(
     raw: bytes = b"",
 ) -> Document:
     """A dead letter as an execution with this fence leaves it."""
-    found = kept(raw or event(number, key))
+    found = keep_change(raw or event(number, key))
     return dead_letter(
         bridge=BRIDGE,
         subscription=SUBSCRIPTION,

@@ -25,7 +25,7 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 from mongo_celery.command_line import CommandLine
-from mongo_celery.mongo.oplog import token_before
+from mongo_celery.mongo.oplog import earliest_token
 from tests.fixtures.samples import IDENTITY
 from tests.integration.positions_rig import HANDLER, NAME, PARTITIONS, Stage, data_of, staged
 from tests.integration.test_replays import letter_of
@@ -76,7 +76,7 @@ def test_a_time_is_the_place_in_front_of_its_changes(stage: Stage) -> None:
     first = stage.events[0]["clusterTime"]
     stage.rewind(first.as_datetime().isoformat())
     for index in (0, 1):
-        assert data_of(stage.partition(index)["resumeToken"]) == data_of(token_before(Timestamp(first.time, 0)))
+        assert data_of(stage.partition(index)["resumeToken"]) == data_of(earliest_token(Timestamp(first.time, 0)))
     stage.lead()
     assert all(stage.handle(event) for event in stage.events)
 

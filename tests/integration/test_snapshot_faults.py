@@ -38,7 +38,7 @@ STEPS: list[tuple[type, str]] = [
     (Snapshots, "prepare"),
     (Snapshots, "begin"),
     (ChunkReader, "read"),
-    (Snapshots, "pass_on"),
+    (Snapshots, "mark_read_end"),
     (Snapshots, "move"),
     (Snapshots, "finish"),
 ]
@@ -160,7 +160,7 @@ def test_an_update_that_was_looked_up_before_the_window_leaves_its_document_out(
 
     monkeypatch.setattr(Snapshots, "begin", begin_late)
     store = term.wiring.store.snapshots
-    store.insert([{"_id": store.id_of(HANDLER), "source": world.source}])
+    store.insert([{"_id": store.make_id(HANDLER), "source": world.source}])
     term.until(lambda: world.record["state"] == "done")
     assert [world.snapshots_of(number) for number in range(3)] == [1, int(not counts), 1]
     world.judge()
@@ -183,7 +183,7 @@ def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: 
         letters.append(term.wiring.store.dead_letters.find(Selection(), [HANDLER], 0))
         store = term.wiring.store.snapshots
         if len(letters) == 1:
-            store.insert([{"_id": store.id_of(HANDLER), "source": world.source}])
+            store.insert([{"_id": store.make_id(HANDLER), "source": world.source}])
             term.until(lambda: len(world.records) == 2 and all(each["state"] == "done" for each in world.records))
             term.until(lambda: any(image.state == "halted" for image in term.images()))
     assert [len(each) for each in letters] == [1, 1]
@@ -194,7 +194,7 @@ def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: 
 def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
     """P3: each compares epoch and number, and none counts twice."""
     store = world.term().wiring.store.snapshots
-    snapshot_id = store.id_of(HANDLER)
+    snapshot_id = store.make_id(HANDLER)
     store.insert([{"_id": snapshot_id, "source": world.source}])
     store.insert([{"_id": snapshot_id, "source": "other.place"}])
     store.take_over(5)
@@ -219,8 +219,8 @@ def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
     assert not store.move(snapshot_id, 5, 2, larger, 1, larger), "what is to be scanned is set once"
     assert store.move(snapshot_id, 5, 2, larger, 1)
     assert store.read_one(snapshot_id).until == end  # type: ignore[union-attr]
-    assert store.pass_on(snapshot_id, 4, 1) is None
-    first, second = store.pass_on(snapshot_id, 5, 2), store.pass_on(snapshot_id, 5, 2)
+    assert store.mark_read_end(snapshot_id, 4, 1) is None
+    first, second = store.mark_read_end(snapshot_id, 5, 2), store.mark_read_end(snapshot_id, 5, 2)
     assert first is not None
     assert second is not None
     assert first < second, "each is an entry of its own"

@@ -60,7 +60,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(world: World, term: Any, **given: Any) -> str:
     """Ask for a snapshot, as the command does."""
     store = term.wiring.store.snapshots
-    snapshot_id: str = store.id_of(HANDLER)
+    snapshot_id: str = store.make_id(HANDLER)
     store.insert([{"_id": snapshot_id, "source": world.source, **given}])
     return snapshot_id
 
@@ -355,7 +355,7 @@ def change_one(world: World, kind: str) -> None:
         world.orders.update_one({"_id": 1}, {"$set": {"v": 5}})
 
 
-@pytest.mark.parametrize("moment", ["begin", "read", "pass_on"])
+@pytest.mark.parametrize("moment", ["begin", "read", "mark_read_end"])
 @pytest.mark.parametrize(
     ("kind", "options", "given"),
     [
@@ -375,15 +375,15 @@ def test_a_document_that_changes_in_the_window_comes_as_its_change(
     """P1, P2: behind the begin, between two reads, behind the reading; again where the change brings no document."""
     world.orders.insert_many([{"_id": number, "v": 1, "group": 0} for number in range(3)])
     term = world.term(start_from="now", **options).begin()
-    owner: Any = {"begin": Snapshots, "read": ChunkReader, "pass_on": Snapshots}[moment]
+    owner: Any = {"begin": Snapshots, "read": ChunkReader, "mark_read_end": Snapshots}[moment]
     is_changed, call = threading.Event(), getattr(owner, moment)
 
     def beside(self: Any, *arguments: Any) -> Any:
-        result = call(self, *arguments) if moment != "pass_on" else None
+        result = call(self, *arguments) if moment != "mark_read_end" else None
         if not is_changed.is_set():
             is_changed.set()
             change_one(world, kind)
-        return call(self, *arguments) if moment == "pass_on" else result
+        return call(self, *arguments) if moment == "mark_read_end" else result
 
     monkeypatch.setattr(owner, moment, beside)
     ask(world, term)
@@ -624,7 +624,7 @@ def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(w
 def test_handlers_that_begin_together_have_snapshots_that_can_be_told_apart(world: World) -> None:
     """What is printed is accepted; what is short of one is refused with all that it may mean."""
     store = world.term(start_from="now").wiring.store.snapshots
-    wiring, ids = world.terms[-1].wiring, [store.id_of(name, "pinned") for name in (HANDLER, "other")]
+    wiring, ids = world.terms[-1].wiring, [store.make_id(name, "pinned") for name in (HANDLER, "other")]
     store.insert([{"_id": each, "source": world.source} for each in ids])
     with pytest.raises(CommandRefusedError, match=f"are named pinned: give one of {HANDLER}/pinned, other/pinned"):
         commands.stop(wiring, "pinned")

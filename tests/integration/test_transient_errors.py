@@ -104,7 +104,7 @@ def test_a_new_layout_is_prepared_after_an_error(
         turn_until(before, lambda: has_read_to(before.leader, operation_time(mongo_client)))
     term = make(partitions=2)
     with failpoint(failCommands=["ping"], appName=APP), term.led():
-        around(monkeypatch, (Subscriptions, "put_in_force"), failing_once(mongo_client))
+        around(monkeypatch, (Subscriptions, "activate_layout"), failing_once(mongo_client))
         turn_until(term, lambda: "layout_failed" in events(caplog))
         database["orders"].insert_one({"_id": 1})
         turn_until(term, lambda: term.leader.subscriptions["note"].window.count == 1)

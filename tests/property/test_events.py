@@ -20,8 +20,8 @@ from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_hash, document_key, partition_hash, partitioner
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, kept
-from mongo_celery.bridge.state.stored import unpacked
+from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, keep_change
+from mongo_celery.bridge.state.stored import unpack_event
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
@@ -168,7 +168,7 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
         "shop", "summarise", 2, 7, 5, 41, 41, (raw,), Carrier("id"), Refusal.because("because", halts=True), TOKEN
     )
     assert verify_run("run", sign_run("run", run, KEY), KEY) == run
-    found = kept(raw)
+    found = keep_change(raw)
     letter = dead_letter(
         bridge="shop",
         subscription="summarise",
@@ -184,7 +184,7 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
     encoded = bson.encode(letter)
     assert bson.decode(encoded)["_id"] == letter["_id"], "a client without options must be able to list dead letters"
     decoded = bson.decode(encoded, CodecOptions(document_class=RawBSONDocument))
-    assert raw == (unpacked(decoded) if found.kind == "bytes" else decoded["change"].raw)
+    assert raw == (unpack_event(decoded) if found.kind == "bytes" else decoded["change"].raw)
 
 
 @given(values)

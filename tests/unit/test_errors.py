@@ -25,7 +25,7 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import Concern, explained, is_transient
+from mongo_celery.mongo.verdicts import Concern, explain_error, is_transient
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, MongoCeleryError)]
 
@@ -241,7 +241,7 @@ CONCERN = Concern("the orders of the shop", "find on shop.orders")
 def test_a_missing_right_names_whom_it_concerns_and_what_to_grant() -> None:
     """P9: what waiting cannot cure names its cure; the server's words end before the command's contents."""
     words = 'not authorized on shop to execute command { find: "orders", filter: { secret: 1 }, $db: "shop" }'
-    error = explained(refused(13, words), CONCERN)
+    error = explain_error(refused(13, words), CONCERN)
     assert isinstance(error, AccessError)
     assert "lacks a right on the orders of the shop: grant find on shop.orders." in str(error)
     assert 'find: "orders"' in str(error)
@@ -260,7 +260,7 @@ def test_a_missing_right_names_whom_it_concerns_and_what_to_grant() -> None:
 def test_a_refused_login_is_told_from_a_missing_right(error: driver.OperationFailure, login: bool) -> None:
     """P9: granting rights cures no mistyped password."""
     stream = final_error(Reaction.ACCESS, error, "shop.orders")
-    for found in (explained(error, CONCERN), stream):
+    for found in (explain_error(error, CONCERN), stream):
         assert isinstance(found, AccessError)
         assert ("refused the login; check user, password and authSource" in str(found)) is login
         assert ("grant" in str(found)) is not login
@@ -275,7 +275,7 @@ def test_a_refused_operation_is_a_missing_replica_set_only_where_the_server_says
     words: str, replica_set: bool
 ) -> None:
     """P9: IllegalOperation has many meanings, and most are not cured by `--replSet`."""
-    error = explained(refused(20, words), CONCERN)
+    error = explain_error(refused(20, words), CONCERN)
     assert isinstance(error, TopologyError)
     assert "the orders of the shop" in str(error)
     assert words in str(error)
@@ -285,7 +285,7 @@ def test_a_refused_operation_is_a_missing_replica_set_only_where_the_server_says
 @pytest.mark.parametrize("error", [refused(112), driver.AutoReconnect("reset"), refused(4242)], ids=str)
 def test_what_may_pass_or_nobody_has_met_keeps_its_own_words(error: driver.PyMongoError) -> None:
     """P9: no cure is invented."""
-    assert explained(error, CONCERN) is None
+    assert explain_error(error, CONCERN) is None
 
 
 def test_a_source_without_changes_is_named_with_the_one_that_has_them() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.fenced.fence import Fence, Origin, merge, refuse_stamps
 from mongo_celery.errors import ConfigurationError, OutdatedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.writes import Operators, Pipeline, Replacement, changing, replacing, target_of
+from mongo_celery.mongo.writes import Operators, Pipeline, Replacement, changing, parse_target, replacing
 
 KEY = "shop/summarise"
 small = st.integers(0, 3)
@@ -177,7 +177,7 @@ def test_the_error_for_a_stale_write_names_the_fence_and_survives_pickling() -> 
 )
 def test_equality_on_the_id_names_one_document(wanted: dict[str, Any], found: Any) -> None:
     """P3: only such a filter may upsert."""
-    target = target_of(wanted)
+    target = parse_target(wanted)
     assert target is not None
     assert target.id == found
     assert "_id" not in target.rest
@@ -196,12 +196,12 @@ def test_equality_on_the_id_names_one_document(wanted: dict[str, Any], found: An
 )
 def test_anything_else_names_none(wanted: dict[str, Any]) -> None:
     """P3: a filter that may match several documents is resolved first."""
-    assert target_of(wanted) is None
+    assert parse_target(wanted) is None
 
 
 def test_the_users_own_and_conditions_stay_beside_the_guard() -> None:
     """P3: neither replaces the other."""
-    target = target_of({"_id": 1, "$and": [{"a": 1}], "b": 2})
+    target = parse_target({"_id": 1, "$and": [{"a": 1}], "b": 2})
     assert target is not None
     assert target.where({"g": 1}) == {"_id": {"$eq": 1}, "$and": [{"a": 1}, {"g": 1}], "b": 2}
 

@@ -17,7 +17,7 @@ from mongo_celery.bridge.operations.grants import ROLES, Right, lacking, rights_
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.cli.grants import _ROLES, _script
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.rights import Allowed, refused_right
+from mongo_celery.mongo.rights import Allowed, missing_right
 
 _OPLOG = {"resource": {"cluster": True}, "actions": ["serverStatus"]}
 PAGE = Path(__file__).parents[2] / "docs/production.md"
@@ -197,7 +197,7 @@ def _all(wiring: Wiring) -> list[str]:
 )  # fmt: skip
 def test_the_right_is_read_from_the_refusal(said: str, right: str | None) -> None:
     """The server says the command; Atlas says the action."""
-    assert refused_right(RuntimeError(said)) == right
+    assert missing_right(RuntimeError(said)) == right
 
 
 # -- the docs --------------------------------------------------------------------------------------

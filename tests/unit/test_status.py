@@ -13,7 +13,7 @@ from bson.int64 import Int64
 
 from mongo_celery.bridge.operations.status import Facts, shape
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.mongo.oplog import Oplog
 
@@ -361,9 +361,9 @@ def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> N
         "count": 3,
         "due_seconds": 2.5,
     }
-    assert state_of(image(0, waiting=waiting, live=True)) == "flowing"
-    assert state_of(image(0, waiting=waiting, state="paused")) == "paused"
-    assert state_of(image(0, due_in=2.5)) == "parked"
+    assert visible_state(image(0, waiting=waiting, live=True)) == "flowing"
+    assert visible_state(image(0, waiting=waiting, state="paused")) == "paused"
+    assert visible_state(image(0, due_in=2.5)) == "parked"
 
 
 LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 5, 1), "error": "why"}

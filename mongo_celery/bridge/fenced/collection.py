@@ -42,9 +42,18 @@ from mongo_celery.bridge.fenced.fence import Fence, Origin, refuse_stamps
 from mongo_celery.bridge.fenced.pending import PendingTasks
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
-from mongo_celery.mongo.opening import collection_of
+from mongo_celery.mongo.opening import resolve_collection
 from mongo_celery.mongo.transaction import current
-from mongo_celery.mongo.writes import Body, BulkRequest, Modifications, Target, changing, narrowed, replacing, target_of
+from mongo_celery.mongo.writes import (
+    Body,
+    BulkRequest,
+    Modifications,
+    Target,
+    build_target,
+    changing,
+    parse_target,
+    replacing,
+)
 
 if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
@@ -128,7 +137,7 @@ class FencedCollection:
         outboxes: Callable[[], Sequence[Outbox]] = tuple,
         origin_of: Callable[[Any], Origin | None] | None = None,
     ) -> None:
-        collection = collection_of(collection)
+        collection = resolve_collection(collection)
         self._pending = PendingTasks(collection, outboxes)
         self._documents = Documents(collection, fence, lifetime_ms(tombstone_ttl), self._pending, origin_of)
 
@@ -234,7 +243,7 @@ class FencedCollection:
         # By `_id`, which no update changes: a document that the update moves in another
         # index would be met, and changed, twice.
         found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
-        targets = (narrowed(filter, document["_id"]) for document in found.allow_disk_use(True))
+        targets = (build_target(filter, document["_id"]) for document in found.allow_disk_use(True))
         many = BulkWrite(self._documents, write.command, session)
         many.run(BulkUpdate(0, write, target, upsert=False) for target in targets)
         details = many.close()
@@ -346,7 +355,7 @@ class FencedCollection:
         With the guard in the filter instead, a stale call would skip the guarded document and hit the next.
         """
         for document in self._find(wanted, sort, options, session).limit(1):
-            return narrowed(wanted, document["_id"])
+            return build_target(wanted, document["_id"])
         return None
 
     def _find(
@@ -372,7 +381,7 @@ class FencedCollection:
 
 def _find_target(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:
     """The document that a filter names by `_id`; a collation may mean another one than it says, so none then."""
-    return None if "collation" in options else target_of(wanted)
+    return None if "collation" in options else parse_target(wanted)
 
 
 def _changing(update: Modifications) -> Body:

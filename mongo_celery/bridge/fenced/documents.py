@@ -82,7 +82,7 @@ class FencedUpdate(FencedWrite[UpdateResult]):
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
         """The guarded statements, of which at most one matches."""
         return [
-            UpdateOne(target.where(guard), self.body.amended(stamp, kept=self.kept), **self.options)
+            UpdateOne(target.where(guard), self.body.build_update(stamp, kept=self.kept), **self.options)
             for guard, stamp in fence.list_guards(self.body)
         ]
 
@@ -115,7 +115,7 @@ class FencedFindAndUpdate(FencedWrite[Any]):
     ) -> Returned[Any]:
         """See `FencedWrite`."""
         for guard, stamp in fence.list_guards(self.body):
-            update = self.body.amended(stamp, kept=self.kept)
+            update = self.body.build_update(stamp, kept=self.kept)
             found = into.find_one_and_update(
                 target.where(guard), update, session=session, **self.options, **self.command
             )

@@ -266,7 +266,7 @@ def refuse_stamps(body: Body) -> Body:
     Raises:
         ConfigurationError: it writes to ``_fence``.
     """
-    named = body.name_in(FIELD)
+    named = body.find_name(FIELD)
     if named is not None:
         raise ConfigurationError(
             f"{named!r} belongs to the fence and is kept by it: leave it out of what you write.",

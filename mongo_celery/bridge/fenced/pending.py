@@ -63,7 +63,7 @@ class PendingTasks:
             OutboxRefusedError: it does; the message names what adds them instead.
         """
         for field in (outbox.field.name for outbox in self._outboxes):
-            if replacement.name_in(field) is not None:
+            if replacement.find_name(field) is not None:
                 raise OutboxRefusedError(
                     f"{field} belongs to an outbox of {self._collection.full_name}: a replacement that brings it would "
                     "drop what is pending there, so nothing was written. To replace a document and carry tasks, write "

@@ -45,7 +45,7 @@ from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.mongo.opening import strict
-from mongo_celery.mongo.verdicts import Code, Verdict, brief, code_of, is_transient, is_unanswered, verdict_on
+from mongo_celery.mongo.verdicts import Code, Verdict, brief, error_code, is_transient, is_unanswered, judge_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
@@ -251,13 +251,13 @@ def _name_document(source: str) -> dict[str, Any]:
 
 def is_passing(error: Exception) -> bool:
     """Return True if another attempt, later or smaller, may succeed."""
-    return code_of(error) == Code.MaxTimeMSExpired or is_transient(error) or is_unanswered(error)
+    return error_code(error) == Code.MaxTimeMSExpired or is_transient(error) or is_unanswered(error)
 
 
 def concerns_a_document(error: Exception) -> bool:
     """Return True if an error may be about one of the documents that were read, or about what is asked of it."""
     is_answer = isinstance(error, OperationFailure) and not is_passing(error)
-    return is_answer and code_of(error) != Code.InvalidOptions and verdict_on(error) not in _OF_NO_DOCUMENT
+    return is_answer and error_code(error) != Code.InvalidOptions and judge_error(error) not in _OF_NO_DOCUMENT
 
 
 class SnapshotFailedError(Exception):

@@ -23,7 +23,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
@@ -101,7 +101,7 @@ class Horizon:
     def share(self, subscription: Subscription) -> float:
         """Return the share of the oplog's window behind a subscription, by the last reading; 0 if nothing rolls."""
         oplog = self._read
-        return max(oplog.share_behind(_place(subscription)), 0.0) if oplog is not None else 0.0
+        return max(oplog.lag_share(_place(subscription)), 0.0) if oplog is not None else 0.0
 
     def judge(self, subscriptions: Iterable[Subscription]) -> None:
         """Compare with what was read last, if that is new, and name those who have passed a threshold."""
@@ -169,7 +169,7 @@ class _Said:
 def judge_risk(subscription: Subscription, oplog: Oplog, line: CommandLine) -> Risk:
     """Return the position of a subscription beside the oplog, and what holds it there."""
     head = subscription.window.oldest
-    share = max(oplog.share_behind(_place(subscription)), 0.0)
+    share = max(oplog.lag_share(_place(subscription)), 0.0)
     if head is None:
         return Risk(subscription.name, share, None, None, line=line)
     partition = subscription.partitions[head.index]
@@ -218,7 +218,7 @@ def _place(subscription: Subscription) -> Timestamp:
 
 def _state(partition: Partition) -> str:
     image = partition.image
-    state = state_of(image)
+    state = visible_state(image)
     if state != "flowing":
         return state
     return "running" if partition.in_flight is not None and image.live else "unclaimed"

@@ -57,7 +57,7 @@ class InitialSnapshots:
                 found = sorted({each for source in sources for each in find_collections(self._wiring, source)})
             store.snapshots.insert(
                 {
-                    "_id": store.snapshots.id_of(name, f"{pinned}-{_brief(source)}"),
+                    "_id": store.snapshots.make_id(name, f"{pinned}-{_brief(source)}"),
                     "source": source,
                     "by": "start_from='snapshot'",
                 }

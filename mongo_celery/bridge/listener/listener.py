@@ -38,7 +38,7 @@ from mongo_celery.mongo.opening import renew_connections, replace_connections
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import brief, explained, is_transient, raise_if_final
+from mongo_celery.mongo.verdicts import brief, explain_error, is_transient, raise_if_final
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -175,7 +175,7 @@ class Listener:
                 leases.ensure()  # somebody has removed the document, and only an existing one is acquired
             self._log_standby(lease, identity)
         except PyMongoError as error:
-            final = explained(error, self._wiring.state_concern)
+            final = explain_error(error, self._wiring.state_concern)
             if final is not None:
                 raise final from error
             logger.warning("standing by; MongoDB does not answer: %s", brief(error), extra={"event": "server_awaited"})
@@ -272,7 +272,7 @@ class Listener:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
             renew_connections(self._wiring.client, failure)
-            ended_by = explained(failure, self._wiring.state_concern)
+            ended_by = explain_error(failure, self._wiring.state_concern)
             if ended_by is not None:
                 raise ended_by from failure
             if not is_transient(failure):

@@ -200,7 +200,7 @@ class PartitionPoller:
             with contextlib.suppress(PyMongoError):  # if something is wrong, the poll says what
                 self._partitions.flush()
         times.polled_at = now
-        return self._partitions.changed(seen, self._session)
+        return self._partitions.list_changed(seen, self._session)
 
     def _observe(self, image: Image, now: float) -> Step | None:
         subscription = self._led[image.subscription]

@@ -35,8 +35,8 @@ from mongo_celery.bridge.listener.subscription import Subscription, make_partiti
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
-from mongo_celery.bridge.state.claims import process_of
-from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.claims import describe_owner
+from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP, CommandLine
@@ -302,7 +302,7 @@ class Repartitioning:
         if image.state == "paused":
             return f"is paused. Run: {line.on('resume', name, [index])}"
         if image.due_in > _SOON_SECONDS:
-            state = "retrying" if state_of(image) == "parked" else state_of(image)
+            state = "retrying" if visible_state(image) == "parked" else visible_state(image)
             return f"is {state}, next in {image.due_in:.0f} s. To run it now: {line.on('retry', name, [index])}"
         return ""
 
@@ -319,7 +319,7 @@ class Repartitioning:
                 raise LeaseLostError
             move.is_retiring = False
             return None  # a command came in between: the next images show it
-        if not store.subscriptions.put_in_force(name, layout, self._version):
+        if not store.subscriptions.activate_layout(name, layout, self._version):
             raise LeaseLostError
         fence = max(
             [given, *(partition.image.fence for partition in old.partitions.values())]
@@ -405,7 +405,9 @@ def _describe_rest(subscription: Subscription) -> str:
     """Name what a drain has left to do, and who has it in hand."""
     stored = f", stored changes of {len(subscription.backlogs)} partitions" if subscription.backlogs else ""
     claims = [(each.image.index, each.image.claim) for each in subscription.in_flight if each.image.claim]
-    running = "".join(f", partition {index} runs in {process_of(str(claim['owner']))}" for index, claim in claims[:1])
+    running = "".join(
+        f", partition {index} runs in {describe_owner(str(claim['owner']))}" for index, claim in claims[:1]
+    )
     return f"{subscription.window.count} changes are left to handle{stored}{running}"
 
 

@@ -22,7 +22,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, explained
+from mongo_celery.mongo.verdicts import Concern, explain_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
@@ -72,7 +72,7 @@ class Replaying:
             self._look_at = now + _PAUSE_SECONDS
             logger.warning(
                 "reading which dead letters are to be replayed failed, trying again: %s",
-                explained(error, self._concern) or short(error),
+                explain_error(error, self._concern) or short(error),
                 extra={"event": "replays_unread"},
             )
 
@@ -94,7 +94,7 @@ class Replaying:
                     "the collection dead_letters has no index for replays, so each search for them reads all of it. "
                     "The listener tries again to create the index after %.0f s: %s",
                     _INDEX_PAUSE_SECONDS,
-                    explained(error, self._concern) or short(error),
+                    explain_error(error, self._concern) or short(error),
                     extra={"event": "replays_unindexed"},
                 )
             self._has_said = True

@@ -34,7 +34,7 @@ from mongo_celery.bridge.listener.chunks import (
 from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
-from mongo_celery.mongo.verdicts import Concern, explained
+from mongo_celery.mongo.verdicts import Concern, explain_error
 
 if TYPE_CHECKING:
     from bson import Timestamp
@@ -283,7 +283,7 @@ class SnapshotThread:
     def _move_stream(self, chunk: Chunk) -> Timestamp:
         """Write something, which the stream has to come by; return its cluster time."""
         chunk.passed_at = time.monotonic()
-        time_ = self._store.pass_on(chunk.snapshot.id, self._version, chunk.begun)
+        time_ = self._store.mark_read_end(chunk.snapshot.id, self._version, chunk.begun)
         if time_ is None:
             raise RefusedChunkError
         return time_
@@ -382,7 +382,7 @@ class SnapshotThread:
             return
         is_own = isinstance(error, ChunkFailedError | SnapshotFailedError)
         pace, text = self._pace(record.id), str(error) if is_own else error_text(error)
-        final = explained(error, self._concern(record))
+        final = explain_error(error, self._concern(record))
         if final is not None or not (is_passing(error) or isinstance(error, ChunkFailedError)):
             self._give_up(record, str(final or text))
             return
@@ -418,7 +418,7 @@ class SnapshotThread:
         self._gate.note_failure()
         logger.warning(
             "reading or writing the records of snapshots failed, trying again: %s",
-            explained(error, self._wiring.state_concern) or error_text(error),
+            explain_error(error, self._wiring.state_concern) or error_text(error),
             extra={"event": "snapshots_unread"},
         )
 

@@ -38,7 +38,7 @@ from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, extract_t
 from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailedError
 from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
-from mongo_celery.bridge.state.partitions import mostly_stand
+from mongo_celery.bridge.state.partitions import is_mostly_blocked
 from mongo_celery.bridge.stream.operation_types import MOVES
 from mongo_celery.mongo.redaction import short
 
@@ -252,7 +252,7 @@ def _may_begin(subscription: Subscription) -> bool:
     if subscription.is_draining:  # it leaves what is before T, and reads that again
         return False
     partitions = subscription.partitions.values()
-    return all(each.won for each in partitions) and not mostly_stand([each.image for each in partitions])
+    return all(each.won for each in partitions) and not is_mostly_blocked([each.image for each in partitions])
 
 
 def _token_data(item: ChangeEvent | Mark) -> str:

@@ -35,7 +35,7 @@ from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions, StartFrom
-from mongo_celery.bridge.state.subscriptions import OWED, lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import OWED, parse_lost_history, parse_name
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP
@@ -113,7 +113,7 @@ def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, S
 
 def starts_now(store: Store, names: Collection[str], version: int) -> dict[str, Start]:
     """As `read_starts`, without writing anything."""
-    documents = {name_in(document): document for document in store.subscriptions.read_all()}
+    documents = {parse_name(document): document for document in store.subscriptions.read_all()}
     return _starts(documents, names, version)
 
 
@@ -133,7 +133,7 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
         found = Start(start, Mark(token, token_data(token), time_), document.get("fingerprint"))
     is_owed = document.get("snapshot") == OWED
     return replace(
-        found, lost=lost_in(document), owed_from=(document.get("snapshotFrom") or start) if is_owed else None
+        found, lost=parse_lost_history(document), owed_from=(document.get("snapshotFrom") or start) if is_owed else None
     )
 
 
@@ -191,7 +191,7 @@ class _Pinning:
     @staticmethod
     def _warn_of_unserved(fresh: Sequence[str], stored: Sequence[Mapping[str, Any]], takeover: Takeover) -> None:
         """Log new handlers beside positions without a handler: a function may have another name since the last term."""
-        begun = {name_in(each) for each in stored if "startAtOperationTime" in each}
+        begun = {parse_name(each) for each in stored if "startAtOperationTime" in each}
         unserved = sorted(begun - takeover.documents.keys())
         if unserved:
             logger.warning(

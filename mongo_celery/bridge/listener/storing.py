@@ -53,11 +53,11 @@ from mongo_celery.bridge.listener.stored_range import stored_change
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, brief, explained, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -337,7 +337,7 @@ class Storing:
 
     def _note_failure(self, what: str, error: Exception, partition: Partition | None = None) -> None:
         """Try again after a pause; a failure that lasts stops the partition that it concerns, and no other."""
-        text = str(explained(error, self._concern) or brief(error))
+        text = str(explain_error(error, self._concern) or brief(error))
         if partition is not None:
             failed = partition.not_stored or NotStored(RetryGate(_PAUSES), "", datetime.now(UTC))
             failed.error = storable(text[:_REASON_CHARS])
@@ -352,7 +352,7 @@ class Storing:
 
 def blocked_by(partition: Partition) -> str | None:
     """Return the reason for which a partition does not continue at this moment; None where it waits for a worker."""
-    state = state_of(partition.image)
+    state = visible_state(partition.image)
     if state != "flowing":
         return state
     if partition.rejection is not None:

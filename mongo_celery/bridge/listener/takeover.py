@@ -29,7 +29,7 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.subscriptions import Layout, layout_in
+from mongo_celery.bridge.state.subscriptions import Layout, parse_layout
 from mongo_celery.errors import LeaseLostError
 
 if TYPE_CHECKING:
@@ -94,13 +94,15 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         version = renewal.term.version
         wanted = {handler.name: _plan_layout(handler, options, version) for handler in handlers}
         documents = store.subscriptions.take_over(wanted, version)
-        layouts = {name: layout_in(documents[name]) for name in wanted}
+        layouts = {name: parse_layout(documents[name]) for name in wanted}
         newest = store.snapshots.take_over(version)  # before any partition: see `state/snapshots.py`
         store.partitions.prepare({name: documents[name].get("resumeToken") for name in wanted}, layouts, version)
         images = _win_all(store, layouts, version)
         largest = max([newest, store.partitions.largest_term()] + [document["term"] for document in documents.values()])
         if largest <= version:
-            wanted = {name: layouts[name] if layouts[name].is_like(each) else each for name, each in wanted.items()}
+            wanted = {
+                name: layouts[name] if layouts[name].is_equivalent(each) else each for name, each in wanted.items()
+            }
             return Takeover(version, layouts, wanted, documents, images)
         logger.warning(
             "an epoch of %d is larger than version %d; raising the version",

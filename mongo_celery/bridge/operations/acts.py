@@ -19,7 +19,7 @@ from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.audit import make_record, user_at_host
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import DeploymentError
-from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.opening import to_user_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -81,7 +81,7 @@ def reached(wiring: Wiring) -> Iterator[Store]:
         wiring.reach()
         yield wiring.store
     except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
+        raise to_user_error(error, wiring.state_concern) from error
 
 
 @contextmanager
@@ -127,7 +127,8 @@ def _store(wiring: Wiring, store: Store, act: Act) -> None:
     except PyMongoError as error:
         raise DeploymentError(
             f"`{record['command']}` was carried out ({effect_text(act.effect)}), but its audit record could not be "
-            f"stored: {translated(error, wiring.state_concern)} Write down who did it and why, and do not repeat it.",
+            f"stored: {to_user_error(error, wiring.state_concern)} "
+            "Write down who did it and why, and do not repeat it.",
         ) from error
 
 

@@ -19,10 +19,10 @@ from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import letter_name
 from mongo_celery.bridge.operations.acts import audited
-from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, forms_of
-from mongo_celery.bridge.state.partitions import Image, Partitions, state_of
+from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, iterate_forms
+from mongo_celery.bridge.state.partitions import Image, Partitions, visible_state
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import is_out_of_reach, layouts_in_force, name_in
+from mongo_celery.bridge.state.subscriptions import is_out_of_reach, layouts_in_force, parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import is_transient
 
@@ -166,7 +166,7 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
             command = wiring.line.changes("skip", *words)
             raise CommandRefusedError(sentence_on(image, _NOT_STORED.format(command=command)))
         place = Place(generation, image.index, image.committed + 1, image.fence, change.hash)
-        *fuller, last = forms_of(change.raw)
+        *fuller, last = iterate_forms(change.raw)
         for form in (*fuller, last):
             found = form()
             letter = dead_letter(
@@ -239,7 +239,7 @@ def _unable_to_run(
     lease = store.leases.read() or {}
     report = (lease.get("live") and lease.get("report")) or {}
     held = {(each["subscription"], each["partition"]) for each in report.get("held", ())}
-    documents = {name_in(document): document for document in store.subscriptions.read_all()}
+    documents = {parse_name(document): document for document in store.subscriptions.read_all()}
     found = {}
     for image in images:
         place = image.subscription, image.index
@@ -277,7 +277,7 @@ def _apply(
             return CommandResult(
                 image.subscription,
                 image.index,
-                state_of(image),
+                visible_state(image),
                 "unchanged" if image.state == command.goal else "unfit",
                 sentence_on(image, objection),
             )
@@ -287,7 +287,7 @@ def _apply(
     reason = sentence_on(
         image, f"kept changing while it was to {command.name}; look at status, then repeat the command"
     )
-    return CommandResult(image.subscription, image.index, state_of(image), "refused", reason)
+    return CommandResult(image.subscription, image.index, visible_state(image), "refused", reason)
 
 
 def _again(partitions: Partitions, image: Image, generation: int) -> Image:
@@ -364,7 +364,7 @@ def not_halted(image: Image) -> str | None:
     """Why the change of a partition cannot be skipped; None when it can."""
     if image.state == "halted":
         return None
-    return f"is {state_of(image)}, not halted: only the change at which a partition halted can be skipped"
+    return f"is {visible_state(image)}, not halted: only the change at which a partition halted can be skipped"
 
 
 def _standing(image: Image) -> str:

@@ -15,19 +15,19 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.grants import roles_of
-from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in, position_in
+from mongo_celery.bridge.state.partitions import Image, visible_state
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_lost_history, parse_name, parse_position
 from mongo_celery.bridge.stream.cursor import Position, open_cursor
 from mongo_celery.bridge.stream.reactions import Reaction, classify_error, final_error
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.findings import Finding, error, ok, warning
-from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session, sentence_on, strict
+from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence, open_session, strict
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.rights import allowed
-from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, verdict_on
+from mongo_celery.mongo.rights import read_rights
+from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, judge_error
 from mongo_celery.quantities import duration
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _roles(client: Client, wiring: Wiring) -> Sequence[str]:
         return ()
     try:
         with pymongo.timeout(ANSWER_SECONDS):
-            return roles_of(wiring, allowed(client))
+            return roles_of(wiring, read_rights(client))
     except (ConfigurationError, PyMongoError):
         return ()
 
@@ -168,7 +168,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
         ):
             return ok("change_stream", f"It opens on {where}.")
     except PyMongoError as failure:
-        if verdict_on(failure) is Verdict.ACCESS and "operator" in _roles(client, wiring):
+        if judge_error(failure) is Verdict.ACCESS and "operator" in _roles(client, wiring):
             return warning(
                 "change_stream",
                 f"This user has an operator's rights, and not a listener's to open it on {where}: run the check as the "
@@ -177,7 +177,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
         reaction = classify_error(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
             concern = Concern(f"a change stream on {where}", "changeStream and find there")
-            return error("change_stream", f"It did not open on {where}: {sentence_on(failure, concern)}")
+            return error("change_stream", f"It did not open on {where}: {error_sentence(failure, concern)}")
         return error("change_stream", str(final_error(reaction, failure, where)))
 
 
@@ -281,7 +281,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     """Where the registered subscriptions stand, as far as they have been led with."""
     registered = {handler.name for handler in wiring.handlers}
     try:
-        documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
+        documents = {parse_name(document): document for document in wiring.store.subscriptions.read_all()}
         names = sorted(registered & documents.keys())
         layouts = layouts_in_force([documents[name] for name in names])
         images = wiring.store.partitions.of({name: layout.generation for name, layout in layouts.items()})
@@ -290,10 +290,10 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}
     found = []
     for name in names:
-        place = position_in(documents[name])
+        place = parse_position(documents[name])
         if place is not None:
             holder = _holder(reported.get(name), [image for image in images if image.subscription == name])
-            found.append(History(name, place, lost_in(documents[name]) is not None, *holder))
+            found.append(History(name, place, parse_lost_history(documents[name]) is not None, *holder))
     return found
 
 
@@ -301,7 +301,7 @@ def _holder(reported: Mapping[str, Any] | None, images: Iterable[Image]) -> tupl
     """The partition that holds a subscription: as the listener says, else one that stands; and its state."""
     if reported is not None and reported.get("partition") is not None:
         return reported["partition"], reported["state"]
-    standing = {state_of(image): image.index for image in images if state_of(image) != "flowing"}
+    standing = {visible_state(image): image.index for image in images if visible_state(image) != "flowing"}
     return next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
 
 
@@ -309,7 +309,7 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, line: CommandLin
     """Who has lost its history, and who is about to: each with the command that helps."""
     well = bool(histories)
     for history in histories:
-        share = oplog.share_behind(history.place) if rolls else 0.0
+        share = oplog.lag_share(history.place) if rolls else 0.0
         if history.is_lost:
             well = False
             yield error(

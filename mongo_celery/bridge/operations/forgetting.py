@@ -12,7 +12,7 @@ from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.rewinding import LOCKED, leader_in, refuse_unknown
 from mongo_celery.bridge.state.names import Holdings
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.locked import is_lock
 
@@ -66,7 +66,7 @@ def plan_forget(wiring: Wiring, name: str, *, letters: bool, stamps: Sequence[st
             raise CommandRefusedError(f"--stamps {each} is no collection: write DATABASE.COLLECTION.")
     with reached(wiring) as store:
         lease = store.leases.read() or {}
-        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        documents = {parse_name(document): document for document in store.subscriptions.read_all()}
         holdings = store.names.holdings(name)
         if name not in documents and not holdings.any and not stamps:  # else a part of them may be left
             raise refuse_unknown(wiring, name, sorted(documents))

@@ -21,7 +21,7 @@ from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.rewinding import LOCKED
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import layouts_in_force, lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_lost_history, parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.oplog import operation_time, read_oplog
@@ -60,14 +60,14 @@ def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
         DeploymentError: it cannot serve a bridge, or a right is missing.
     """
     with reached(wiring) as store:
-        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        documents = {parse_name(document): document for document in store.subscriptions.read_all()}
         stored = _stored(store, subscription) if subscription in documents else ()
     if subscription not in documents:
         raise CommandRefusedError(
             f"Bridge {wiring.name} has no subscription {subscription!r}{nearest(subscription, list(documents))}; "
             f"it has {', '.join(sorted(documents)) or 'none yet'}.",
         )
-    lost = lost_in(documents[subscription])
+    lost = parse_lost_history(documents[subscription])
     if not lost:
         raise CommandRefusedError(
             f"Subscription {subscription} has not lost its history, as far as a listener has seen: nothing to decide.",

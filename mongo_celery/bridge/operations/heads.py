@@ -21,7 +21,7 @@ from mongo_celery.bridge.operations.acts import reached
 from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.backlog import StoredChange
-from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import CommandRefusedError
 
@@ -74,7 +74,7 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     image, change = _read(wiring, subscription, partition)
-    if change is None and state_of(image) == "flowing":
+    if change is None and visible_state(image) == "flowing":
         raise CommandRefusedError(sentence_on(image, "flows, and nothing of it is stored: it stands at no change"))
     return _head(image, change)
 
@@ -152,7 +152,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
     return Head(
         subscription=image.subscription,
         index=image.index,
-        state=state_of(image),
+        state=visible_state(image),
         key=key,
         token=token,
         committed=int(image.committed),

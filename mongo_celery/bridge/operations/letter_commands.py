@@ -102,7 +102,7 @@ def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> 
             _check_id(wiring, replace(selection, ids=[each]), names)
         letters = store.dead_letters.find(selection, names, limit, skip=skip)
         has_all = not limit or (len(letters) < limit and (letters or not skip))
-        count = skip + len(letters) if has_all else store.dead_letters.count_of(selection, names)
+        count = skip + len(letters) if has_all else store.dead_letters.count_selected(selection, names)
         return _found(wiring, letters, count)
 
 
@@ -133,7 +133,7 @@ def read_newest(wiring: Wiring, limit: int) -> list[dict[str, Any]]:
 def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:
     store = wiring.store
     leads = bool((store.leases.read() or {}).get("live"))
-    return Found(count, letters, leads, store.dead_letters.parked(letters))
+    return Found(count, letters, leads, store.dead_letters.list_parked_keys(letters))
 
 
 def replay(
@@ -152,7 +152,7 @@ def replay(
     ids = [letter.id for letter in letters]
     with audited(wiring, "dead-letters replay", id=ids, over_newer=over_newer, reason=reason, dry_run=dry_run) as act:
         asking = _Asking(wiring, act, over_newer=over_newer, dry_run=dry_run)
-        keys = wiring.store.dead_letters.parked(letters)
+        keys = wiring.store.dead_letters.list_parked_keys(letters)
         firsts: dict[str, LetterResult] = {}
         results = []
         for letter in letters:
@@ -226,7 +226,7 @@ class _Asking:
             return False
         name = letter.subscription
         if name not in self._parked:
-            self._parked[name] = self._wiring.store.partitions.parked_keys(name, request.generation)
+            self._parked[name] = self._wiring.store.partitions.collect_parked_hashes(name, request.generation)
         return request.hash in self._parked[name]
 
 
@@ -245,7 +245,7 @@ def discard(
     ids = [letter.id for letter in letters]
     with audited(wiring, "dead-letters discard", id=ids, reason=reason, dry_run=dry_run) as act:
         store = wiring.store
-        keys = store.dead_letters.parked(letters)
+        keys = store.dead_letters.list_parked_keys(letters)
         layouts = layouts_in_force(store.subscriptions.read_all())
         results: dict[str, LetterResult] = {}
         gone: dict[tuple[str, int], int] = {}

@@ -28,8 +28,8 @@ from mongo_celery.bridge.stream.cursor import Position, open_cursor, post_batch_
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED
 from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import AccessError, CommandRefusedError, DeploymentError
-from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog, time_of_token, token_before
-from mongo_celery.mongo.verdicts import Concern, Verdict, explained, verdict_on
+from mongo_celery.mongo.oplog import Oplog, earliest_token, operation_time, read_oplog, time_of_token
+from mongo_celery.mongo.verdicts import Concern, Verdict, explain_error, judge_error
 
 if TYPE_CHECKING:
     from bson.raw_bson import RawBSONDocument
@@ -218,7 +218,7 @@ def place_of(wiring: Wiring, asked: Asked, reach: Reach, option: str) -> StreamP
     """
     time = reach.at(asked, option)
     if asked.token is None:
-        return StreamPlace(token_before(time), time)
+        return StreamPlace(earliest_token(time), time)
     data = str(asked.token["_data"])
     if len(data) == _TIME_CHARS:  # as a rewind writes a time
         return StreamPlace(asked.token, time)
@@ -278,13 +278,13 @@ def read_from(
                         "command when the server has less to do.",
                     )
     except PyMongoError as error:
-        if verdict_on(error) is Verdict.HISTORY_LOST:
+        if judge_error(error) is Verdict.HISTORY_LOST:
             raise CommandRefusedError(
                 f"The oplog no longer holds {iso(time)}, so nothing can be read from there. `oldest` is the farthest "
                 "place.",
             ) from error
         concern = Concern("the change stream of this bridge", "changeStream and find on what its handlers watch")
-        known = explained(error, concern)
+        known = explain_error(error, concern)
         if known is not None:
             raise known from error
         raise

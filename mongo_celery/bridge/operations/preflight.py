@@ -21,7 +21,7 @@ from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, error, ok, warning
-from mongo_celery.mongo.examining import guarded
+from mongo_celery.mongo.examining import collect_findings
 
 _TASK_PROTOCOL = 2
 
@@ -40,28 +40,28 @@ def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
     """
     assert wiring.options, "wrong options are refused before anything is looked at"
     concern = wiring.state_concern
-    found = guarded("celery", lambda: _check_celery(wiring), concern)
-    mongodb = guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
+    found = collect_findings("celery", lambda: _check_celery(wiring), concern)
+    mongodb = collect_findings("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
     found += mongodb
     answers = not _is_wrong(mongodb, {"mongodb", "state_rights"})
     if answers:
-        found += guarded("sources", lambda: check_sources(wiring), concern)
+        found += collect_findings("sources", lambda: check_sources(wiring), concern)
     found += ask(wiring, lease=answers)
-    found += guarded("exposure", lambda: check_encryption(wiring), concern)
+    found += collect_findings("exposure", lambda: check_encryption(wiring), concern)
     if not answers:
         return found
-    judged = guarded("state", lambda: check_state(wiring, found, line or CommandLine()), concern)
+    judged = collect_findings("state", lambda: check_state(wiring, found, line or CommandLine()), concern)
     return [*found, *judged] if _is_wrong(judged, {"state"}) else judged
 
 
 def ask(wiring: Wiring, *, lease: bool = True) -> list[Finding]:
     """What a verdict takes beside the status: of the broker, the workers, and the `lease` where it can be read."""
     concern = wiring.state_concern
-    found = guarded("lease", lambda: check_lease(wiring), concern) if lease else []
-    broker = guarded("broker", lambda: check_broker(wiring.app, wiring.queue_names), concern)
+    found = collect_findings("lease", lambda: check_lease(wiring), concern) if lease else []
+    broker = collect_findings("broker", lambda: check_broker(wiring.app, wiring.queue_names), concern)
     found += broker
     if not _is_wrong(broker, {"broker"}):
-        found += guarded("workers", lambda: check_workers(wiring), concern)
+        found += collect_findings("workers", lambda: check_workers(wiring), concern)
     return found
 
 

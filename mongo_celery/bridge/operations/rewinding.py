@@ -25,10 +25,16 @@ from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, place_of
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.dead_letters import ASKED
-from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind
+from mongo_celery.bridge.state.partitions import Image, visible_state
+from mongo_celery.bridge.state.positions import Move, Moved, later_existing_query, later_letters_query
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in, position_in
+from mongo_celery.bridge.state.subscriptions import (
+    Layout,
+    layouts_in_force,
+    parse_lost_history,
+    parse_name,
+    parse_position,
+)
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.oplog import time_of_token
@@ -139,7 +145,7 @@ def plan_rewind(
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     with reached(wiring) as store:
-        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        documents = {parse_name(document): document for document in store.subscriptions.read_all()}
         lease = store.leases.read() or {}
         layout = _layout(wiring, documents, subscription)
         _refuse_lost(wiring.line, subscription, documents[subscription])
@@ -172,7 +178,7 @@ def plan_rewind(
         return RewindPlan(
             subscription=subscription,
             to=to,
-            at=iso(position_in(documents[subscription])),
+            at=iso(parse_position(documents[subscription])),
             forward=forward,
             partitions=sorted(moved, key=lambda each: each.index),
             reread=reread,
@@ -262,7 +268,7 @@ def _layout(wiring: Wiring, documents: Mapping[str, Mapping[str, Any]], subscrip
 
 
 def _refuse_lost(line: CommandLine, subscription: str, document: Mapping[str, Any]) -> None:
-    if lost_in(document):
+    if parse_lost_history(document):
         raise CommandRefusedError(
             f"Subscription {subscription} has lost its history, so it cannot be sent anywhere: decide first with "
             f"`{line.changes('go-on', subscription, '--from', 'oldest')}` or "
@@ -288,7 +294,7 @@ def _stands(image: Image) -> bool:
 
 
 def _moves_watermark(document: Mapping[str, Any], to: StreamPlace, *, forward: bool, only: bool) -> bool:
-    token, own = document.get("resumeToken"), position_in(document)
+    token, own = document.get("resumeToken"), parse_position(document)
     if forward:
         return not only and (own is None or own < to.time)
     if token:
@@ -297,7 +303,7 @@ def _moves_watermark(document: Mapping[str, Any], to: StreamPlace, *, forward: b
 
 
 def _nothing_to_do(subscription: str, document: Mapping[str, Any], to: StreamPlace, *, forward: bool) -> str:
-    where = f"Subscription {subscription} stands at {iso(position_in(document))}"
+    where = f"Subscription {subscription} stands at {iso(parse_position(document))}"
     if forward:
         return f"{where}, which is now: there is nothing to pass over."
     return f"{where}, and has handled nothing behind {to.iso}: there is nothing to send back (`--to now` goes forward)."
@@ -311,7 +317,7 @@ def _partition_move(store: Store, image: Image, layout: Layout, to: StreamPlace,
             stored = store.backlog.count(partition_id, image.data, str(to.token["_data"]))
     return PartitionMove(
         index=image.index,
-        standing=state_of(image),
+        standing=visible_state(image),
         at=iso(time_of_token(image.token, None)) if image.token else None,
         key=str(image.head["key"]) if image.state == "halted" and image.head is not None else None,
         running=image.live,
@@ -331,13 +337,13 @@ def _around(
     forward: bool,
 ) -> dict[str, Any]:
     """What else a plan says: forward, what is passed over; back, what lies behind the place and does not run again."""
-    subscription, indexes = name_in(document), {each.index for each in moved}
+    subscription, indexes = parse_name(document), {each.index for each in moved}
     if forward:
         going = [image for image in images if image.index in indexes]
-        return {"passed_from": _passed_from(store, going, layout, to, position_in(document))}
+        return {"passed_from": _passed_from(store, going, layout, to, parse_position(document))}
     data = str(to.token["_data"])
-    letters = behind(wiring.name, subscription, data)
-    existing = existing_behind(wiring.name, subscription, data)
+    letters = later_letters_query(wiring.name, subscription, data)
+    existing = later_existing_query(wiring.name, subscription, data)
     theirs = {"partition": {"$in": sorted(indexes)}}
     asked = {"replay.partitioningTerm": layout.generation, "replay.partition": {"$in": sorted(indexes)}}
     collection = store.dead_letters.collection

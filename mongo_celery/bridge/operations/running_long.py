@@ -14,7 +14,7 @@ from mongo_celery.bridge.operations.reasons import (
     summed,
     where,
 )
-from mongo_celery.bridge.state.claims import pid_of
+from mongo_celery.bridge.state.claims import owner_pid
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration
@@ -52,7 +52,7 @@ def running_long(status: Mapping[str, Any], slots: int | None, line: CommandLine
 def _reason(handler: Mapping[str, Any], partitions: Sequence[Mapping[str, Any]], *, holds_all: bool) -> Reason:
     longest = max(each["claim"]["seconds"] for each in partitions)
     processes = list(dict.fromkeys(each["claim"]["process"] for each in partitions))
-    pids = [pid for each in partitions if (pid := pid_of(each["claim"]["owner"])) is not None]
+    pids = [pid for each in partitions if (pid := owner_pid(each["claim"]["owner"])) is not None]
     kill = f", run there: kill -9 {' '.join(dict.fromkeys(pids))}" if pids else ", end these processes"
     has, it = ("has been", "this partition") if len(partitions) == 1 else ("have been", "these partitions")
     cost = "Every slot of the workers is held: no other change runs." if holds_all else f"Later changes of {it} wait."

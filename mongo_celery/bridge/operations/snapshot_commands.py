@@ -26,7 +26,7 @@ from mongo_celery.bridge.stream.condition import find_objection
 from mongo_celery.bridge.stream.source import parse_source
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import strict
-from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
+from mongo_celery.mongo.verdicts import Verdict, brief, judge_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
@@ -89,7 +89,7 @@ def start(
         store, asked = wiring.store.snapshots, []
         for source, facts in found.items():
             planned = PlannedSnapshot(
-                None if dry_run else store.id_of(handler.name), handler.name, source, estimate(wiring.client, source)
+                None if dry_run else store.make_id(handler.name), handler.name, source, estimate(wiring.client, source)
             )
             asked.append(planned)
             if not dry_run:
@@ -209,7 +209,7 @@ def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
     try:
         facts = read_facts(wiring.client, source)
     except OperationFailure as error:
-        if verdict_on(error) is Verdict.ACCESS:  # the listener finds out
+        if judge_error(error) is Verdict.ACCESS:  # the listener finds out
             return None
         raise
     if facts is None:
@@ -226,7 +226,7 @@ def _judge(wiring: Wiring, source: str, condition: str, time: Timestamp) -> None
     try:
         list(strict(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:
-        if verdict_on(error) is Verdict.ACCESS:
+        if judge_error(error) is Verdict.ACCESS:
             return
         raise CommandRefusedError(f"The server cannot judge --match on {source}: {brief(error)}.") from error
 

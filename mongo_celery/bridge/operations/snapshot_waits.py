@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mongo_celery.bridge.state.partitions import Image, mostly_stand, state_of
+from mongo_celery.bridge.state.partitions import Image, is_mostly_blocked, visible_state
 from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
-from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import parse_lost_history, parse_name
 from mongo_celery.command_line import ANY_APP, CommandLine
 
 
@@ -71,8 +71,8 @@ class Surroundings:
             oldest, now = (self.line.changes("go-on", name, "--from", place) for place in ("oldest", "now"))
             return f"its handler has lost its history: decide (`{oldest}` or `{now}`)"
         images = [image for image in self.images if image.subscription == name]
-        states = Counter(map(state_of, images))
-        if not mostly_stand(images):
+        states = Counter(map(visible_state, images))
+        if not is_mostly_blocked(images):
             return None
         if states["paused"] == len(images):
             return f"its handler is paused (`{self.line.changes('resume', name)}`)"
@@ -95,7 +95,7 @@ def surroundings(
         registered=registered,
         served=(held.get("identity") or {}).get("handlers") if is_led else None,
         report=(is_led and held.get("report")) or {},
-        lost={name_in(each) for each in subscriptions if lost_in(each)},
+        lost={parse_name(each) for each in subscriptions if parse_lost_history(each)},
         images=images,
         line=line,
     )

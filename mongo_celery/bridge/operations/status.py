@@ -29,15 +29,21 @@ from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.claims import process_of
-from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.claims import describe_owner
+from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force, lost_in, name_in, position_in
+from mongo_celery.bridge.state.subscriptions import (
+    Layout,
+    layouts_in_force,
+    parse_lost_history,
+    parse_name,
+    parse_position,
+)
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.opening import to_user_error
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
 
 if TYPE_CHECKING:
@@ -190,7 +196,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
         with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
             return shape(_read(client, wiring))
     except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
+        raise to_user_error(error, wiring.state_concern) from error
 
 
 def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
@@ -212,7 +218,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         images=images,
         layouts=layouts,
         dead_letters=store.dead_letters.count(),
-        oversized=store.dead_letters.oversized(),
+        oversized=store.dead_letters.read_oversized_error(),
         snapshots=store.snapshots.read(),
         without_runs=frozenset(each.name for each in wiring.handlers if not _takes_runs(wiring, each)),
         commits={each.name: "inline" if each.commits_inline(options) else "chain" for each in wiring.handlers},
@@ -247,7 +253,7 @@ def _marked(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]
 def _stored_heads(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, dict[str, str]]:
     """The change of each of some partitions that do not know it themselves, and of which it is stored."""
     found = {}
-    unknown = [image for image in images if image.spilled and state_of(image) in {"parked", "waiting"}]
+    unknown = [image for image in images if image.spilled and visible_state(image) in {"parked", "waiting"}]
     for image in unknown[:_HEADS_MAX]:
         assert image.spilled is not None, "only those are asked about"
         name, index = image.subscription, image.index
@@ -360,7 +366,7 @@ def _listener(lease: Mapping[str, Any], mine: Identity | None) -> dict[str, Any]
 
 
 def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    documents = {name_in(document): document for document in facts.subscriptions}
+    documents = {parse_name(document): document for document in facts.subscriptions}
     idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
     version = (facts.lease or {}).get("term")
     moving = {each["subscription"]: each for each in report.get("moving", ())}
@@ -374,10 +380,10 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         images = [image for image in facts.images if image.subscription == name]
         layout = facts.layouts.get(name)
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
-        lost = lost_in(document)
+        lost = parse_lost_history(document)
         is_led = name in facts.registered and document.get("term") == version and name not in apart
         done = idle and is_led and not lost
-        behind = 0 if done else _lag(position_in(document), facts.now)
+        behind = 0 if done else _lag(parse_position(document), facts.now)
         ages = [behind, *(_age_of_oldest(image, facts) for image in images)]
         shaped.append(
             {
@@ -394,7 +400,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "watermark_at": iso(document.get("clusterTime")),
                 "lag_seconds": max((age for age in ages if age is not None), default=None),
                 "oplog_left_seconds": _oplog_left(facts, behind),
-                "oplog_share": _share(facts, position_in(document)),
+                "oplog_share": _share(facts, parse_position(document)),
                 "run_gain": _run_gain(facts, name, images),
                 "spilled": _sum_stored(facts, [image for image in images if image.spilled]),
                 "dead_letters": facts.dead_letters.get(name, 0),
@@ -426,9 +432,9 @@ def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], im
         return "unregistered"
     if not document:
         return "new"
-    if lost_in(document):
+    if parse_lost_history(document):
         return "history_lost"
-    states = {state_of(image) for image in images}
+    states = {visible_state(image) for image in images}
     return _state_under(facts, next((state for state in _WORST_FIRST if state in states), "flowing"))
 
 
@@ -461,7 +467,7 @@ def _place_of(moment: datetime | None) -> Timestamp | None:
 def _share(facts: Facts, place: Timestamp | None) -> float | None:
     if place is None or facts.oplog is None or not facts.oplog_rolls:
         return None
-    return round(facts.oplog.share_behind(place), 3)
+    return round(facts.oplog.lag_share(place), 3)
 
 
 def _new_layout(moving: Mapping[str, Any]) -> dict[str, Any]:
@@ -486,7 +492,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
         "subscription": image.subscription,
         "index": image.index,
         "queue": facts.options.queue_name(image.index, facts.groups.get(image.subscription)),
-        "state": _state_under(facts, state_of(image)),
+        "state": _state_under(facts, visible_state(image)),
         "committed": int(image.committed),
         "token": image.data or None,
         "term": int(image.term),
@@ -510,7 +516,7 @@ def _claim(image: Image, now: Timestamp) -> dict[str, Any] | None:
     now = _place_of(image.read_at) or now  # an idle cluster's latest operation may be some seconds old
     return {
         "owner": claim["owner"],
-        "process": process_of(str(claim["owner"])),
+        "process": describe_owner(str(claim["owner"])),
         "seconds": _lag(_place_of(claim.get("at")), now),
         "first": int(claim["first"]),
         "last": int(claim["last"]),

@@ -42,19 +42,19 @@ from mongo_celery.bridge.existing import END, token_place
 from mongo_celery.bridge.state.stored import (
     Document,
     StoredChange,
-    bulks_of,
-    change_in,
-    documents_of,
-    id_of,
-    ids_between,
+    backlog_id,
+    backlog_range,
+    build_documents,
+    build_replacement,
     ids_under,
-    outline_in,
+    parse_change,
+    parse_outline,
+    parse_place,
     part_ids,
-    past,
-    place_in,
-    replacing,
+    range_end,
+    split_bulks,
 )
-from mongo_celery.mongo.table import Table, call_timeout, present_in
+from mongo_celery.mongo.table import Table, call_timeout, find_duplicates
 
 __all__ = ["EVERYTHING", "Backlog", "StoredChange", "token_place"]
 
@@ -98,7 +98,7 @@ class Backlog:
         Raises:
             PyMongoError: any of them may be missing; nothing may rely on those that are there.
         """
-        for bulk in bulks_of(documents_of(partition_id, changes, version)):
+        for bulk in split_bulks(build_documents(partition_id, changes, version)):
             self._insert(bulk, version, session)
 
     def _insert(self, documents: list[Document], version: int, session: ClientSession | None) -> None:
@@ -119,7 +119,7 @@ class Backlog:
             with self._table.limit():
                 self._table.collection.insert_many(documents, ordered=False, session=session)
         except BulkWriteError as error:
-            return {documents[place]["_id"] for place in present_in(error)}
+            return {documents[place]["_id"] for place in find_duplicates(error)}
         return set()
 
     def _keep(self, present: Mapping[str, Document], version: int, session: ClientSession | None) -> bool:
@@ -139,7 +139,7 @@ class Backlog:
             others = {"$or": [{"parts": {"$gt": 0}}, {"refusal": {"$ne": None}}]}
             for found in collection.find({"_id": {"$in": ids}, **others}, {"_id": 1}, session=session):
                 mine = {"_id": found["_id"], "term": {"$lte": Int64(version)}, **others}
-                update = replacing(present[found["_id"]])
+                update = build_replacement(present[found["_id"]])
                 kept += collection.update_one(mine, update, session=session).matched_count
             return kept == len(ids)
 
@@ -157,8 +157,8 @@ class Backlog:
         """
         over: list[dict[str, Any]] = [{"refused": None}]
         if passed:
-            over.append({"_id": ids_between(partition_id, "", passed)})
-        for some in self._slices(ids_between(partition_id, "", committed)) if committed else ():
+            over.append({"_id": backlog_range(partition_id, "", passed)})
+        for some in self._slices(backlog_range(partition_id, "", committed)) if committed else ():
             yield self._remove_some({"_id": some, "term": {"$lte": Int64(version)}, "$or": over})
 
     def _remove_some(self, query: Mapping[str, Any]) -> int:
@@ -176,7 +176,7 @@ class Backlog:
             until: that of the last one that may be read.
             limit: how many at most.
         """
-        query = {"_id": ids_between(partition_id, after, until), "part": None}
+        query = {"_id": backlog_range(partition_id, after, until), "part": None}
         with self._table.limit(), self._table.collection.find(query).sort("_id", 1) as found:
             changes = (self._change(document) for document in found.limit(limit))
             return [change for change in changes if change is not None]
@@ -185,24 +185,24 @@ class Backlog:
         self, partition_id: str, after: str, until: str, limit: int, session: ClientSession | None = None
     ) -> list[StoredChange]:
         """Do as `read`, without the bytes of the events."""
-        query = {"_id": ids_between(partition_id, after, until), "part": None}
+        query = {"_id": backlog_range(partition_id, after, until), "part": None}
         with self._table.limit():
             found = self._table.collection.find(query, dict.fromkeys(_OUTLINE, 1), session=session)
-            return [outline_in(document) for document in found.sort("_id", 1).limit(limit)]
+            return [parse_outline(document) for document in found.sort("_id", 1).limit(limit)]
 
     def first(self, partition_id: str, after: str, until: str) -> str | None:
         """Return the comparable part of the token of the first stored change after a place; by the index alone."""
-        found = self._at(ids_between(partition_id, after, until), 1)
-        return None if found is None else place_in(partition_id, found)
+        found = self._at(backlog_range(partition_id, after, until), 1)
+        return None if found is None else parse_place(partition_id, found)
 
     def last(self, partition_id: str) -> str:
         """Return the place of the last stored change of a partition; empty without one."""
         found = self._table.find_one({"_id": ids_under(partition_id)}, {"_id": 1}, sort=[("_id", -1)])
-        return "" if found is None else place_in(partition_id, found["_id"])
+        return "" if found is None else parse_place(partition_id, found["_id"])
 
     def fetch(self, partition_id: str, data: Sequence[str]) -> dict[str, StoredChange]:
         """Stored changes by the comparable parts of their tokens; those that are not there are left out."""
-        ids = {id_of(partition_id, each): each for each in data}
+        ids = {backlog_id(partition_id, each): each for each in data}
         with self._table.limit(), self._table.collection.find({"_id": {"$in": list(ids)}}) as found:
             changes = {ids[document["_id"]]: self._change(document) for document in found}
         return {each: change for each, change in changes.items() if change is not None}
@@ -214,18 +214,18 @@ class Backlog:
             wanted = {"_id": {"$in": part_ids(now)}}
             parts = list(self._table.collection.find(wanted).sort("_id", 1))
             if len(parts) == now["parts"]:
-                return change_in(now, parts)
+                return parse_change(now, parts)
             seen = now["digest"]
             now = self._table.collection.find_one({"_id": now["_id"]})
             if now is not None and now.get("digest") == seen:
-                return change_in(now, parts)
-        return None if now is None else change_in(now)
+                return parse_change(now, parts)
+        return None if now is None else parse_change(now)
 
     def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
         """Yield the places of changes that were ever refused, behind a place up to another one, call by call."""
-        for some in self._slices(ids_between(partition_id, after, until)):
+        for some in self._slices(backlog_range(partition_id, after, until)):
             query = {"_id": some, "part": None, "$or": [{"refused": True}, {"refusal": {"$ne": None}}]}
-            yield [place_in(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]
+            yield [parse_place(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]
 
     def _slices(self, ids: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
         """Yield a range of `_id`s in parts that one call can read."""
@@ -240,7 +240,7 @@ class Backlog:
         """The `_id` of the first partition behind another one that has stored changes, or of what is none; or None."""
         ids = ids_under(self._bridge)
         if after is not None:  # partitions may lie behind the `_id` of what is none
-            ids["$gt"] = past(after) if after.count("/") == _SLASHES else after
+            ids["$gt"] = range_end(after) if after.count("/") == _SLASHES else after
         query = {"_id": ids}
         found = self._table.find_one(query, {"_id": 1}, sort=[("_id", 1)])
         return None if found is None else "/".join(found["_id"].split("/")[:4])
@@ -254,7 +254,7 @@ class Backlog:
     def count(self, partition_id: str, after: str, until: str) -> int:
         """Return at most how many changes are stored of a partition between two places: their parts count too."""
         with self._table.limit():
-            return self._table.collection.count_documents({"_id": ids_between(partition_id, after, until)})
+            return self._table.collection.count_documents({"_id": backlog_range(partition_id, after, until)})
 
     def size(self) -> int:
         """Return the bytes of all that is stored in the collection, also of other bridges of this state database."""

@@ -69,7 +69,7 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
-from mongo_celery.bridge.state.stored import unsigned
+from mongo_celery.bridge.state.stored import to_unsigned
 from mongo_celery.mongo.expressions import REMOVED, after, literal, millis, next_number, whole
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
@@ -159,13 +159,13 @@ def new_owner() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
 
 
-def process_of(owner: str) -> str:
+def describe_owner(owner: str) -> str:
     """Return the process that holds a claim, in words."""
-    pid = pid_of(owner)
+    pid = owner_pid(owner)
     return f"owner {owner}" if pid is None else f"process {pid} on {owner.rsplit(':', 2)[0]}"
 
 
-def pid_of(owner: str) -> str | None:
+def owner_pid(owner: str) -> str | None:
     """Return the id of the process that holds a claim; None where its owner names none."""
     _, pid, *rest = [*owner.rsplit(":", 2), ""]
     return pid if len(rest) > 1 and pid.isdecimal() else None
@@ -248,7 +248,7 @@ class Claims:
             counts["crashes"],
             waits=waiting.get("count", 0),
             doubts=waiting.get("timeOuts", 0),
-            parked=parked_in(document),
+            parked=collect_parked_hashes(document),
             inline=inline,
             at=document["claim"]["at"],
             passed_over=counts.get("passedOver"),
@@ -306,7 +306,7 @@ class Claims:
             document["fencingToken"],
             0,
             0,
-            parked=parked_in(document),
+            parked=collect_parked_hashes(document),
             rewound=document.get("rewound", 0),
         )
 
@@ -377,7 +377,7 @@ class Claims:
         mine = {
             (found["_id"], found["fencingToken"], (found.get("claim") or {}).get("owner")): found for found in standing
         }
-        return [claim for claim in claims if not _stands(claim, mine)]
+        return [claim for claim in claims if not _is_held(claim, mine)]
 
     def is_mine(self, claim: Claim) -> bool:
         """Whether the claim still stands, by a majority read."""
@@ -402,9 +402,9 @@ class Claims:
             session: of a transactional handler.
         """
         if claim.inline:
-            guard, change = _own_or_done(claim, last, token), _done(claim, last, token)
+            guard, change = _own_or_done(claim, last, token), _build_commit(claim, last, token)
         else:
-            guard, change = _own_or_handled(claim), {"$set": {"handled": _handled(claim, last, token)}}
+            guard, change = _own_or_handled(claim), {"$set": {"handled": _build_handled(claim, last, token)}}
         if session is not None:  # the transaction's own limits hold, and its write concern
             # The effects of a body that is repeated behind its own commit would be there twice.
             return self._table.collection.update_one(own(claim), change, session=session).matched_count == 1
@@ -484,7 +484,7 @@ class Claims:
 
     def discard(self, claim: Claim, token: Mapping[str, Any]) -> bool:
         """Pass over the claim's first change: the execution writes the position itself, and nothing is kept."""
-        return self._write(claim, _passed(claim, token))
+        return self._write(claim, _build_skip(claim, token))
 
     def set_aside(
         self, claim: Claim, token: Mapping[str, Any], dead_letter: Mapping[str, Any], *, parks: bool = False
@@ -502,7 +502,7 @@ class Claims:
         """
 
         def both(session: ClientSession) -> bool:
-            guard, change = own(claim), _passed(claim, token)
+            guard, change = own(claim), _build_skip(claim, token)
             change["$set"]["fencingToken"] = Int64(claim.fence + REPLAYS_MAX)
             if parks:
                 key = dead_letter["key"][:_PARKED_CHARS]
@@ -544,9 +544,9 @@ class Claims:
         """
         # Not in a transaction: the effects of a body that is repeated behind its own commit would be there twice.
         guard = own(claim)
-        change: Any = _advanced(last, token, of, passed_over)
+        change: Any = _build_advance(last, token, of, passed_over)
         if ends:
-            change = _done(claim, last, token)
+            change = _build_commit(claim, last, token)
         if session is not None:
             return self._table.collection.update_one(guard, change, session=session).matched_count == 1
         if ends:
@@ -582,9 +582,9 @@ def own(claim: Claim) -> dict[str, Any]:
     }
 
 
-def parked_in(document: Mapping[str, Any]) -> frozenset[int]:
+def collect_parked_hashes(document: Mapping[str, Any]) -> frozenset[int]:
     """The keys that are parked in a partition: their hashes, from 0 to 2^64 - 1."""
-    return frozenset(unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
+    return frozenset(to_unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
 
 
 def _own_or_handled(claim: Claim) -> dict[str, Any]:
@@ -594,8 +594,8 @@ def _own_or_handled(claim: Claim) -> dict[str, Any]:
     return {**guard, "$or": [{"handled": None}, {"handled.owner": claim.owner}]}
 
 
-def _handled(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"owner": claim.owner, "last": Int64(last), **position_at(token), "took": _took(claim)}
+def _build_handled(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": _took(claim)}
 
 
 def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
@@ -609,18 +609,18 @@ def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str,
     return {**which, "$or": [guard, {"committed": last, "claim": None, "resumeToken._data": token["_data"]}]}
 
 
-def _done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+def _build_commit(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
     """What `COMMIT` sets, by plain values: a pipeline would cost the server more."""
     took = _took(claim)
     at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
     ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
     return {
-        "$set": {"committed": Int64(last), **position_at(token), "lastRun": ran},
+        "$set": {"committed": Int64(last), **position_fields(token), "lastRun": ran},
         "$unset": {"claim": "", "retry": ""},
     }
 
 
-def _advanced(
+def _build_advance(
     last: int, token: Mapping[str, Any], of: str | None, passed_over: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """A position inside of a run, and the claim with the next change as its first."""
@@ -631,7 +631,7 @@ def _advanced(
         fresh["passedOver"] = dict(passed_over)
     change = {
         "committed": Int64(last),
-        **{name: literal(value) for name, value in position_at(token).items()},
+        **{name: literal(value) for name, value in position_fields(token).items()},
         "retry": literal(fresh),
         "claim.first": Int64(last + 1),
         "claim.until": {"$add": ["$$NOW", "$claim.ttl"]},
@@ -647,17 +647,17 @@ _REPLAY_FIELDS = {"fencingToken": 1, "committed": 1, "parkedKeys.hash": 1, "rewo
 _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1}
 
 
-def _stands(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
+def _is_held(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
     """Whether a claim is found as `_own` asks for it."""
     found = documents.get((claim.partition_id, claim.fence, claim.owner))
     return found is not None and found["committed"] == claim.first - 1 and "handled" not in found
 
 
-def _passed(claim: Claim, token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"$set": {"committed": Int64(claim.first), **position_at(token)}, "$unset": {"claim": "", "retry": ""}}
+def _build_skip(claim: Claim, token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"$set": {"committed": Int64(claim.first), **position_fields(token)}, "$unset": {"claim": "", "retry": ""}}
 
 
-def position_at(token: Mapping[str, Any]) -> dict[str, Any]:
+def position_fields(token: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a position: its token and, for people, the time of that."""
     time_ = time_of_token(token, None)
     at = {} if time_ is None else {"positionAt": time_.as_datetime()}

@@ -44,7 +44,7 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.change import token_data, wrap_event
 from mongo_celery.bridge.existing import END, LETTER, is_unread, token_place
 from mongo_celery.bridge.raw_event import EVENT_TYPES
-from mongo_celery.bridge.state.stored import ids_under, packed, past, signed, unpacked, unsigned
+from mongo_celery.bridge.state.stored import ids_under, pack_event, range_end, to_signed, to_unsigned, unpack_event
 from mongo_celery.mongo.expressions import remaining
 from mongo_celery.mongo.index_creation import create_indexes, reading_seconds
 from mongo_celery.mongo.table import Table, call_timeout
@@ -79,7 +79,7 @@ REPLAY_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("handler", "key", "replays", "replay", "parked", "resumeToken"), 1),
     "due": remaining("replay.notBefore"),
 }
-"""Fields of a dead letter that `replay_of` reads."""
+"""Fields of a dead letter that `parse_replay` reads."""
 
 _FIELDS: dict[str, Any] = {
     **REPLAY_FIELDS,
@@ -269,7 +269,7 @@ class DeadLetters:
 
     def count(self) -> dict[str, int]:
         """How many there are, by subscription; ids alone are read, since events may be large."""
-        return {name: self.count_of(Selection(subscription=name), ()) for name in self.subscriptions()}
+        return {name: self.count_selected(Selection(subscription=name), ()) for name in self.subscriptions()}
 
     def subscriptions(self) -> list[str]:
         """Those that have any: one look for each at what is next in the order of `_id`."""
@@ -277,10 +277,10 @@ class DeadLetters:
         ids = ids_under(self._bridge)
         while next_ := self._table.find_one({"_id": ids}, {"_id": 1}, sort=[("_id", 1)]):
             found.append(str(next_["_id"]).split("/")[1])
-            ids["$gt"] = past(f"{self._bridge}/{found[-1]}")
+            ids["$gt"] = range_end(f"{self._bridge}/{found[-1]}")
         return found
 
-    def oversized(self) -> str | None:
+    def read_oversized_error(self) -> str | None:
         """Return the error of one whose change was too large to be read; None where there is none."""
         place = {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0", "$regex": f"{END}$"}
         found = self._table.find_one({"_id": place}, {"error": 1}, sort=[("_id", 1)])
@@ -318,7 +318,7 @@ class DeadLetters:
             )
             return [_letter(document) for document in found]
 
-    def count_of(self, selection: Selection, subscriptions: Sequence[str]) -> int:
+    def count_selected(self, selection: Selection, subscriptions: Sequence[str]) -> int:
         """How many dead letters a selection has."""
         with self._table.limit():
             return self._table.collection.count_documents(self._query(selection, subscriptions))
@@ -335,9 +335,9 @@ class DeadLetters:
             raw = self._table.collection.with_options(codec_options=EVENT_TYPES).find_one(
                 {"_id": document_id}, {"change": 1, "raw": 1, "zip": 1}
             )
-        return None if document is None or raw is None else (_letter(document), _event_in(raw, document.get("kept")))
+        return None if document is None or raw is None else (_letter(document), _read_event(raw, document.get("kept")))
 
-    def parked(self, letters: Iterable[Letter]) -> dict[tuple[str, int], ParkedKey]:
+    def list_parked_keys(self, letters: Iterable[Letter]) -> dict[tuple[str, int], ParkedKey]:
         """The parked keys of some letters, by subscription and hash."""
         keys = {(each.subscription, each.parked) for each in letters if each.parked is not None}
         if not keys:
@@ -345,7 +345,7 @@ class DeadLetters:
         stages: list[dict[str, Any]] = [
             {
                 "$match": {
-                    "parked": {"$in": [Int64(signed(hash_)) for _, hash_ in keys]},
+                    "parked": {"$in": [Int64(to_signed(hash_)) for _, hash_ in keys]},
                     "_id": _range(f"{self._bridge}/"),
                 }
             },
@@ -360,13 +360,13 @@ class DeadLetters:
         ]
         found = {}
         for row in self._table.aggregate(stages):
-            key = row["_id"]["handler"], unsigned(row["_id"]["parked"])
+            key = row["_id"]["handler"], to_unsigned(row["_id"]["parked"])
             found[key] = ParkedKey(*key, row["first"], row["count"])
         return {key: each for key, each in found.items() if key in keys}
 
     def first_waiting(self, subscription: str, hash_: int, session: ClientSession | None = None) -> Letter | None:
         """The first letter that waits for a parked key, in the order of the stream; None where none does."""
-        query = {"parked": Int64(signed(hash_)), "_id": _range(f"{self._bridge}/{subscription}/")}
+        query = {"parked": Int64(to_signed(hash_)), "_id": _range(f"{self._bridge}/{subscription}/")}
         with self._table.limit():
             found = self._table.collection.find_one(query, _FIELDS, sort=_STREAM_ORDER, session=session)
         return None if found is None else _letter(found)
@@ -439,16 +439,16 @@ def _letter(document: Mapping[str, Any]) -> Letter:
         replays=_number(document.get("replays")),
         kept=str(document.get("kept") or ("event" if document.get("bytes") else "name")),
         bytes=document.get("bytes"),
-        token=token if _data_in(token) else None,
+        token=token if _parse_data(token) else None,
         place=_place(document),
-        replay=replay_of(document),
-        parked=unsigned(document["parked"]) if isinstance(document.get("parked"), int) else None,
+        replay=parse_replay(document),
+        parked=to_unsigned(document["parked"]) if isinstance(document.get("parked"), int) else None,
         passed=_number(passed.get("count")) if isinstance(passed, Mapping) else 0,
         passed_over=[str(each) for each in named] if isinstance(named, list) else [],
     )
 
 
-def replay_of(document: Mapping[str, Any] | None) -> ReplayRequest | None:
+def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     """
     Return the request for the replay of a dead letter, read with `REPLAY_FIELDS`.
 
@@ -469,7 +469,7 @@ def replay_of(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         subscription=str(document.get("handler") or document_id.split("/")[1]),
         generation=replay["partitioningTerm"],
         partition=replay["partition"],
-        hash=unsigned(replay["hash"]),
+        hash=to_unsigned(replay["hash"]),
         key=str(document.get("key", "")),
         over_newer=replay["overNewer"],
         starts=_number(document.get("replays")),
@@ -481,11 +481,11 @@ def replay_of(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         error=error if isinstance(error, str) else None,
         due_in=due / 1000 if isinstance(due, int | float) else 0,
         parked=isinstance(document.get("parked"), int),
-        order=(_data_in(token), document_id),
+        order=(_parse_data(token), document_id),
     )
 
 
-def _data_in(token: object) -> str:
+def _parse_data(token: object) -> str:
     """Return the comparable part of a stored token; empty where that is damaged."""
     data = token.get("_data") if isinstance(token, Mapping) else None
     return data if isinstance(data, str) else ""
@@ -501,13 +501,13 @@ def _place(document: Mapping[str, Any]) -> Place | None:
     if len(numbers) < len(found):
         return None
     term, partition, seq, fencing_token, hash_ = numbers
-    return Place(term, partition, seq, fencing_token, unsigned(hash_))
+    return Place(term, partition, seq, fencing_token, to_unsigned(hash_))
 
 
-def _event_in(document: Mapping[str, Any], kept: object) -> bytes | None:
+def _read_event(document: Mapping[str, Any], kept: object) -> bytes | None:
     if kept == "bytes":
         try:
-            return unpacked(document)
+            return unpack_event(document)
         except (KeyError, TypeError, zlib.error):
             return None
     change = document.get("change")
@@ -538,7 +538,7 @@ def dead_letter(
         name: of `letter_name`; the place of the token by default.
         passed_over: as the claim has it: changes for which it stands.
     """
-    hash_ = Int64(signed(place.hash))
+    hash_ = Int64(to_signed(place.hash))
     waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
     return {
         "_id": f"{bridge}/{subscription}/{name or token_place(token_data(token))}",
@@ -557,7 +557,7 @@ def dead_letter(
         "attempts": attempts,
         "cause": cause,
         "kept": kept.kind,
-        **({} if kept.raw is None else packed(kept.raw)),
+        **({} if kept.raw is None else pack_event(kept.raw)),
         "replays": Int64(0),
         **waits,
         **({"passedOver": dict(passed_over)} if passed_over else {}),
@@ -592,14 +592,14 @@ class KeptChange:
     raw: bytes | None = None
 
 
-def forms_of(change: bytes) -> Iterator[Callable[[], KeptChange]]:
+def iterate_forms(change: bytes) -> Iterator[Callable[[], KeptChange]]:
     """Yield how a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
-    yield lambda: kept(change)
-    yield lambda: KeptChange(_named(change, "documentKey"), "bytes", change)
+    yield lambda: keep_change(change)
+    yield lambda: KeptChange(_try_naming(change, "documentKey"), "bytes", change)
     yield lambda: KeptChange({}, "name")  # the letter has the token, which may be of some megabytes
 
 
-def kept(change: bytes) -> KeptChange:
+def keep_change(change: bytes) -> KeptChange:
     """
     Return all of an event, as the server sent it.
 
@@ -613,8 +613,8 @@ def kept(change: bytes) -> KeptChange:
         if len(change) <= CHANGE_BYTES:
             return KeptChange(RawBSONDocument(change), "event")
     except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
-        return KeptChange(_named(change, "documentKey"), "bytes", change)
-    return KeptChange(_named(change), "bytes", change)
+        return KeptChange(_try_naming(change, "documentKey"), "bytes", change)
+    return KeptChange(_try_naming(change), "bytes", change)
 
 
 def _is_unread(change: bytes) -> bool:
@@ -623,7 +623,7 @@ def _is_unread(change: bytes) -> bool:
     return token is not None and is_unread(token_data(token))
 
 
-def _named(change: bytes, *without: str) -> Mapping[str, Any]:
+def _try_naming(change: bytes, *without: str) -> Mapping[str, Any]:
     """As `naming`, or nothing where that could not be decoded either."""
     try:
         found = naming(change, *without)

@@ -43,7 +43,7 @@ from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
-from mongo_celery.bridge.state.signing import installation_kept
+from mongo_celery.bridge.state.signing import installation_id
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
@@ -230,7 +230,7 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
                 "state": "leading",
                 "report": None,
                 "error": None,
-                "installation": installation_kept(),
+                "installation": installation_id(),
             },
         },
     ]

@@ -27,9 +27,9 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.existing import extract_term
-from mongo_celery.bridge.state.claims import COMMIT, parked_in, position_at
+from mongo_celery.bridge.state.claims import COMMIT, collect_parked_hashes, position_fields
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
-from mongo_celery.bridge.state.stored import ids_under, unsigned
+from mongo_celery.bridge.state.stored import ids_under, to_unsigned
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
@@ -177,7 +177,7 @@ class Partitions:
                         "term": Int64(version),
                         "fencingToken": Int64(max(version, fence)),
                         "committed": Int64(0),
-                        **(position_at(token) if token else {}),
+                        **(position_fields(token) if token else {}),
                     }
                 )
                 for partition_id, (name, index, token) in wanted.items()
@@ -219,7 +219,7 @@ class Partitions:
         """Some partitions, by `_id`; in a causally consistent session, what is read later is no older."""
         return self._images({"_id": {"$in": list(ids)}}, session)
 
-    def changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
+    def list_changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
         """
         Some partitions, by `_id`, but for those that are as they were seen; of None there is nothing to compare.
 
@@ -295,7 +295,7 @@ class Partitions:
             left to do, is blocked, has gone beyond the watermark, or is another term's.
         """
         mine = self._scope({name: layout.generation})
-        drained = {**mine, "term": version, **_drained(token["_data"] if token else "")}
+        drained = {**mine, "term": version, **_match_drained(token["_data"] if token else "")}
         left = {"_id": ids_under(f"{self._bridge}/{name}"), "term": {"$lte": version}}
         collection = self._table.collection
 
@@ -310,11 +310,13 @@ class Partitions:
         with self._table.session() as session:
             return session.with_transaction(remove)
 
-    def parked_keys(self, subscription: str, generation: int, session: ClientSession | None = None) -> frozenset[int]:
+    def collect_parked_hashes(
+        self, subscription: str, generation: int, session: ClientSession | None = None
+    ) -> frozenset[int]:
         """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
         scope = {**self._scope({subscription: generation}), "parkedKeys": {"$ne": None}}
         found = self._table.find(scope, {"parkedKeys.hash": 1}, session=session)
-        return frozenset().union(*map(parked_in, found))
+        return frozenset().union(*map(collect_parked_hashes, found))
 
     def largest_term(self) -> int:
         """The largest term of any partition of the bridge, in whatever partitioning; 0 where there is none."""
@@ -356,7 +358,7 @@ class Partitions:
 
     def discard(self, image: Image, generation: int) -> bool:
         """Pass over the change at which a partition halted; nothing of it is kept."""
-        return self._command(image, generation, _passed(image), "halted")
+        return self._command(image, generation, _build_skip(image), "halted")
 
     def set_aside(
         self, image: Image, generation: int, dead_letter: Mapping[str, Any], letters: Collection[dict[str, Any]]
@@ -370,7 +372,7 @@ class Partitions:
         Args:
             letters: where it is stored.
         """
-        guard, change = self._guard(image, generation, "halted"), _passed(image)
+        guard, change = self._guard(image, generation, "halted"), _build_skip(image)
         change["fencingToken"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fencingToken")]}
 
         def both(session: ClientSession) -> bool:
@@ -380,7 +382,7 @@ class Partitions:
                 session.abort_transaction()
                 return False
             waits = {"parked": dead_letter["hash"], "cause": PARKED_BEHIND}
-            is_parked = unsigned(dead_letter["hash"]) in parked_in(passed)
+            is_parked = to_unsigned(dead_letter["hash"]) in collect_parked_hashes(passed)
             store(letters, {**dead_letter, **waits} if is_parked else dead_letter, session)
             return True
 
@@ -408,7 +410,7 @@ class Partitions:
         }
 
     def _images(self, query: Mapping[str, Any], session: ClientSession | None = None) -> list[Image]:
-        return [image_of(document) for document in self._table.find(query, _PROJECTION, session=session)]
+        return [build_image(document) for document in self._table.find(query, _PROJECTION, session=session)]
 
 
 def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -433,7 +435,7 @@ def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]
     return guard, [{"$set": {**_UNTRIED, "retry": kept}}]
 
 
-def state_of(image: Image) -> str:
+def visible_state(image: Image) -> str:
     """The state of a partition as people see it: a flowing one may wait for MongoDB or the broker, or for its retry."""
     if image.state != "flowing":
         return image.state
@@ -442,14 +444,14 @@ def state_of(image: Image) -> str:
     return "parked" if image.parked else "flowing"
 
 
-def mostly_stand(images: Sequence[Image]) -> bool:
+def is_mostly_blocked(images: Sequence[Image]) -> bool:
     """Whether so few of a handler's partitions flow that what waits for all of them would wait for long."""
-    return sum(state_of(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
+    return sum(visible_state(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
 
 
-def image_of(document: Mapping[str, Any]) -> Image:
+def build_image(document: Mapping[str, Any]) -> Image:
     """An image from a document that was read with the verdicts."""
-    token, retry = document.get("resumeToken"), _retry_of(document)
+    token, retry = document.get("resumeToken"), _current_retry(document)
     is_gone = retry is None and "retry" in document
     retries = retry or {}
     return Image(
@@ -479,7 +481,7 @@ def image_of(document: Mapping[str, Any]) -> Image:
     )
 
 
-def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _current_retry(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
     What is counted of the first change, if that is still the same.
 
@@ -495,18 +497,18 @@ def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return retry if marked >= data else None
 
 
-def _passed(image: Image) -> dict[str, Any]:
+def _build_skip(image: Image) -> dict[str, Any]:
     """What a command sets that passes over the change at which a partition halted."""
     assert image.head is not None, "only a halted partition knows its head"
     return {
         "state": "flowing",
         "committed": Int64(image.committed + 1),
-        **{name: literal(value) for name, value in position_at(image.head["resumeToken"]).items()},
+        **{name: literal(value) for name, value in position_fields(image.head["resumeToken"]).items()},
         **_UNTRIED,
     }
 
 
-def _drained(data: str) -> dict[str, Any]:
+def _match_drained(data: str) -> dict[str, Any]:
     """Match partitions that flow, with nothing under way, stored, parked, or done after a place."""
     own = {"$ifNull": ["$resumeToken._data", ""]}
     conditions = [
@@ -546,7 +548,7 @@ def _winning(version: int) -> list[dict[str, Any]]:
     return [{"$set": change}]
 
 
-def moved_stages(
+def build_move(
     version: int, token: Mapping[str, Any], *, forward: bool, only: str | None = None
 ) -> list[dict[str, Any]]:
     """
@@ -573,7 +575,7 @@ def moved_stages(
     is_again = not forward and only is None  # all that these have handled behind the place is handled again
     place = {
         **({"rewound": {"$cond": [moves, Int64(version), "$rewound"]}} if is_again else {}),
-        **{name: {"$cond": [moves, literal(value), f"${name}"]} for name, value in position_at(token).items()},
+        **{name: {"$cond": [moves, literal(value), f"${name}"]} for name, value in position_fields(token).items()},
         "spilled": {"$cond": [{"$and": [moves, reached]}, REMOVED, "$spilled"]},
     }
     over = {**_UNTRIED, "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]}}

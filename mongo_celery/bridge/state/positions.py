@@ -37,9 +37,9 @@ from pymongo.database import Database
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED
-from mongo_celery.bridge.state.partitions import attempts_forgotten, moved_stages
-from mongo_celery.bridge.state.stored import ids_under, past
-from mongo_celery.bridge.state.subscriptions import start_moved, watermark_at
+from mongo_celery.bridge.state.partitions import attempts_forgotten, build_move
+from mongo_celery.bridge.state.stored import ids_under, range_end
+from mongo_celery.bridge.state.subscriptions import build_start_move, watermark_fields
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
 from mongo_celery.mongo.opening import open_session
 
@@ -155,7 +155,7 @@ class Positions:
         def write(session: ClientSession) -> bool:
             guard = {"_id": subscription_id, "lost": dict(lost)}
             found = self._database["handlers"].find_one_and_update(
-                guard, start_moved(start, policy), {"partitioning": 1}, session=session
+                guard, build_start_move(start, policy), {"partitioning": 1}, session=session
             )
             if found is None:
                 session.abort_transaction()
@@ -174,7 +174,7 @@ class Positions:
         partitions = self._database["partitions"]
         found = list(partitions.find(scope, {"resumeToken": 1, "handled": 1, "claim.replay": 1}, session=session))
         moving = [each for each in found if chosen in (None, each["_id"]) and _is_moved(each, data, forward=to.forward)]
-        partitions.update_many(scope, moved_stages(version, to.token, forward=to.forward, only=chosen), session=session)
+        partitions.update_many(scope, build_move(version, to.token, forward=to.forward, only=chosen), session=session)
         indexes = sorted(int(each["_id"].rpartition("/")[2]) for each in moving)
         claims = [
             each.get("claim") or {} for each in found if each in moving or not (to.forward or each.get("resumeToken"))
@@ -194,7 +194,7 @@ class Positions:
         Those of existing documents, too: they would run before the changes that are in front of them.
         """
         theirs = {"replay.partitioningTerm": to.generation, "replay.partition": {"$in": list(indexes)}}
-        late = behind(self._bridge, to.subscription, str(to.token["_data"]))
+        late = later_letters_query(self._bridge, to.subscription, str(to.token["_data"]))
         over = self._database["dead_letters"].update_many(
             {"$and": [ASKED, theirs, late]}, {"$unset": {"replay": ""}}, session=session
         )
@@ -246,7 +246,7 @@ class Positions:
             return session.with_transaction(body)
 
 
-def behind(bridge: str, subscription: str, data: str) -> dict[str, Any]:
+def later_letters_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
     """
     A query for the dead letters of a subscription that lie behind a place.
 
@@ -256,12 +256,12 @@ def behind(bridge: str, subscription: str, data: str) -> dict[str, Any]:
         data: comparable part of the place's token.
     """
     prefix = f"{bridge}/{subscription}"
-    changes = {"_id": {"$gt": f"{prefix}/{data}", "$lt": past(prefix)}}
-    return {"$or": [changes, existing_behind(bridge, subscription, data)]}
+    changes = {"_id": {"$gt": f"{prefix}/{data}", "$lt": range_end(prefix)}}
+    return {"$or": [changes, later_existing_query(bridge, subscription, data)]}
 
 
-def existing_behind(bridge: str, subscription: str, data: str) -> dict[str, Any]:
-    """As `behind`, of existing documents alone."""
+def later_existing_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
+    """As `later_letters_query`, of existing documents alone."""
     first = f"{bridge}/{subscription}/{LETTER}"
     return {"_id": {"$gte": first, "$lt": first + _LAST}, "resumeToken._data": {"$gt": data}}
 
@@ -285,7 +285,7 @@ def _subscription_moved(to: Move, version: Int64) -> list[dict[str, Any]]:
     }
     if to.forward and to.partition is not None:
         moves = False  # the others have not done what this one passes over
-    place: dict[str, Any] = {name: literal(value) for name, value in watermark_at(to.token, to.time).items()}
+    place: dict[str, Any] = {name: literal(value) for name, value in watermark_fields(to.token, to.time).items()}
     place["fingerprint"] = REMOVED
     if to.forward:
         # The watermark has passed what is stored, and not handled.

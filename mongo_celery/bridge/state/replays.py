@@ -68,9 +68,9 @@ from mongo_celery.bridge.state.dead_letters import (
     DeadLetters,
     Letter,
     ReplayRequest,
-    replay_of,
+    parse_replay,
 )
-from mongo_celery.bridge.state.stored import ids_under, signed
+from mongo_celery.bridge.state.stored import ids_under, to_signed
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -104,12 +104,12 @@ class Replays:
     def read(self) -> list[ReplayRequest]:
         """Return all requests, by subscription, then in the order of the stream; damaged ones are left out."""
         scope = {**ASKED, "_id": ids_under(self._bridge)}
-        found = (replay_of(document) for document in self._table.find(scope, REPLAY_FIELDS))
+        found = (parse_replay(document) for document in self._table.find(scope, REPLAY_FIELDS))
         return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
 
     def find(self, letter: str) -> ReplayRequest | None:
         """Return the request of one dead letter, by its `_id`."""
-        return replay_of(self._table.find_one({"_id": letter}, REPLAY_FIELDS))
+        return parse_replay(self._table.find_one({"_id": letter}, REPLAY_FIELDS))
 
     # -- what a person decides ---------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Replays:
             `requested` where somebody else has done so before, `gone` where there is no such dead letter any more.
         """
         found = self._table.find_one({"_id": letter}, REPLAY_FIELDS)
-        asked = replay_of(found)
+        asked = parse_replay(found)
         if found is None:
             return "gone"
         if asked is not None and not asked.failed:
@@ -160,10 +160,10 @@ class Replays:
             return "done" if is_removed else "running"
 
         def remove(session: ClientSession) -> Literal["done", "running"]:
-            gone, first = self._removed(guard, session)
+            gone, first = self._remove_letter(guard, session)
             if gone is None:
                 return "running"
-            self._go_on_without(gone, first, layout, session)
+            self._request_next_after_discard(gone, first, layout, session)
             return "done"
 
         with self._table.session() as session:
@@ -206,7 +206,7 @@ class Replays:
             found = self._dead_letters.find_one_and_update(
                 guard, [{"$set": change}], REPLAY_FIELDS, return_document=ReturnDocument.AFTER
             )
-        return replay_of(found)
+        return parse_replay(found)
 
     def succeed(self, claim: Claim, letter: str, session: ClientSession | None = None) -> bool:
         """
@@ -220,9 +220,9 @@ class Replays:
         """
 
         def remove(session: ClientSession) -> None:
-            gone, _ = self._removed({"_id": letter}, session)
+            gone, _ = self._remove_letter({"_id": letter}, session)
             if gone is not None and gone.parked is not None:
-                self._go_on_behind(gone, claim, session)
+                self._request_next_after_success(gone, claim, session)
 
         if session is not None:
             return self._end(claim, remove, session)
@@ -283,7 +283,7 @@ class Replays:
         def ask(session: ClientSession) -> None:
             first = self._letters.first_waiting(replay.subscription, hash_, session)
             if first is None or first.document_id == replay.letter:
-                self._dead_letters.update_one({"_id": replay.letter}, _postponed({}), session=session)
+                self._dead_letters.update_one({"_id": replay.letter}, _build_postponement({}), session=session)
                 return
             self._dead_letters.update_one({"_id": replay.letter}, {"$unset": {"replay": ""}}, session=session)
             self._ask_next(first, replay.generation, replay.partition, session, over_newer=replay.over_newer)
@@ -292,7 +292,10 @@ class Replays:
 
     def _postpone(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
         return self._settle(
-            claim, lambda session: self._dead_letters.update_one({"_id": letter}, _postponed(change), session=session)
+            claim,
+            lambda session: self._dead_letters.update_one(
+                {"_id": letter}, _build_postponement(change), session=session
+            ),
         )
 
     def _record(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
@@ -304,7 +307,9 @@ class Replays:
     def _settle(self, claim: Claim, write: Callable[[ClientSession], object]) -> bool:
         with self._table.session() as session:
             named = name_session(self._partitions, claim, session)
-            return named and session.with_transaction(lambda _: self._end(claim, write, session) or _aborted(session))
+            return named and session.with_transaction(
+                lambda _: self._end(claim, write, session) or _abort_transaction(session)
+            )
 
     def _end(self, claim: Claim, write: Callable[[ClientSession], object], session: ClientSession) -> bool:
         ended = self._partitions.collection.update_one(own(claim), {"$unset": {"claim": ""}}, session=session)
@@ -314,7 +319,7 @@ class Replays:
 
     # -- parked keys -------------------------------------------------------------------------------
 
-    def _removed(self, guard: Mapping[str, Any], session: ClientSession) -> tuple[Letter | None, bool]:
+    def _remove_letter(self, guard: Mapping[str, Any], session: ClientSession) -> tuple[Letter | None, bool]:
         """Remove a dead letter; it as it was, and whether it was the first of its parked key."""
         found = self._letters.header(str(guard["_id"]), session)
         first = None
@@ -324,7 +329,7 @@ class Replays:
             return None, False
         return found, first is not None and first.document_id == found.document_id
 
-    def _go_on_behind(self, gone: Letter, claim: Claim, session: ClientSession) -> None:
+    def _request_next_after_success(self, gone: Letter, claim: Claim, session: ClientSession) -> None:
         """After a replayed dead letter of a parked key: ask for the next one, or release the key."""
         assert gone.parked is not None, "it waited for its key"
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
@@ -335,8 +340,10 @@ class Replays:
         over_newer = gone.replay is not None and gone.replay.over_newer
         self._ask_next(following, generation, partition, session, over_newer=over_newer)
 
-    def _go_on_without(self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession) -> None:
-        """As `_go_on_behind`, of one that was discarded."""
+    def _request_next_after_discard(
+        self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession
+    ) -> None:
+        """As `_request_next_after_success`, of one that was discarded."""
         assert gone.parked is not None, "it waited for its key"
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
         self._count_removed(gone, session, is_last=following is None)
@@ -347,7 +354,7 @@ class Replays:
         """Match the partition in which the key of a letter is parked."""
         assert letter.parked is not None, "it waits for its key"
         mine = ids_under(f"{self._bridge}/{letter.subscription}")
-        return {"_id": mine, "parkedKeys.hash": Int64(signed(letter.parked))}
+        return {"_id": mine, "parkedKeys.hash": Int64(to_signed(letter.parked))}
 
     def _count_removed(self, gone: Letter, session: ClientSession, *, is_last: bool) -> None:
         """Write where the key of a letter is parked; behind its last letter it is released."""
@@ -396,14 +403,14 @@ def _request(starts: int, generation: int, partition: int, hash_: int, *, over_n
         "state": REQUESTED,
         "partitioningTerm": Int64(generation),
         "partition": partition,
-        "hash": Int64(signed(hash_)),
+        "hash": Int64(to_signed(hash_)),
         "overNewer": over_newer,
         "at": "$$NOW",
     }
     return [{"$unset": "replay"}, {"$set": {"replays": Int64(starts), "replay": request}}]
 
 
-def _postponed(change: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _build_postponement(change: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the update after which a dead letter that was started may be started again."""
     return [{"$set": {"replay": {**change, "state": REQUESTED, "fencingToken": REMOVED}}}]
 
@@ -413,10 +420,10 @@ def _as_seen(letter: Letter) -> dict[str, Any]:
     start: dict[str, Any] = {"replay.state": {"$ne": STARTED}}
     if letter.replay is not None and letter.replay.state == STARTED:
         start = {"replay.fencingToken": letter.replay.fence}
-    waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(signed(letter.parked))
+    waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(to_signed(letter.parked))
     return {**start, "parked": waits}
 
 
-def _aborted(session: ClientSession) -> bool:
+def _abort_transaction(session: ClientSession) -> bool:
     session.abort_transaction()
     return False

@@ -54,7 +54,7 @@ _EXCHANGE: dict[str, Any] = {
 """Puts an announced key in force when its time has come, and forgets old ones. It may be repeated, by anybody."""
 
 
-def installation_kept() -> dict[str, Any]:
+def installation_id() -> dict[str, Any]:
     """The id of this installation: made once, by whoever first asks."""
     return {"$ifNull": ["$installation", literal(str(ObjectId()))]}
 
@@ -93,12 +93,12 @@ class SigningKeys:
 
     def sealing(self, lease: Mapping[str, Any]) -> Sealing:
         """Return what the leader signs with now; make the first key, and put an announced one in force if it is due."""
-        found = self._table.find_one(self._this) or self._made()
+        found = self._table.find_one(self._this) or self._make_first_key()
         if found.get("next") or found.get("previous"):
             found = self._table.find_and_update(self._this, [_EXCHANGE]) or found
         return Sealing(bytes(found["key"]), str(lease["installation"]))
 
-    def _made(self) -> dict[str, Any]:
+    def _make_first_key(self) -> dict[str, Any]:
         first: dict[str, Any] = {"$setOnInsert": {"key": new_key(), "next": None, "previous": []}}
         with suppress(DuplicateKeyError):  # another process was first
             self._table.update(self._this, first, upsert=True)

@@ -113,7 +113,7 @@ class Snapshots:
 
     # -- who asks for them -------------------------------------------------------------------------
 
-    def id_of(self, subscription: str, name: str | None = None) -> str:
+    def make_id(self, subscription: str, name: str | None = None) -> str:
         """A new `_id`; by a name it is the same one each time."""
         return f"{self._bridge}/{subscription}/{name or secrets.token_hex(_ID_BYTES)}"
 
@@ -187,7 +187,7 @@ class Snapshots:
         guard = {"_id": snapshot.id, "term": version, "state": RUNNING, "begun": snapshot.begun}
         return self._table.update_timed(guard, {"$set": {"begun": Int64(snapshot.begun + 1)}})
 
-    def pass_on(self, snapshot_id: str, version: int, begun: int) -> Timestamp | None:
+    def mark_read_end(self, snapshot_id: str, version: int, begun: int) -> Timestamp | None:
         """Write something behind the reading of a chunk; its cluster time, or None where it was refused."""
         return self._table.update_timed(_chunk(snapshot_id, version, begun), {"$inc": {"passed": Int64(1)}})
 

@@ -65,28 +65,28 @@ class StoredChange:
 # -- places ----------------------------------------------------------------------------------------
 
 
-def id_of(partition_id: str, data: str) -> str:
+def backlog_id(partition_id: str, data: str) -> str:
     """The `_id` of a change's document, by the comparable part of its token or its place."""
     return f"{partition_id}/{token_place(data)}"
 
 
-def place_in(partition_id: str, document_id: str) -> str:
+def parse_place(partition_id: str, document_id: str) -> str:
     """The place of a change in the `_id` of its document, or of one of its parts."""
     return document_id[len(partition_id) + 1 :].partition("/")[0]
 
 
-def ids_between(partition_id: str, after: str, until: str) -> dict[str, str]:
+def backlog_range(partition_id: str, after: str, until: str) -> dict[str, str]:
     """The `_id`s of a partition behind a token or place, up to another one: the changes and their parts."""
-    behind = f"{id_of(partition_id, after)}/{_END}" if after else f"{partition_id}/"
-    return {"$gt": behind, "$lte": f"{id_of(partition_id, until)}/{_END}"}
+    behind = f"{backlog_id(partition_id, after)}/{_END}" if after else f"{partition_id}/"
+    return {"$gt": behind, "$lte": f"{backlog_id(partition_id, until)}/{_END}"}
 
 
 def ids_under(prefix: str) -> dict[str, str]:
     """The `_id`s that begin with this and a slash, of a bridge or a partition; a zero comes after a slash."""
-    return {"$gt": f"{prefix}/", "$lt": past(prefix)}
+    return {"$gt": f"{prefix}/", "$lt": range_end(prefix)}
 
 
-def past(prefix: str) -> str:
+def range_end(prefix: str) -> str:
     """What comes after all `_id`s that begin with this and a slash."""
     return f"{prefix}0"
 
@@ -97,12 +97,12 @@ def part_ids(head: Mapping[str, Any]) -> list[str]:
     return [f"{head['_id']}/{head['digest']}.{number:02d}" for number in range(head["parts"])]
 
 
-def signed(hash_: int) -> int:
+def to_signed(hash_: int) -> int:
     """Return a hash from 0 to 2^64 - 1 as MongoDB keeps it."""
     return hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_
 
 
-def unsigned(hash_: int) -> int:
+def to_unsigned(hash_: int) -> int:
     """Return the hash that MongoDB keeps so, from 0 to 2^64 - 1."""
     return hash_ % _HASHES
 
@@ -110,20 +110,20 @@ def unsigned(hash_: int) -> int:
 # -- documents -------------------------------------------------------------------------------------
 
 
-def documents_of(partition_id: str, changes: Iterable[StoredChange], version: int) -> Iterator[Document]:
+def build_documents(partition_id: str, changes: Iterable[StoredChange], version: int) -> Iterator[Document]:
     """The documents of some changes; the parts of one before itself, so that where it is they are."""
     bridge, handler, term, index = partition_id.split("/")
     where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(term), "partition": int(index)}
     for change in changes:
         head: Document = {
-            "_id": id_of(partition_id, change.data),
+            "_id": backlog_id(partition_id, change.data),
             **where,
             "term": Int64(version),
-            "hash": Int64(signed(change.hash)),
+            "hash": Int64(to_signed(change.hash)),
             "size": len(change.raw),
             **_rare(change),
         }
-        kept = packed(change.raw)
+        kept = pack_event(change.raw)
         raw = bytes(kept.pop("raw"))
         head |= kept
         if len(raw) + _overhead(head) > _DOCUMENT_BYTES:
@@ -134,18 +134,18 @@ def documents_of(partition_id: str, changes: Iterable[StoredChange], version: in
         yield {**head, "raw": Binary(raw)}
 
 
-def packed(raw: bytes) -> Document:
+def pack_event(raw: bytes) -> Document:
     """Return the fields that keep an event's bytes: `raw`, and `zip` where these are compressed."""
     zipped = zlib.compress(raw, 1) if len(raw) > _ZIPPED_FROM else raw
     return {"raw": Binary(zipped), "zip": True} if len(zipped) < _WORTH_IT * len(raw) else {"raw": Binary(raw)}
 
 
-def unpacked(document: Mapping[str, Any]) -> bytes:
-    """Return the bytes that `packed` has kept."""
+def unpack_event(document: Mapping[str, Any]) -> bytes:
+    """Return the bytes that `pack_event` has kept."""
     return zlib.decompress(document["raw"]) if document.get("zip") else bytes(document["raw"])
 
 
-def bulks_of(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def split_bulks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Groups of documents for one call each; the parts of a change are in earlier ones than itself."""
     bulk: list[Document] = []
     size = 0
@@ -160,7 +160,7 @@ def bulks_of(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield bulk
 
 
-def replacing(document: Mapping[str, Any]) -> Document:
+def build_replacement(document: Mapping[str, Any]) -> Document:
     """
     The update that puts one reading of a change in the place of another.
 
@@ -172,40 +172,40 @@ def replacing(document: Mapping[str, Any]) -> Document:
     return {"$set": {name: value for name, value in document.items() if name != "_id"}, "$unset": gone}
 
 
-def change_in(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()) -> StoredChange:
+def parse_change(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()) -> StoredChange:
     """
     The change in a document and its parts.
 
     One whose bytes are not all there, or cannot be read, is refused: it halts its own partition, and nothing else. So
     is a document that nobody of ours has written.
     """
-    change = outline_in(head)
+    change = parse_outline(head)
     try:
-        raw, damage = _bytes_of(head, parts)
+        raw, damage = _join_bytes(head, parts)
     except Exception as error:  # noqa: BLE001 - whatever somebody has left there
         raw, damage = b"", f"the document cannot be read ({error!r})"
     if not damage:
         return replace(change, raw=raw)
-    return _damaged(head["_id"], change.token or {"_data": change.data}, damage)
+    return _refuse_damaged(head["_id"], change.token or {"_data": change.data}, damage)
 
 
-def outline_in(head: Mapping[str, Any]) -> StoredChange:
+def parse_outline(head: Mapping[str, Any]) -> StoredChange:
     """Return the change in a document without its bytes."""
     place = head["_id"].rpartition("/")[2]
     try:
         token, refusal = head.get("token"), head.get("refusal")
         return StoredChange(
             data=token_data(token or {"_data": place}),
-            hash=unsigned(head["hash"]),
+            hash=to_unsigned(head["hash"]),
             refusal=Refusal.because(**refusal) if refusal else None,
             token=token,
             size=int(head.get("size", 0)),
         )
     except Exception as error:  # noqa: BLE001 - whatever somebody has left there
-        return _damaged(head["_id"], {"_data": place}, f"the document cannot be read ({error!r})")
+        return _refuse_damaged(head["_id"], {"_data": place}, f"the document cannot be read ({error!r})")
 
 
-def _bytes_of(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
+def _join_bytes(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
     """An event's bytes, and what is wrong with them."""
     if len(parts) != head.get("parts", 0):
         return b"", f"of {head['parts']} parts {len(parts)} are there"
@@ -218,7 +218,7 @@ def _bytes_of(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tu
         return b"", f"they cannot be decompressed ({error})"
 
 
-def _damaged(document_id: str, token: Mapping[str, Any], damage: str) -> StoredChange:
+def _refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> StoredChange:
     partition_id, data = document_id.rpartition("/")[0], token_data(token)
     reason = (
         f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
@@ -232,14 +232,14 @@ def _rare(change: StoredChange) -> Document:
     fields: Document = {}
     if change.token is not None:
         fields["token"] = dict(change.token)
-    elif not _is_told(change):
+    elif not _is_token_derivable(change):
         fields["token"] = {"_data": change.data}
     if change.refusal is not None:
         fields |= {"refusal": asdict(change.refusal), "refused": True}
     return fields
 
 
-def _is_told(change: StoredChange) -> bool:
+def _is_token_derivable(change: StoredChange) -> bool:
     """Whether `_id` and bytes together say what the token is: a long one is not in the `_id`."""
     try:
         return token_place(change.data) == change.data and token_data(read_token(change.raw)) == change.data

@@ -51,7 +51,7 @@ class Layout:
     partitions: int
     key: str
 
-    def is_like(self, other: Layout) -> bool:
+    def is_equivalent(self, other: Layout) -> bool:
         """Whether both spread changes alike, whatever their generations."""
         return self.partitions == other.partitions and self.key == other.key
 
@@ -104,9 +104,9 @@ class Subscriptions:
 
     def _read(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         found = self._table.find({"_id": {"$in": [self._id(name) for name in names]}})
-        return {name_in(document): document for document in found}
+        return {parse_name(document): document for document in found}
 
-    def put_in_force(self, name: str, layout: Layout, version: int) -> bool:
+    def activate_layout(self, name: str, layout: Layout, version: int) -> bool:
         """
         Put a layout in force in one write; False when the term is over.
 
@@ -136,7 +136,7 @@ class Subscriptions:
         if with_snapshot:
             change |= {"snapshot": OWED, "snapshotFrom": start}
         if position is not None:
-            change |= watermark_at(position["resumeToken"], position["clusterTime"])
+            change |= watermark_fields(position["resumeToken"], position["clusterTime"])
         guard = {"_id": self._id(name), "term": version, "startAtOperationTime": None}
         return self._table.update(guard, {"$set": change})
 
@@ -146,7 +146,7 @@ class Subscriptions:
 
     def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
         """
-        Begin again at a later time, after history was lost (see `start_moved`).
+        Begin again at a later time, after history was lost (see `build_start_move`).
 
         Returns:
             False when the term is over, or the subscription stands behind this time already.
@@ -157,7 +157,7 @@ class Subscriptions:
                 "term": version,
                 "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
             },
-            start_moved(start, policy),
+            build_start_move(start, policy),
         )
 
     def mark_lost(self, name: str, version: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
@@ -194,7 +194,7 @@ class Subscriptions:
             "term": to.version,
             "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": to.token["_data"]}}],
         }
-        return guard, {"$set": {**watermark_at(to.token, to.cluster_time), "fingerprint": fingerprint}}
+        return guard, {"$set": {**watermark_fields(to.token, to.cluster_time), "fingerprint": fingerprint}}
 
     def read_all(self) -> list[dict[str, Any]]:
         """All subscriptions of the bridge, also those that no handler serves any more."""
@@ -212,13 +212,13 @@ class Subscriptions:
         ]
 
 
-def watermark_at(token: Mapping[str, Any], cluster_time: Timestamp | None) -> dict[str, Any]:
+def watermark_fields(token: Mapping[str, Any], cluster_time: Timestamp | None) -> dict[str, Any]:
     """Return the fields of a watermark: its token, the cluster time of that, and the same for people."""
     at = {} if cluster_time is None else {"clusterTime": cluster_time, "positionAt": cluster_time.as_datetime()}
     return {"resumeToken": dict(token), **at}
 
 
-def start_moved(start: Timestamp, policy: str) -> list[dict[str, Any]]:
+def build_start_move(start: Timestamp, policy: str) -> list[dict[str, Any]]:
     """
     The update that moves a subscription over history that was lost, to a later time.
 
@@ -240,14 +240,14 @@ def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
     return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
 
 
-def position_in(document: Mapping[str, Any]) -> Timestamp | None:
+def parse_position(document: Mapping[str, Any]) -> Timestamp | None:
     """Return the cluster time up to which a stored subscription is done: the later of start and watermark, or None."""
     token = document.get("resumeToken")
     reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
     return max((time for time in (reached, document.get("startAtOperationTime")) if time is not None), default=None)
 
 
-def lost_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a stored document says of its lost history; None where it stands elsewhere by now, or has lost none."""
     lost, start = document.get("lost"), document.get("startAtOperationTime")
     if not lost or start is None:
@@ -260,10 +260,10 @@ def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bo
     start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
     if start is None or time_ is None:
         return False
-    return bool(time_ < max(start, (lost_in(document) or {}).get("oldest") or start))
+    return bool(time_ < max(start, (parse_lost_history(document) or {}).get("oldest") or start))
 
 
-def layout_in(document: Mapping[str, Any]) -> Layout:
+def parse_layout(document: Mapping[str, Any]) -> Layout:
     """Return how the changes of a stored subscription are spread."""
     found = document["partitioning"]
     return Layout(int(found["term"]), found["partitions"], found["key"])
@@ -271,9 +271,9 @@ def layout_in(document: Mapping[str, Any]) -> Layout:
 
 def layouts_in_force(documents: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
     """Return the layouts of stored subscriptions by name."""
-    return {name_in(document): layout_in(document) for document in documents}
+    return {parse_name(document): parse_layout(document) for document in documents}
 
 
-def name_in(document: Mapping[str, Any]) -> str:
+def parse_name(document: Mapping[str, Any]) -> str:
     """Return the name of a stored handler."""
     return str(document["handler"])

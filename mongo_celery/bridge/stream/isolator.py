@@ -43,7 +43,7 @@ from mongo_celery.bridge.stream.cursor import (
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED, explain_oversized, find_oversized, naming_stages
 from mongo_celery.bridge.stream.reactions import Reaction, classify_error, closes_connection, concerns_an_event
-from mongo_celery.mongo.verdicts import Code, Verdict, brief, quote, verdict_on
+from mongo_celery.mongo.verdicts import Code, Verdict, brief, judge_error, quote
 
 if TYPE_CHECKING:
     from pymongo.command_cursor import CommandCursor
@@ -163,7 +163,7 @@ class EventIsolator:
         if scope.flags and self._try(candidate, scope.with_flags(())) is not None:
             failed = self._find_failed(candidate, sorted(scope.flags))  # none if a look-up finds something else by now
             steps.append((scope.with_flags(scope.flags.keys() - failed), _explain_match(error, failed)))
-        if verdict_on(error) is Verdict.TOO_LARGE:
+        if judge_error(error) is Verdict.TOO_LARGE:
             whole = self._read_fragments(candidate)
             if whole is not None:
                 return Reread(whole)
@@ -304,7 +304,7 @@ def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | N
 
 def _explain(error: PyMongoError, *, has_pipeline: bool) -> ReadError:
     """Return the reason why an event was read with less than was asked for, with what to do."""
-    verdict = verdict_on(error)
+    verdict = judge_error(error)
     if verdict is Verdict.TOO_LARGE:
         sentence = (
             "This change is larger than 16 MB with all that was asked for, and was read without its documents. Keep "

@@ -22,7 +22,7 @@ from mongo_celery.errors import (
     TopologyError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import Code, Verdict, login_refused, quote, verdict_on
+from mongo_celery.mongo.verdicts import Code, Verdict, judge_error, login_refused, quote
 
 UNKNOWN_LIMIT = 5
 """How often in a row an error of unknown kind reopens the stream before it counts as final."""
@@ -105,7 +105,7 @@ def closes_connection(error: BaseException) -> bool:
 
 
 def _classify_failure(error: OperationFailure, *, opening: bool) -> Reaction:
-    reaction = _REACTIONS.get(verdict_on(error))
+    reaction = _REACTIONS.get(judge_error(error))
     if reaction is Reaction.REOPEN_BY_TIME:
         # The code also says that the pipeline removed or changed `_id`, which is the pipeline's fault.
         text = str(error)
@@ -125,7 +125,7 @@ def _classify_failure(error: OperationFailure, *, opening: bool) -> Reaction:
 def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCeleryError:
     """Return the error of a final reaction: our sentence with the fix, then code, name and words of the server."""
     code = getattr(error, "code", None)
-    if verdict_on(error) is Verdict.LOGIN:
+    if judge_error(error) is Verdict.LOGIN:
         return AccessError(login_refused(error), code=code)
     kind = reaction.error
     if kind is AccessError:

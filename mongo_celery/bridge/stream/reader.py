@@ -56,7 +56,7 @@ from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import HistoryLostError, MongoCeleryError
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import code_of, named, said
+from mongo_celery.mongo.verdicts import error_code, error_name, server_words
 
 if TYPE_CHECKING:
     from pymongo.command_cursor import CommandCursor
@@ -281,21 +281,21 @@ class StreamReader:
             status.failures = min(status.failures, 1)
         status.failures += 1
         status.reopenings += 1
-        status.last_error = f"{named(error)}: {said(error)}"
+        status.last_error = f"{error_name(error)}: {server_words(error)}"
         return 0.0 if is_search or status.failures == 1 else self._pauses.nth(status.failures - 2)
 
     def _log_failure(self, error: Exception, pause: float) -> None:
         logger.warning(
             "change stream interrupted (%s), %d in a row, opened again in %.1f s: %s",
-            named(error),
+            error_name(error),
             self.status.failures,
             pause,
-            said(error),
+            server_words(error),
             extra={
                 "event": "stream_reopening",
                 "pause": pause,
-                "code": code_of(error),
-                "error": named(error),
+                "code": error_code(error),
+                "error": error_name(error),
                 "failures": self.status.failures,
             },
         )

@@ -71,7 +71,7 @@ from mongo_celery.bridge.worker.subject import WAITS, RunSubject, Subject
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.opening import renew_connections, start_session
 from mongo_celery.mongo.repeating import Pauses, until_answered
-from mongo_celery.mongo.verdicts import brief, explained, is_transient
+from mongo_celery.mongo.verdicts import brief, explain_error, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Execution:
             raise Ignore from error
         except PyMongoError as error:
             renew_connections(self._wiring.client, error)
-            text = explained(error, self._wiring.state_concern) or brief(error)
+            text = explain_error(error, self._wiring.state_concern) or brief(error)
             logger.warning("claim of %s failed: %s", where, text, extra={"event": "claim_failed"})
             if error.timeout:
                 with suppress(PyMongoError, SoftTimeLimitExceeded):

@@ -19,7 +19,7 @@ from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
 from mongo_celery.bridge.worker.envelope import Carrier, Run, read_installation, verify_run
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
-from mongo_celery.mongo.verdicts import brief, explained
+from mongo_celery.mongo.verdicts import brief, explain_error
 from mongo_celery.quantities import number
 
 logger = logging.getLogger("mongo_celery.worker")
@@ -91,7 +91,7 @@ class WorkerRuntime:
                     "cannot verify %s for bridge %s: %s",
                     number(count, "message", "messages"),
                     self._wiring.name,
-                    explained(error, self._wiring.state_concern) or brief(error),
+                    explain_error(error, self._wiring.state_concern) or brief(error),
                     extra={"event": "envelope_unverified"},
                 )
             return None

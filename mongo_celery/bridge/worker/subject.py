@@ -35,7 +35,7 @@ from mongo_celery.bridge.state.dead_letters import (
     SKIPPED,
     Place,
     dead_letter,
-    forms_of,
+    iterate_forms,
 )
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
@@ -307,13 +307,15 @@ class RunSubject(Subject):
         if policy == "discard":
             decision.append(Discarded(offset, raises=error))
         elif policy in _CAUSES:
-            decision += [DeadLettered(offset, form, error, _CAUSES[policy], raises=error) for form in forms_of(raw)]
+            decision += [
+                DeadLettered(offset, form, error, _CAUSES[policy], raises=error) for form in iterate_forms(raw)
+            ]
         last = self.last_resort(offset, f"its failure ({type(error).__name__})", error)
         return [*decision, Halted(offset, text, raises=error), last]
 
     def _queue_dead_letter(self) -> Decision:
         """Move the first change to the dead letters, unstarted, behind those of its key."""
-        forms, error = forms_of(self.run.changes[0]), Ignore()
+        forms, error = iterate_forms(self.run.changes[0]), Ignore()
         letters = [DeadLettered(0, form, None, PARKED_BEHIND, raises=error) for form in forms]
         return [*letters, Halted(0, _BEHIND, raises=error), self.last_resort(0, "what it waits for", error)]
 

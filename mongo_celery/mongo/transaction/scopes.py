@@ -38,8 +38,8 @@ from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionError
 from mongo_celery.mongo.cluster import is_same_cluster, wait_for_answer
-from mongo_celery.mongo.opening import AsyncClient, Client, client_of, renewing_connections
-from mongo_celery.mongo.redaction import traceback_of
+from mongo_celery.mongo.opening import AsyncClient, Client, renewing_connections, resolve_client
+from mongo_celery.mongo.redaction import format_traceback
 from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.locking")
@@ -312,7 +312,7 @@ def _logging_errors(passing: list[BaseException]) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         logger.error(
             "a callback after a commit failed; the transaction is committed: %s",
-            traceback_of(error),
+            format_traceback(error),
             extra={"event": "callback_failed"},
         )
 
@@ -352,7 +352,7 @@ def current(client: Any) -> Any:
         ConfigurationError: a transaction of another client of the same cluster is in progress. The text names the
             client to use.
     """
-    opened, others = client_of(client), list[TransactionScope]()
+    opened, others = resolve_client(client), list[TransactionScope]()
     for scope in _transactions_here():
         if scope.client is opened:
             return scope.reference()
@@ -371,7 +371,7 @@ async def prepare_current(client: Any) -> None:
     """Have `current` know the clusters of an asyncio client and of the transactions around: nothing waits there."""
     for scope in _transactions_here():
         await wait_for_answer(scope.client)
-        await wait_for_answer(client_of(client))
+        await wait_for_answer(resolve_client(client))
 
 
 def after_commit(callback: Callback, session: Session | None = None) -> bool:

@@ -26,7 +26,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.arguments import Duration, check_flags, positive
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.opening import AsyncClient, Client, client_of
+from mongo_celery.mongo.opening import AsyncClient, Client, resolve_client
 from mongo_celery.mongo.transaction.attempts import attempt, attempt_async, open_async_session, shield_callbacks
 from mongo_celery.mongo.transaction.ending import ending_with_time
 from mongo_celery.mongo.transaction.scopes import (
@@ -349,7 +349,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             raise ConfigurationError(
                 "transactional(outbox=...) needs a MongoClient; with an AsyncMongoClient write with_tasks of an Outbox."
             )
-        client: Any = client_of(self._client) if given is None else getattr(given, "client", None)
+        client: Any = resolve_client(self._client) if given is None else getattr(given, "client", None)
         if isinstance(client, AsyncMongoClient) is not is_async or not isinstance(given, kind | None):
             raise ConfigurationError(_ASYNC_KIND if is_async else _PLAIN_KIND)
         is_open = given is not None and given.in_transaction

@@ -19,7 +19,7 @@ from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, error, ok, warning
-from mongo_celery.mongo.examining import guarded
+from mongo_celery.mongo.examining import collect_findings
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.outbox.backing import OutboxStatus
@@ -77,12 +77,14 @@ def check(outbox: AnyOutbox, facts: AppFacts) -> list[Finding]:
 
     Not promised: that what is well now stays so.
     """
-    found = guarded("mongodb", lambda: _check_answer(outbox), Concern("what this command needs", "readWrite there"))
+    found = collect_findings(
+        "mongodb", lambda: _check_answer(outbox), Concern("what this command needs", "readWrite there")
+    )
     if found[-1].level == "error":
         return [*found, *facts.findings]
     concern = concern_of(outbox)
     for name, part in _parts(outbox, facts).items():
-        found += guarded(name, part, concern)
+        found += collect_findings(name, part, concern)
     return [*found, *facts.findings]
 
 

@@ -15,7 +15,7 @@ from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.rights import Allowed, allowed
+from mongo_celery.mongo.rights import Allowed, read_rights
 from mongo_celery.quantities import number
 
 Document = Mapping[str, Any]
@@ -267,7 +267,7 @@ def check_rights(collection: Collection[dict[str, Any]], others: Iterable[tuple[
         others: database and name of the outbox's own.
     """
     with pymongo.timeout(ANSWER_SECONDS):
-        may = allowed(collection.database.client)
+        may = read_rights(collection.database.client)
     yield from judge_rights(may, (collection.database.name, collection.name), others)
 
 

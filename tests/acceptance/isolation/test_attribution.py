@@ -12,7 +12,7 @@ import pytest
 from pymongo import MongoClient
 
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
@@ -187,7 +187,7 @@ def test_status_shows_what_a_change_waits_for(make_chain: MakeChain, failpoint: 
 
         def shown() -> Image | None:
             (image,) = store.partitions.look([stored["_id"]])
-            return image if state_of(image) == "waiting" else None
+            return image if visible_state(image) == "waiting" else None
 
         image = wait_for(shown)
         assert image.waiting is not None

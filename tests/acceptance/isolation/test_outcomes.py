@@ -11,7 +11,7 @@ import bson
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bridge.state.stored import unpacked
+from mongo_celery.bridge.state.stored import unpack_event
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.process import wait_for
@@ -90,7 +90,7 @@ def test_a_dead_letter_that_is_too_deep_keeps_its_change_as_bytes(make_chain: Ma
     item = _write(chain, "letter_words", "deep", ends="oddly", deep=deep)
     letter = _letter(chain, item)
     assert letter["change"]["ns"] == {"db": chain.data.name, "coll": "letter_words"}
-    assert bson.decode(unpacked(letter))["fullDocument"]["deep"] == deep
+    assert bson.decode(unpack_event(letter))["fullDocument"]["deep"] == deep
     assert chain.of(item)["committed"] == 1
     assert len(chain.starts(item)) == 1
 

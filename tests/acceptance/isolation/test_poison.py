@@ -26,7 +26,7 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.partitioning import document_hash, partition_hash
-from mongo_celery.bridge.state.stored import unpacked
+from mongo_celery.bridge.state.stored import unpack_event
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty, sparse
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
@@ -215,7 +215,7 @@ def test_every_odd_key_reaches_its_handler_in_order_or_the_policy(rig: Rig) -> N
     assert {letter["error"].partition(":")[0] for letter in letters} == {"InvalidBSON"}
     for letter in rig.state["dead_letters"].find({"handler": "odd"}):
         change = letter["change"]
-        event = RawBSONDocument(unpacked(letter) if "raw" in letter else bson.encode(change))
+        event = RawBSONDocument(unpack_event(letter) if "raw" in letter else bson.encode(change))
         assert any(event["documentKey"].raw == raw.raw for raw in raws.values())
     assert rig.status()["state"] == "leading"
 
@@ -524,7 +524,7 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
             for letter in letters:
                 assert letter["error"].startswith(errors[letter["partition"]])
                 kept = letter["change"]  # what could be read
-                event = RawBSONDocument(unpacked(letter)) if "raw" in letter else kept
+                event = RawBSONDocument(unpack_event(letter)) if "raw" in letter else kept
                 assert event["updateDescription"]["updatedFields"]["n"] == 0
         halted = [each for each in rig.status()["partitions"] if each["state"] == "halted"]
         assert {(each["subscription"], each["index"]) for each in halted} == {

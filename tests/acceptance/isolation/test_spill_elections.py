@@ -33,7 +33,7 @@ REPEATED = 3
 """How often a change may start again: while there is no primary, its claim lapses."""
 STORING = {"at": "Partitions.mark_spilled", "signal": "SIGSTOP"}
 RUNNING = {"at": "Backlog.read", "behind": True, "signal": "SIGSTOP"}
-SWITCHING = {"at": "Subscriptions.put_in_force", "signal": "SIGSTOP"}
+SWITCHING = {"at": "Subscriptions.activate_layout", "signal": "SIGSTOP"}
 Election = Callable[[MongoReplicaSet, str], None]
 
 

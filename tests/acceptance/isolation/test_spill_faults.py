@@ -35,8 +35,8 @@ RUNNING: dict[str, Document] = {
 }
 SWITCHING: dict[str, Document] = {
     "before the old ones are removed": {"at": "Partitions.retire"},
-    "before the new ones are put in force": {"at": "Subscriptions.put_in_force"},
-    "before the new ones are made": {"at": "Subscriptions.put_in_force", "behind": True},
+    "before the new ones are put in force": {"at": "Subscriptions.activate_layout"},
+    "before the new ones are made": {"at": "Subscriptions.activate_layout", "behind": True},
 }
 KILLED, ASLEEP = "SIGKILL", "SIGSTOP"
 QUICK = {
