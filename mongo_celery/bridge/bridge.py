@@ -36,8 +36,8 @@ class Bridge:
     Turns changes in MongoDB into Celery tasks: at least once, in order per partition.
 
     One that is made with an app is that app's. One without is defined at module level, and is bound by `init_app` to
-    each app that an application factory makes: each has the bridge's handlers and outboxes, with tasks, settings, name and
-    clients of its own. `app`, `client`, `collection()` and all else that needs an app then mean the only app; of
+    each app that an application factory makes: each has the bridge's handlers and outboxes, with tasks, settings, name
+    and clients of its own. `app`, `client`, `collection()` and all else that needs an app then mean the only app; of
     several that of the task that runs, else Celery's current app; `of(app)` says which. One that is gone is forgotten.
 
     Args:

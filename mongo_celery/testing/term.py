@@ -228,7 +228,7 @@ class SteppedTerm:
 
 def has_read_to(leader: Leader, place: Timestamp) -> bool:
     """Return True if everything up to a cluster time was taken in, with what a snapshot gives before it."""
-    return leader.intake.has_read_to(place) and leader.snapshots.is_idle
+    return leader.intake.has_reached(place) and leader.snapshots.is_idle
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -155,7 +155,7 @@ def _take_in(items: Sequence[ChangeEvent], source: str = "shop.orders") -> int:
     """By a handler that is owed all of them, or, of another source, none."""
     subscription = _subscription(source)
     for item in items:
-        subscription.take_in(item)
+        subscription.ingest_item(item)
     assert subscription.window.count in {0, len(items)}
     return len(items)
 

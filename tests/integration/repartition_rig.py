@@ -64,7 +64,7 @@ class Stream:
         for each in [each for each in self.events if each.mark.data > self.at]:
             self.at = each.mark.data
             for subscription in subscriptions:
-                subscription.take_in(each)
+                subscription.ingest_item(each)
 
 
 class Term:

@@ -95,11 +95,11 @@ class Term:
     def read(self, *numbers: int, index: int = 0, padding: int = 0) -> None:
         """Take in changes of a partition."""
         for number in numbers:
-            self.led.take_in(change(number, index, padding))
+            self.led.ingest_item(change(number, index, padding))
 
     def pass_over(self, number: int) -> None:
         """Take in a place at which nothing is owed."""
-        self.led.take_in(mark(number))
+        self.led.ingest_item(mark(number))
 
     def look(self) -> None:
         """Read all partitions; LeaseLostError where a later term has them."""

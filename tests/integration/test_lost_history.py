@@ -261,7 +261,7 @@ def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> N
     assert (stored["lost"]["at"], stored["lost"]["oldest"]) == (ROLLED.cluster_time, bridge.oldest)
     assert bridge.given_up == []
     assert [led.lost for led in bridge.led.values()] == [True, False]
-    bridge.led["record"].take_in(tip)
+    bridge.led["record"].ingest_item(tip)
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
 
@@ -426,7 +426,7 @@ def test_what_is_buffered_outlives_a_move_and_its_place_is_not_stored_over_the_n
     led.window.complete(led.partitions[0].queue, ROLLED_LATER.data)
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["clusterTime"] == start
-    led.take_in(FUTURE_MARK)
+    led.ingest_item(FUTURE_MARK)
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["clusterTime"] == FUTURE
 
@@ -502,14 +502,14 @@ def test_what_is_stored_behind_the_watermark_waits_for_the_decision(make: Make, 
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
     led.partitions[0].backlog = StoredRange(tip.data, ROLLED.data)
-    assert led.readable_to(led.partitions[0]) == ROLLED.data
+    assert led.last_readable_place(led.partitions[0]) == ROLLED.data
     with pytest.raises(HistoryLostError):
         bridge.look()
     bridge.decide("record", "now")
     assert bridge.look() is not None
-    assert led.readable_to(led.partitions[0]) == ROLLED.data, "nothing was read yet"
-    led.take_in(FUTURE_MARK)
-    assert led.readable_to(led.partitions[0]) == tip.data
+    assert led.last_readable_place(led.partitions[0]) == ROLLED.data, "nothing was read yet"
+    led.ingest_item(FUTURE_MARK)
+    assert led.last_readable_place(led.partitions[0]) == tip.data
 
 
 def test_a_decision_does_not_forget_the_attempts_of_a_change_that_is_stored(make: Make) -> None:

@@ -315,7 +315,7 @@ def test_an_undeliverable_change_is_stored_also_at_the_bound(begin: Begin) -> No
     """P12: else its handler would wait, in all partitions, for somebody who frees what another handler has stored."""
     term = begin(spill_bytes=1)
     term.read(1)
-    term.led.take_in(replace(change(2), read_error=ReadError("match fails on it")))
+    term.led.ingest_item(replace(change(2), read_error=ReadError("match fails on it")))
     term.read(3)
     term.read(4, index=1)
     term.turn_until(lambda: term.marked() == token_data(2))
@@ -367,7 +367,7 @@ def test_a_large_change_that_cannot_be_stored_keeps_its_own_partition_waiting(
         term.turn()
         (failure,) = term.storing.report()["notStored"]
         assert failure["partition"] == "record/0"
-        assert term.storing.next_at() > time.monotonic()
+        assert term.storing.next_turn_time() > time.monotonic()
         assert term.dispatch() == []
     assert number_of(next_run(term).changes[0]) == 1
     assert term.storing.report()["notStored"] == []
@@ -428,7 +428,7 @@ def test_what_is_stored_takes_no_memory(begin: Begin) -> None:
 
 def refused(term: Term, number: int, *behind: int) -> None:
     """A partition that halts at an undeliverable change, with others behind it; all of them are stored."""
-    term.led.take_in(replace(change(number), read_error=ReadError("match fails on it")))
+    term.led.ingest_item(replace(change(number), read_error=ReadError("match fails on it")))
     term.read(*behind)
     run = next_run(term)
     assert run.refusal is not None
@@ -463,7 +463,7 @@ def test_nothing_that_was_read_after_an_undeliverable_change_runs_before_that_is
     """P1, P5, P13: with a corrected rule, a later term would find it passed; and the watermark holds nothing back."""
     term = begin()
     term.read(1, index=1)
-    term.led.take_in(replace(change(2), read_error=ReadError("match fails on it")))
+    term.led.ingest_item(replace(change(2), read_error=ReadError("match fails on it")))
     term.read(3, index=1)
     with failpoint(failCommands=[command], errorCode=50, appName=APP):
         for _ in range(5):
@@ -626,4 +626,4 @@ def test_at_the_bound_the_listener_is_not_kept_busy(begin: Begin, monkeypatch: p
     term.turn()
     term.turn(_BEGUN)
     assert term.storing.waits
-    assert term.storing.next_at() == math.inf
+    assert term.storing.next_turn_time() == math.inf

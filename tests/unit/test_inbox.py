@@ -11,7 +11,7 @@ def test_items_are_taken_one_by_one_and_each_batch_is_given_back_when_all_of_it_
     inbox = Inbox()
     batches = [[mark(number) for number in numbers] for numbers in ((1, 2, 3), (4,), (), (5, 6))]
     for batch in batches:
-        inbox.put(batch)
+        inbox.add_batch(batch)
     found, given_back = [], []
     while (item := inbox.peek()) is not None:
         assert inbox.peek() is item
@@ -25,10 +25,10 @@ def test_items_are_taken_one_by_one_and_each_batch_is_given_back_when_all_of_it_
 def test_a_wait_ends_with_an_item_or_when_somebody_ends_it() -> None:
     """What ends it is no item."""
     inbox = Inbox()
-    inbox.put(())
+    inbox.add_batch(())
     inbox.wait(60.0)
     assert inbox.peek() is None
-    inbox.put([mark(1)])
+    inbox.add_batch([mark(1)])
     inbox.wait(60.0)
     inbox.wait(60.0)
     assert inbox.peek() == mark(1)

@@ -18,7 +18,7 @@ def pause(*out: int, taken: tuple[float, ...] = (), idle: float = 0.0) -> float:
             times.note_end(str(number), START - seconds, START)
     times.moved_at = START
     times.polled_at = times.swept_at = START + idle
-    return times.due_at({str(number): count for number, count in enumerate(out)}, START + idle) - START - idle
+    return times.next_poll_time({str(number): count for number, count in enumerate(out)}, START + idle) - START - idle
 
 
 def test_with_nothing_out_only_the_sweep_is_due() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Rejection
 from mongo_celery.bridge.listener.pressure import Pressure
-from mongo_celery.bridge.listener.storing import blocked_by
+from mongo_celery.bridge.listener.storing import block_reason
 from tests.fixtures.samples import image
 
 BOUND = 1000
@@ -38,7 +38,7 @@ def make_partition(rejected: bool = False, **changes: Any) -> Partition:
 )
 def test_a_partition_is_blocked_where_no_further_worker_would_run_it(changes: dict[str, Any], why: str | None) -> None:
     """P12: a partition that waits for a worker is plain backlog."""
-    assert blocked_by(make_partition(**changes)) == why
+    assert block_reason(make_partition(**changes)) == why
 
 
 def test_changes_are_stored_once_a_partition_is_idle_for_two_seconds_of_a_full_buffer() -> None:

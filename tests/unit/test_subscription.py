@@ -135,7 +135,7 @@ def taken(one: Subscription) -> str | None:
 def test_a_change_that_is_wanted_waits_for_its_turn_with_the_bytes_of_the_server() -> None:
     """P11: what is dispatched is what was read."""
     one = subscription()
-    one.take_in(change(1, index=2))
+    one.ingest_item(change(1, index=2))
     assert one.window.count == 1
     (run,) = due(one)
     assert run.run.changes == [change(1, index=2).raw]
@@ -147,8 +147,8 @@ def test_a_change_that_is_wanted_waits_for_its_turn_with_the_bytes_of_the_server
 def test_a_change_that_is_not_wanted_moves_the_watermark() -> None:
     """P5: a quiet subscription beside a busy one never falls off the oplog."""
     one = subscription()
-    one.take_in(change(1, ns="shop.invoices"))
-    one.take_in(mark(2))
+    one.ingest_item(change(1, ns="shop.invoices"))
+    one.ingest_item(mark(2))
     assert (taken(one), one.window.count, one.in_flight) == (token_data(2), 0, [])
 
 
@@ -156,9 +156,9 @@ def test_what_a_reopened_stream_repeats_is_not_taken_in_twice() -> None:
     """P6: the reader may begin again at an earlier time."""
     one = subscription()
     for number in (1, 2, 1, 2, 3):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     assert one.window.count == 3
-    one.take_in(mark(2))
+    one.ingest_item(mark(2))
     assert due(one)[0].run.first == 1
     assert taken(one) is None
 
@@ -167,7 +167,7 @@ def test_what_lies_before_the_watermark_is_not_taken_in() -> None:
     """P6: the stream is opened at the smallest position of all subscriptions."""
     one = subscription(watermark=mark(5))
     for number in (4, 5, 6):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     assert one.window.count == 1
     assert numbers(due(one)[0]) == [6]
 
@@ -175,11 +175,11 @@ def test_what_lies_before_the_watermark_is_not_taken_in() -> None:
 def test_what_its_partition_has_committed_is_done() -> None:
     """P6: positions of partitions are ahead of the watermark."""
     one = subscription(images={0: committed(0, 7, 5)})
-    one.take_in(change(4, index=0))
-    one.take_in(change(5, index=0))
+    one.ingest_item(change(4, index=0))
+    one.ingest_item(change(5, index=0))
     assert (one.window.count, taken(one)) == (0, token_data(5))
-    one.take_in(change(6, index=0))
-    one.take_in(change(7, index=1))
+    one.ingest_item(change(6, index=0))
+    one.ingest_item(change(7, index=1))
     assert {run.run.index: run.run.first for run in due(one)} == {0: 8, 1: 1}
 
 
@@ -187,7 +187,7 @@ def test_what_lies_before_the_start_is_not_owed() -> None:
     """P1: from the recorded start point; the start itself is inside."""
     one = subscription(start=3)
     for number in (1, 2, 3):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     assert numbers(due(one)[0]) == [3]
     assert taken(one) == token_data(2)
 
@@ -195,11 +195,11 @@ def test_what_lies_before_the_start_is_not_owed() -> None:
 def test_what_lies_before_a_start_that_was_moved_is_not_owed() -> None:
     """P12: also where it was read beyond its start before, and the stream is read again for others."""
     one = subscription(start=1)
-    one.take_in(change(1))
+    one.ingest_item(change(1))
     one.lost = True
     one.move(Timestamp(1000, 4))
     for number in (3, 4):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     assert (one.lost, one.has_gap, one.stored, one.window.count) == (False, True, None, 2)
     assert one.plan.start == Timestamp(1000, 4)
 
@@ -207,7 +207,7 @@ def test_what_lies_before_a_start_that_was_moved_is_not_owed() -> None:
 def test_an_event_without_a_time_is_owed() -> None:
     """P1: rather once too often."""
     one = subscription(start=3)
-    one.take_in(replace(change(1), mark=Mark({"_data": token_data(1)}, token_data(1), None)))
+    one.ingest_item(replace(change(1), mark=Mark({"_data": token_data(1)}, token_data(1), None)))
     assert one.window.count == 1
 
 
@@ -216,7 +216,7 @@ def test_nothing_behind_the_end_is_taken_in_while_a_new_layout_is_prepared() -> 
     one = subscription()
     one.until = mark(2)
     for item in (change(1), change(2), change(3), mark(4)):
-        one.take_in(item)
+        one.ingest_item(item)
     assert (one.window.count, one.left) == (2, token_data(3))
     one.observe(committed(0, 1, 1), NOW)
     one.observe(committed(0, 2, 2), NOW)
@@ -228,9 +228,9 @@ def test_a_layout_that_is_over_ends_exactly_at_its_end() -> None:
     """P5: the first place behind the end shows that nothing more comes before it; the watermark goes no further."""
     one = subscription()
     one.until = mark(4)
-    one.take_in(change(1))
-    one.take_in(change(6))
-    one.take_in(mark(8))
+    one.ingest_item(change(1))
+    one.ingest_item(change(6))
+    one.ingest_item(mark(8))
     assert (taken(one), one.left) == (None, token_data(6))
     due(one)
     one.observe(committed(0, 1, 1), NOW)
@@ -258,21 +258,21 @@ def test_stored_changes_run_only_as_far_as_the_stream_was_read() -> None:
     """P2: an earlier change may be read again, which was not stored: then nothing runs before it is stored, too."""
     one = subscription(images={0: spilled(5)}, watermark=mark(1))
     (partition, backlog) = one.backlogs[0]
-    assert one.readable_to(partition) == token_data(1)
-    one.take_in(mark(2))
-    assert one.readable_to(partition) == token_data(2)
-    one.take_in(change(3))
-    assert (one.readable_to(partition), partition.must_store_again) == ("", True)
+    assert one.last_readable_place(partition) == token_data(1)
+    one.ingest_item(mark(2))
+    assert one.last_readable_place(partition) == token_data(2)
+    one.ingest_item(change(3))
+    assert (one.last_readable_place(partition), partition.must_store_again) == ("", True)
     one.note_stored(partition, token_data(3), 1)
-    assert (one.readable_to(partition), partition.must_store_again) == (token_data(3), False)
-    one.take_in(change(7))
-    assert (one.readable_to(partition), backlog.to) == (token_data(5), token_data(5))
+    assert (one.last_readable_place(partition), partition.must_store_again) == (token_data(3), False)
+    one.ingest_item(change(7))
+    assert (one.last_readable_place(partition), backlog.to) == (token_data(5), token_data(5))
 
 
 def test_while_anything_stored_is_not_committed_the_buffer_waits() -> None:
     """P2: what is buffered lies behind what is stored."""
     one = subscription(images={0: spilled(2)}, watermark=mark(2), run_size=10)
-    one.take_in(change(3))
+    one.ingest_item(change(3))
     assert due(one) == []
     one.add_stored(one.partitions[0], [stored(1), stored(2)])
     assert [numbers(run) for run in due(one)] == [[1, 2]]
@@ -314,17 +314,17 @@ def test_what_was_stored_holds_no_watermark_and_runs_once_it_is_read_back() -> N
     """P5, P2: what comes next, without a gap; and what is stored behind it meanwhile comes afterwards."""
     one = subscription(run_size=2)
     for number in range(1, 4):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     partition = one.partitions[0]
     one.note_stored(partition, token_data(3), 3)
     assert (one.window.count, taken(one), due(one)) == (0, token_data(3), [])
     one.add_stored(partition, [stored(1), stored(2)])
-    one.take_in(change(4))
+    one.ingest_item(change(4))
     one.note_stored(partition, token_data(4), 1)
     (run,) = due(one)
     assert numbers(run) == [1, 2]
     one.observe(spilled(4, 2, 2), NOW)
-    assert (due(one), one.readable_to(partition)) == ([], token_data(4))
+    assert (due(one), one.last_readable_place(partition)) == ([], token_data(4))
     one.add_stored(partition, [stored(3), stored(4)])
     (run,) = due(one)
     assert (numbers(run), run.run.first, run.run.changes) == ([3, 4], 3, [])
@@ -342,10 +342,10 @@ def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
     """P12: never an error of the listener, never skipped; what stands behind it in its partition waits."""
     one = subscription()
     bad = change(1, index=9)  # no such partition: the rule fails
-    one.take_in(bad)
+    one.ingest_item(bad)
     index = document_hash(bad.document) % PARTITIONS
-    one.take_in(change(2, index=index))
-    one.take_in(change(3, index=(index + 1) % PARTITIONS))
+    one.ingest_item(change(2, index=index))
+    one.ingest_item(change(3, index=(index + 1) % PARTITIONS))
 
     assert due(one) == []  # nothing that was read after it runs before it is stored
     assert one.next_due() == math.inf
@@ -366,7 +366,7 @@ def test_a_refused_change_is_a_run_of_its_own() -> None:
     one = subscription(run_size=10)
     index = document_hash(change(1, index=9).document) % PARTITIONS
     for number in range(1, 6):
-        one.take_in(change(number, index=9 if number == 3 else index))
+        one.ingest_item(change(number, index=9 if number == 3 else index))
     first = one.partitions[index].queue.head(3, 1 << 20)
     one.note_stored(one.partitions[index], first[-1].data, 3)
     one.add_stored(one.partitions[index], [outlined(each) for each in first])
@@ -387,7 +387,7 @@ def test_one_run_is_out_in_a_partition_and_partitions_are_independent() -> None:
     """P2: window 1. What one partition waits for does not hold the others."""
     one = subscription()
     for number, index in enumerate([0, 0, 1, 1, 2], start=1):
-        one.take_in(change(number, index=index))
+        one.ingest_item(change(number, index=index))
     assert sorted(numbers(run) for run in due(one)) == [[1], [3], [5]]
     assert due(one, NOW + 1) == []
     assert one.observe(committed(1, 1, 3), NOW + 1) is Step.ENDED
@@ -399,7 +399,7 @@ def test_a_handler_that_may_send_one_run_at_a_time_serves_all_its_partitions() -
     """P12: fairness lets a slow handler send a few; the partition that was sent longest ago is next."""
     one = subscription()
     for number in range(1, 13):
-        one.take_in(change(number, index=number % PARTITIONS))
+        one.ingest_item(change(number, index=number % PARTITIONS))
     served = []
     for turn in range(1, 9):
         partition, dispatch = next(iter(one.due(NOW + turn)))
@@ -414,7 +414,7 @@ def test_numbers_are_given_at_dispatch_against_what_is_committed_then() -> None:
     """P2, P4: a change that was finished elsewhere between reading and dispatch takes its number with it."""
     one = subscription(images={0: image(index=0, claim={"owner": "a"}, live=True, fence=11)})
     for number in (1, 2, 3):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     assert due(one) == []
     one.observe(committed(0, 2, 2), NOW)
     (run,) = due(one)
@@ -425,8 +425,8 @@ def test_numbers_are_given_at_dispatch_against_what_is_committed_then() -> None:
 def test_a_position_that_moved_without_a_run_of_ours_is_seen_at_dispatch() -> None:
     """P6: an operator's skip, or the last commit of the term before."""
     one = subscription()
-    one.take_in(change(1))
-    one.take_in(change(2))
+    one.ingest_item(change(1))
+    one.ingest_item(change(2))
     assert one.observe(committed(0, 1, 1), NOW) is Step.WAIT
     (run,) = due(one)
     assert (run.run.first, numbers(run)) == (2, [2])
@@ -437,7 +437,7 @@ def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
     """At least one, then as many as fit into both limits, numbered without gaps."""
     one = subscription(run_size=3)
     for number in range(1, 6):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     (run,) = due(one)
     assert (run.run.first, run.run.last, numbers(run)) == (1, 3, [1, 2, 3])
     assert run.label == "(shop.orders insert 0 seq=1 and 2 more)"
@@ -448,7 +448,7 @@ def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
             subscription(run_size=3, max_message_bytes=max(limit, size)),
         ):
             for number in range(1, 6):
-                small.take_in(change(number))
+                small.ingest_item(change(number))
             assert numbers(due(small)[0]) == expected
 
 
@@ -456,7 +456,7 @@ def test_a_change_that_is_too_large_for_a_message_is_stored_before_it_runs() -> 
     """It takes nothing with it that a message can hold."""
     one = subscription(run_size=3, max_message_bytes=1000)
     for number, size in enumerate((0, 2000, 0, 0), 1):
-        one.take_in(change(number, text="x" * size))
+        one.ingest_item(change(number, text="x" * size))
     (run,) = due(one)
     assert (numbers(run), one.too_large) == ([1], set())
     one.observe(committed(0, 1, 1), NOW)
@@ -475,7 +475,7 @@ def test_after_an_unclean_end_runs_are_one_change_each_until_it_is_passed() -> N
     """P6: only the guilty change is charged with the crash."""
     one = subscription(run_size=10, images={0: image(index=0, committed=3, single=5)})
     for number in range(1, 8):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     (run,) = due(one)
     assert (run.run.first, run.run.last) == (4, 4)
     one.observe(committed(0, 4, 1, single=5), NOW)
@@ -490,7 +490,7 @@ def test_a_run_whose_claim_has_lapsed_is_sent_again_change_by_change() -> None:
     """P6: `single` is written only by the next claim, so the lapsed claim itself says how far to go singly."""
     one = subscription(run_size=10)
     for number in range(1, 5):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     assert numbers(due(one)[0]) == [1, 2, 3, 4]
 
     lapsed = image(index=0, fence=11, claim={"owner": "x", "first": 1, "last": 4, "ttl": 10_000, "until": None})
@@ -504,7 +504,7 @@ def test_a_transactional_handler_gets_one_change_at_a_time() -> None:
     """One transaction is one change and its mark."""
     one = subscription(run_size=10, transactional=True)
     for number in range(1, 4):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     assert numbers(due(one)[0]) == [1]
 
 
@@ -516,7 +516,7 @@ def test_no_commit_task_follows_a_run_that_commits_inline(handlers: str | None, 
     """By the handler's own option, else by the bridge's."""
     one = subscription(commit=handlers)
     one._options = replace(one._options, commit=bridges)
-    one.take_in(change(1))
+    one.ingest_item(change(1))
     assert [dispatch.commits for dispatch in due(one)] == [commits]
 
 
@@ -525,12 +525,12 @@ def test_a_bulk_handler_gets_runs_of_its_own_size_with_the_keys_of_all(transacti
     """P6: any of them may become the one that fails, and its policy needs its key."""
     one = subscription(run_size=1, batch_size=3, transactional=transactional)
     for number in range(1, 6):
-        one.take_in(change(number))
+        one.ingest_item(change(number))
     (run,) = due(one)
     assert (numbers(run), run.run.hashes) == ([1, 2, 3], (0, 0, 0))
     single = subscription(batch_size=3, images={0: image(index=0, single=5)})
     for number in range(1, 4):
-        single.take_in(change(number))
+        single.ingest_item(change(number))
     (run,) = due(single)
     assert (numbers(run), run.run.hashes) == ([1], ())
 
@@ -538,7 +538,7 @@ def test_a_bulk_handler_gets_runs_of_its_own_size_with_the_keys_of_all(transacti
 def test_a_lost_run_is_handed_out_again_with_the_same_numbers() -> None:
     """P8: under another task id, so that a revoke hits one dispatch only."""
     one = subscription()
-    one.take_in(change(1))
+    one.ingest_item(change(1))
     (first,) = due(one)
     one.observe(image(index=0), NOW + 8)
     (second,) = due(one, NOW + 8)
@@ -549,8 +549,8 @@ def test_a_lost_run_is_handed_out_again_with_the_same_numbers() -> None:
 def test_a_retry_waits_for_its_time_and_says_when() -> None:
     """The listener sleeps until then, and no longer."""
     one = subscription()
-    one.take_in(change(1))
-    one.take_in(change(2, index=1))
+    one.ingest_item(change(1))
+    one.ingest_item(change(2, index=1))
     due(one)
     one.observe(image(index=0, fence=11, retries=1, due_in=30.0), NOW + 1)
     assert due(one, NOW + 30.9) == []
@@ -563,7 +563,7 @@ def test_a_partition_that_stands_still_holds_its_changes_and_no_others() -> None
     """P1, P9: the head stays, with everything behind it in order."""
     one = subscription(images={0: image(index=0, state="halted")})
     for number, index in enumerate([0, 1, 0], start=1):
-        one.take_in(change(number, index=index))
+        one.ingest_item(change(number, index=index))
     assert [numbers(run) for run in due(one)] == [[2]]
     one.observe(committed(1, 1, 2), NOW)
     assert taken(one) is None
@@ -574,9 +574,9 @@ def test_a_partition_that_stands_still_holds_its_changes_and_no_others() -> None
 def test_an_observed_commit_moves_the_watermark_over_the_prefix_only() -> None:
     """P5: a later partition that is done does not carry it past an earlier one that is not."""
     one = subscription()
-    one.take_in(change(1, index=0))
-    one.take_in(change(2, index=1))
-    one.take_in(mark(3))
+    one.ingest_item(change(1, index=0))
+    one.ingest_item(change(2, index=1))
+    one.ingest_item(mark(3))
     due(one)
     one.observe(committed(1, 1, 2), NOW)
     assert taken(one) is None
@@ -587,7 +587,7 @@ def test_an_observed_commit_moves_the_watermark_over_the_prefix_only() -> None:
 def test_a_newer_term_is_reported_and_changes_nothing() -> None:
     """P3: the leader steps down; nothing is counted as done by it."""
     one = subscription()
-    one.take_in(change(1))
+    one.ingest_item(change(1))
     due(one)
     assert one.observe(replace(committed(0, 1, 1), term=VERSION + 1), NOW) is Step.SUPERSEDED
     assert one.window.count == 1
@@ -596,7 +596,7 @@ def test_a_newer_term_is_reported_and_changes_nothing() -> None:
 def test_a_message_that_is_sent_again_is_due_at_once() -> None:
     """It waited for the next reading of all partitions, up to a second."""
     one = subscription()
-    one.take_in(change(1))
+    one.ingest_item(change(1))
     assert [each.run.first for each in due(one)] == [1]
     one.partitions[0].note_sent(NOW)
     assert due(one) == []  # from now on nobody looks for it
@@ -618,7 +618,7 @@ def _handle_rounds(one: Subscription, count: int, written: Callable[[int], int])
     """
     for number in range(1, count + 1):
         before, claimed = BASE + timedelta(milliseconds=100 * (number - 1)), BASE + timedelta(milliseconds=100 * number)
-        one.take_in(change(number, wallTime=before + timedelta(milliseconds=written(number))))
+        one.ingest_item(change(number, wallTime=before + timedelta(milliseconds=written(number))))
         list(one.due(NOW))  # it may be made out several times before it is published
         assert len(due(one)) == 1
         ran = {"last": number, "took": 40, "claimed": claimed, "at": claimed + timedelta(milliseconds=50)}

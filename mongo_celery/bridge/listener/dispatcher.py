@@ -213,7 +213,7 @@ class Dispatcher:
             with contextlib.suppress(Exception):
                 connection.release()
 
-    def _sealed_with(self) -> Sealing:
+    def _get_sealing(self) -> Sealing:
         sealing = self._sealing()
         if self._key is not None and self._key != sealing.key:
             logger.info("signing with a new key", extra={"event": "key_exchanged"})
@@ -241,7 +241,7 @@ class Dispatcher:
 
     def _message(self, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> Any:
         """The handler's message with the link behind it, if there is one, which carries the same trace."""
-        run, sealing = dispatch.run, self._sealed_with()
+        run, sealing = dispatch.run, self._get_sealing()
         links = [_commit_link(run, task_id, dispatch.queue, sealing, headers)] if dispatch.commits else []
         return self._app.amqp.as_task_v2(
             task_id,

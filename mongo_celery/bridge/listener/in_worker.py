@@ -43,7 +43,7 @@ _ENDING_STATES = ("closing", "terminating")
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def embedded_listener(
+def make_embedded_listener(
     app: Celery,
     *,
     as_process: bool,
@@ -135,11 +135,11 @@ def _main(app: Celery, worker: int, beside: Beside | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # not the worker's own handlers, which were inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
     set_process_title("celery", info="listener")
-    threading.Thread(target=_end_with, args=(worker,), name="mongo_celery-worker-watch", daemon=True).start()
+    threading.Thread(target=_watch_worker, args=(worker,), name="mongo_celery-worker-watch", daemon=True).start()
     raise SystemExit(run_listeners(app, [], beside=beside))
 
 
-def _end_with(worker: int) -> None:
+def _watch_worker(worker: int) -> None:
     pause = threading.Event()
     while os.getppid() == worker:
         pause.wait(_WATCH_SECONDS)
@@ -205,7 +205,7 @@ class ListenerStep(bootsteps.StartStopStep):
         """The service that the worker starts and stops."""
         as_process = worker.pool_cls.__module__.endswith("prefork")
         is_ending = partial(_is_ending, worker)
-        return embedded_listener(worker.app, as_process=as_process, is_ending=is_ending, beside=self._beside())
+        return make_embedded_listener(worker.app, as_process=as_process, is_ending=is_ending, beside=self._beside())
 
     def _beside(self) -> Beside | None:
         if self._http is None:

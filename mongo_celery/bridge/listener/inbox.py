@@ -16,7 +16,7 @@ class Inbox:
         self._batch: Sequence[Item] = ()
         self._at = 0
 
-    def put(self, batch: Sequence[Item]) -> None:
+    def add_batch(self, batch: Sequence[Item]) -> None:
         """Hand over a batch; an empty one ends a wait. Callable from any thread."""
         self._queue.put(batch)
 

@@ -208,7 +208,7 @@ class Leader:
         self._renewal.alive()
         for subscription in self._repartitioning.begin(self.subscriptions, beginning.takeover):
             self._replace(subscription)
-        self.intake.read_from(position)
+        self.intake.open_reader(position)
         self.housekeeping.add(self._stopped_handlers.check)
 
     # -- one turn ----------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Leader:
         """
         self._activity.note_turn()
         now = time.monotonic()
-        self._take_in(now)
+        self._ingest_items(now)
         self._note_progress()
         self._poll(now)
         self._follow_history(now)
@@ -242,13 +242,13 @@ class Leader:
         if self.intake.is_alive and not self._history.is_unread and not self.poller.is_blind:
             self._renewal.alive()
 
-    def _take_in(self, now: float) -> None:
-        error = self.intake.take_in(now)
+    def _ingest_items(self, now: float) -> None:
+        error = self.intake.ingest_items(now)
         if error is None:
             return
         if not isinstance(error, HistoryLostError):
             raise error
-        self.intake.read_from(None)
+        self.intake.open_reader(None)
         self._history.note_refusal(error)
 
     def _poll(self, now: float) -> None:
@@ -268,7 +268,7 @@ class Leader:
             self._horizon.judge(self.subscriptions.values())
         reopening = self._history.tick(self.subscriptions, self._watermarks, now)
         if reopening is not None:
-            self.intake.read_from(reopening.position)
+            self.intake.open_reader(reopening.position)
 
     def _repartition(self, now: float) -> None:
         """Go on with new partitionings, and read again what a handler has left meanwhile."""
@@ -283,7 +283,7 @@ class Leader:
             except PyMongoError as error:
                 self._repartitioning.note_failure(error)
                 return
-            self.intake.read_from(position)
+            self.intake.open_reader(position)
             self._repartitioning.resume_reading(now)
 
     def _replace(self, subscription: Subscription) -> None:
@@ -304,9 +304,9 @@ class Leader:
     def _wait(self) -> None:
         now = time.monotonic()
         until = min(
-            self.poller.due_at(now),
+            self.poller.next_poll_time(now),
             self._publishing.next_due(self.subscriptions),
             self._repartitioning.due(),
-            self._storing.next_at(),
+            self._storing.next_turn_time(),
         )
         self.intake.wait(max(until - now, 0.0))

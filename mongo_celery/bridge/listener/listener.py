@@ -111,7 +111,7 @@ class Listener:
         leases = self._wiring.store.leases
         identity = build_identity(self._wiring)
         while not self._stopping.is_set():
-            term = self._stand_by(leases, identity)
+            term = self._try_to_lead(leases, identity)
             if term is not None:
                 self._lead(leases, term, selectors, scope)
                 self._pause()  # whatever ended the term may end the next one as soon: no hot loop
@@ -157,7 +157,7 @@ class Listener:
             return "the broker", short(error)
         return None
 
-    def _stand_by(self, leases: Leases, identity: Identity) -> Term | None:
+    def _try_to_lead(self, leases: Leases, identity: Identity) -> Term | None:
         """
         One attempt to acquire the lease, then a short pause.
 
@@ -266,7 +266,7 @@ class Listener:
         ended_by: Exception | None = None
         try:
             renewal.read_key()
-            self._lead_by(renewal, selectors, scope)
+            self._lead_term(renewal, selectors, scope)
         except LeaseLostError:
             replace_connections(self._wiring.client)  # they may be the reason that there was no progress
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
@@ -288,7 +288,7 @@ class Listener:
             renewal.stop()
             self._release(leases, renewal, ended_by)
 
-    def _lead_by(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
+    def _lead_term(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
         refused = find_refused_matches(self._wiring.stream_client, scope)
         if refused:
             selectors, scope = self._wiring.stream(without=refused)

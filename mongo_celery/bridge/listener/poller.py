@@ -86,7 +86,7 @@ class PollTimes:
             before = self._taken.get(subscription, now - sent_at)
             self._taken[subscription] = before + _WEIGHT * (now - sent_at - before)
 
-    def due_at(self, in_flight: Mapping[str, int], now: float) -> float:
+    def next_poll_time(self, in_flight: Mapping[str, int], now: float) -> float:
         """Return the monotonic time of the next poll, with so many runs of each handler in flight."""
         return min(self.swept_at + SWEEP_SECONDS, self.polled_at + self._pause(in_flight, now))
 
@@ -145,9 +145,9 @@ class PartitionPoller:
         self.locked = LockedPartitions(self._wiring.store, version, partitions)
         self._fairness = fairness
 
-    def due_at(self, now: float) -> float:
+    def next_poll_time(self, now: float) -> float:
         """Return the monotonic time of the next poll."""
-        return self.times.due_at({name: len(led.in_flight) for name, led in self._led.items()}, now)
+        return self.times.next_poll_time({name: len(led.in_flight) for name, led in self._led.items()}, now)
 
     def sweep_now(self) -> None:
         """Have the next poll read all partitions, whenever that would have been due."""
@@ -193,7 +193,7 @@ class PartitionPoller:
                 self._activity.of(subscription.name).add_counts(subscription.counted)
             self._activity.note_sweep(reopenings)
             return images
-        if now < self.due_at(now):
+        if now < self.next_poll_time(now):
             return None
         seen = {each.partition_id: each.seen for led in self._led.values() for each in led.in_flight}
         if times.may_be_unflushed(seen.values(), now):

@@ -94,20 +94,20 @@ class Publishing:
         done = self._dispatcher.publish([dispatch for partition, dispatch in due if partition.rejection is None], alone)
         now = time.monotonic()
         for dispatch in done.sent:
-            self._sent(partitions[dispatch.run.partition_id], dispatch, now)
+            self._note_sent(partitions[dispatch.run.partition_id], dispatch, now)
         for dispatch, error in done.rejected:
-            self._rejected(partitions[dispatch.run.partition_id], dispatch, error, now)
+            self._note_rejection(partitions[dispatch.run.partition_id], dispatch, error, now)
         if done.failure is None:
             self._broker.note_success()
         else:
-            self._failed(done.failure)
+            self._note_failure(done.failure)
         return bool(done.sent)
 
     def close(self) -> None:
         """Drop the connection."""
         self._dispatcher.close()
 
-    def _sent(self, partition: Partition, dispatch: Dispatch, now: float) -> None:
+    def _note_sent(self, partition: Partition, dispatch: Dispatch, now: float) -> None:
         if partition.rejection is not None:
             logger.info(
                 "the message of %s in partition %s is out, which could not be sent before",
@@ -119,7 +119,7 @@ class Publishing:
         run = dispatch.run
         partition.note_sent(now, 0 if run.dead_letter is not None else run.last - run.first + 1)
 
-    def _rejected(self, partition: Partition, dispatch: Dispatch, error: Exception, now: float) -> None:
+    def _note_rejection(self, partition: Partition, dispatch: Dispatch, error: Exception, now: float) -> None:
         rejection = _rejection(partition, dispatch, error, now)
         partition.note_rejected(rejection)
         if rejection.count % _REPEATS_A_RECORD == 1:
@@ -136,7 +136,7 @@ class Publishing:
                 extra={"event": "message_rejected", "partition": partition.partition_id, "bytes": dispatch.size},
             )
 
-    def _failed(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         self._broker.note_failure()
         logger.error(
             "publishing failed, next try in %.1f s: %s",
@@ -149,10 +149,13 @@ class Publishing:
 def rejections(partitions: Iterable[Partition]) -> dict[str, Any]:
     """Return what the listener's report says of runs that the broker rejects: their number, and some of them."""
     rejected = [(each.partition_id, each.rejection) for each in partitions if each.rejection is not None]
-    return {"rejectedCount": len(rejected), "rejected": [_reported(*pair) for pair in rejected[:_REPORTED_MAX]]}
+    return {
+        "rejectedCount": len(rejected),
+        "rejected": [_describe_rejection(*pair) for pair in rejected[:_REPORTED_MAX]],
+    }
 
 
-def _reported(partition_id: str, rejection: Rejection) -> dict[str, Any]:
+def _describe_rejection(partition_id: str, rejection: Rejection) -> dict[str, Any]:
     return {
         "partition": partition_id,
         "key": storable(rejection.label),

@@ -69,7 +69,7 @@ class ReadBack:
         return True
 
     def _read(self, subscription: Subscription, partition: Partition, backlog: StoredRange) -> None:
-        until = subscription.readable_to(partition)
+        until = subscription.last_readable_place(partition)
         if until <= backlog.read_to:
             return
         limit = max(_BATCH, 2 * subscription.run_size)

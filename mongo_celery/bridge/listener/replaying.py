@@ -114,7 +114,7 @@ class Replaying:
         self._withdraw([each for each in older if not each.failed], "its handler was repartitioned", is_over=True)
         self._replays.withdraw([each for each in older if each.failed])
         failed = [each for each in current if each.failed]
-        behind = [each for each in current if not each.failed and any(_is_behind(each, first) for first in failed)]
+        behind = [each for each in current if not each.failed and any(_is_successor(each, first) for first in failed)]
         self._withdraw(behind, "an earlier one of its key has failed")
         if failed:
             self._replays.withdraw(failed)
@@ -126,7 +126,7 @@ class Replaying:
                 continue  # it may be this one that is in flight
             if replay.due_in > 0:
                 held.append(replay)
-            elif partition.replay is None and not any(_is_behind(replay, first) for first in held):
+            elif partition.replay is None and not any(_is_successor(replay, first) for first in held):
                 partition.replay = replay
 
     def _withdraw(self, replays: Sequence[ReplayRequest], reason: str, *, is_over: bool = False) -> None:
@@ -142,7 +142,7 @@ class Replaying:
             )
 
 
-def _is_behind(replay: ReplayRequest, first: ReplayRequest) -> bool:
+def _is_successor(replay: ReplayRequest, first: ReplayRequest) -> bool:
     """Return True if one may be of the same key as another that is before it in the stream."""
     if replay.partition != first.partition or replay.order <= first.order:
         return False

@@ -68,6 +68,6 @@ class StoredRange:
         self.read_to = changes[-1].data
 
 
-def stored_change(change: PendingChange) -> StoredChange:
+def make_stored_change(change: PendingChange) -> StoredChange:
     """Return a change as it is stored."""
     return StoredChange(change.data, change.raw, change.hash, change.refusal, change.token)

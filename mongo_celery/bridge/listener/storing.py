@@ -49,7 +49,7 @@ from mongo_celery.bridge.listener.partition import NotStored, Partition
 from mongo_celery.bridge.listener.pressure import Pressure
 from mongo_celery.bridge.listener.read_back import ReadBack
 from mongo_celery.bridge.listener.removal import Removal
-from mongo_celery.bridge.listener.stored_range import stored_change
+from mongo_celery.bridge.listener.stored_range import make_stored_change
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
@@ -150,7 +150,7 @@ class Storing:
         """What `status` shows of stored changes."""
         return self._report.report(list(self._led.values()), self._removal.size, self.waits)
 
-    def next_at(self) -> float:
+    def next_turn_time(self) -> float:
         """Monotonic time of the next turn that has something to do, as far as that is known."""
         large = [partition.not_stored for each in self._led.values() for partition in each.too_large]
         due = [0.0 if failed is None else failed.gate.opens_at for failed in large] + [0.0] * self._unfinished
@@ -204,7 +204,7 @@ class Storing:
         if not changes:
             return 0
         size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
-        stored, to = [stored_change(change) for change in changes], changes[-1].data
+        stored, to = [make_stored_change(change) for change in changes], changes[-1].data
         self._removal.note(partition.partition_id, token_place(to), 0 if reason == AGAIN else size)
         self._state.backlog.insert(partition.partition_id, stored, self._version, self.session)
         if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
@@ -250,7 +250,7 @@ class Storing:
                     reason = self._reason(subscription, partition, now)
             except (PyMongoError, BSONError) as error:
                 self._note_failure(f"storing changes of partition {partition.partition_id}", error, partition)
-                if not _is_of_one(error):
+                if not _concerns_one_partition(error):
                     return
                 continue
             if reason is not None and reason not in _NEEDED and partition.queue:
@@ -281,15 +281,15 @@ class Storing:
             return UNDELIVERABLE
         if partition in subscription.too_large:
             return TOO_LARGE
-        why, oldest = self._blocked_reason(partition, now), subscription.window.oldest
+        why, oldest = self._lasting_block_reason(partition, now), subscription.window.oldest
         holds = oldest is not None and oldest is partition.queue.first
         if why is None and holds and self._share_behind(subscription) >= AT_RISK:
             return OPLOG
         return FULL if why is None and self._pressure.must_store else why
 
-    def _blocked_reason(self, partition: Partition, now: float) -> str | None:
+    def _lasting_block_reason(self, partition: Partition, now: float) -> str | None:
         """Return why a partition is blocked, if it is for long enough; what comes behind is stored once a second."""
-        why = blocked_by(partition)
+        why = block_reason(partition)
         if why is None:
             return None
         if partition.blocked_since[0] != partition.image.committed:
@@ -346,11 +346,11 @@ class Storing:
         elif isinstance(error, PyMongoError):
             raise_if_final(error, self._concern)
         logger.warning("%s failed, trying again: %s", what, text, extra={"event": "spill_failed"})
-        if partition is None or not _is_of_one(error):
+        if partition is None or not _concerns_one_partition(error):
             self._gate.note_failure()
 
 
-def blocked_by(partition: Partition) -> str | None:
+def block_reason(partition: Partition) -> str | None:
     """Return the reason for which a partition does not continue at this moment; None where it waits for a worker."""
     state = visible_state(partition.image)
     if state != "flowing":
@@ -360,6 +360,6 @@ def blocked_by(partition: Partition) -> str | None:
     return "running" if partition.image.claim is not None else None
 
 
-def _is_of_one(error: Exception) -> bool:
+def _concerns_one_partition(error: Exception) -> bool:
     """Whether a failure says nothing of other partitions: this one is locked, or its changes cannot be stored."""
     return isinstance(error, BSONError) or (isinstance(error, OperationFailure) and not error.timeout)

@@ -96,12 +96,12 @@ class StreamIntake:
         """Number of times that the stream had to be opened again in this term."""
         return self._reader.status.reopenings if self._reader is not None else 0
 
-    def has_read_to(self, place: Timestamp) -> bool:
+    def has_reached(self, place: Timestamp) -> bool:
         """Return True if everything up to a cluster time was read and taken in."""
         read_to = self._reader.read_to if self._reader is not None else None
         return read_to is not None and read_to >= place and not self.is_held_up and self._inbox.peek() is None
 
-    def read_from(self, position: Position | None) -> None:
+    def open_reader(self, position: Position | None) -> None:
         """Read from there, and nothing more of what was read before; or not at all, if nobody can be read."""
         self.stop()
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
@@ -119,7 +119,7 @@ class StreamIntake:
             self._wiring.stream_client,
             self._scope,
             position,
-            deliver=self._inbox.put,
+            deliver=self._inbox.add_batch,
             room=_READ_AHEAD,
             batch_size=self._wiring.options.batch_size,
             comment=self._wiring.options.comment,
@@ -139,7 +139,7 @@ class StreamIntake:
         if self._reader is not None:
             self._reader.set_low_latency(self.is_hurried or self._snapshots.is_busy)
 
-    def take_in(self, now: float) -> MongoCeleryError | None:
+    def ingest_items(self, now: float) -> MongoCeleryError | None:
         """
         Take in what was read, as much as a turn has time and the buffer has room for.
 
@@ -163,7 +163,7 @@ class StreamIntake:
             self._snapshots.note_arrival(item)  # existing documents come before it
             self.at_end = not hasattr(item, "raw")
             for subscription in self._led.values():
-                change = subscription.take_in(item)
+                change = subscription.ingest_item(item)
                 if change is not None:
                     self._snapshots.note_change(subscription, item, change)
             self._snapshots.note_taken(item)
@@ -191,7 +191,7 @@ class StreamIntake:
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
-        self._inbox.put(())
+        self._inbox.add_batch(())
 
     def wait(self, seconds: float) -> None:
         """Wait for the next items. While the buffer is full they cannot be taken in: then for a moment."""

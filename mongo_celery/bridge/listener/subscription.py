@@ -131,7 +131,7 @@ class Subscription:
         """Return True if anything that was read, or is stored, is left to run, whatever happens to the stream."""
         return bool(self.window.count) or any(self._may_run(backlog) for _, backlog in self.backlogs)
 
-    def take_in(self, item: ChangeEvent | Mark) -> PendingChange | None:
+    def ingest_item(self, item: ChangeEvent | Mark) -> PendingChange | None:
         """Put what the reader handed over into the window; the change that it is here, where that is yet to run."""
         mark = item if isinstance(item, Mark) else item.mark
         if self.lost or not self.window.is_new(mark.data) or self._leaves(mark):
@@ -250,7 +250,7 @@ class Subscription:
         partition.stored_to = to
         self.too_large.discard(partition)
 
-    def readable_to(self, partition: Partition) -> str:
+    def last_readable_place(self, partition: Partition) -> str:
         """Return the place up to which stored changes of a partition may be run; empty for none."""
         self.window.complete(partition.queue, partition.image.data)
         if partition.backlog is None or partition.must_store_again:

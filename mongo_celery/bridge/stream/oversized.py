@@ -94,7 +94,7 @@ def explain_oversized(event: Mapping[str, Any]) -> str:
     """Return the sentence that names the change that was not read, and what to do."""
     written = event["clusterTime"].as_datetime().isoformat()
     return (
-        f"The `_id` is too large (above 3 MB): no handler gets this {event['operationType']} in {read_namespace(event)},"
-        f" written at {written}. Later changes are handled. Repair by hand what depends on it, then discard the dead "
-        "letter. Bound the length of `_id` with a validator."
+        f"The `_id` is too large (above 3 MB): no handler gets this {event['operationType']} in "
+        f"{read_namespace(event)}, written at {written}. Later changes are handled. Repair what depends on it, then "
+        "discard the dead letter. Bound the length of `_id` with a validator."
     )
