@@ -182,7 +182,7 @@ def _sweep_in_turns(
         except (PyMongoError, MongoCeleryError) as error:
             fails(each, error)
         else:
-            sweeps[OutboxSweep(each.backlog, each.sweep_after if older_than is None else older_than, limit)] = each
+            sweeps[OutboxSweep(each.sweep_target, each.sweep_after if older_than is None else older_than, limit)] = each
     take_turns(list(sweeps), failed)
     down = next((sweep.total for sweep in sweeps if sweep.total.broker_down), None)
     unserved = None if down is None else replace(down, dispatched=0, dead=0, left=0)

@@ -17,7 +17,7 @@ from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry, EntryMaker
 from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
+from mongo_celery.outbox.sweep import SWEEP_TASK, SweepTarget, sweep_all, sweep_one
 
 
 class AnyOutbox:
@@ -70,9 +70,9 @@ class AnyOutbox:
         return self.backing.dead_letters
 
     @property
-    def backlog(self) -> Backlog:
+    def sweep_target(self) -> SweepTarget:
         """What a sweep needs of this outbox."""
-        return Backlog(lambda: self.name, self.backing, self.sweep_after)
+        return SweepTarget(lambda: self.name, self.backing, self.sweep_after)
 
     def prepare(self) -> None:
         """
@@ -97,7 +97,7 @@ class AnyOutbox:
             The sum of what was done.
         """
         age = self.sweep_after if older_than is None else not_negative(older_than, "older_than")
-        return sweep_one(self.backlog, age, limit)
+        return sweep_one(self.sweep_target, age, limit)
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only what is."""
@@ -126,6 +126,6 @@ def _register(app: Celery, outbox: AnyOutbox, name: str | None, sweep_every: flo
 def _sweep_of(app: Celery) -> Callable[[], Any]:
     def sweep_outboxes() -> Any:
         """Deliver what was left behind in all outboxes of this app."""
-        return sweep_all(outbox.backlog for outbox in OUTBOXES.of(app))
+        return sweep_all(outbox.sweep_target for outbox in OUTBOXES.of(app))
 
     return sweep_outboxes

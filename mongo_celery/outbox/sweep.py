@@ -57,9 +57,9 @@ _OTHERS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class SweepTarget:
     """
-    What a sweep needs of one outbox.
+    An outbox to sweep.
 
     Attributes:
         name: gives what logs call it; asked for late, since the collection may not be open yet.
@@ -77,14 +77,14 @@ class OutboxSweep:
     One outbox in one sweep.
 
     Args:
-        backlog: what waits in it.
+        target: the outbox to sweep.
         older_than: seconds that the oldest entry of a document must have waited.
         limit: how many documents at most, each in one turn, not counting those that are still due afterwards; None
             for no limit, and as many turns as it takes.
     """
 
-    def __init__(self, backlog: Backlog, older_than: float, limit: int | None = None) -> None:
-        self.backlog = backlog
+    def __init__(self, target: SweepTarget, older_than: float, limit: int | None = None) -> None:
+        self.target = target
         self.id: ObjectId | None = None
         self.total = Delivery()
         self._older_than = older_than
@@ -103,12 +103,12 @@ class OutboxSweep:
         Raises:
             PyMongoError: MongoDB did not answer, or refused the query.
         """
-        relay, backing = self.backlog.backing.relay, self.backlog.backing
+        relay, backing = self.target.backing.relay, self.target.backing
         backing.sweeps.note(_NOTE_SECONDS, self.id)
         found = self._due()
         if not found:
             return False
-        delivery = _deliver(self.backlog, relay, found, self._older_than, deadline)
+        delivery = _deliver(self.target, relay, found, self._older_than, deadline)
         self.total = self.total.and_(delivery)
         done = delivery.dispatched + delivery.dead
         self._in_vain = 0 if done else self._in_vain + len(found)
@@ -130,7 +130,7 @@ class OutboxSweep:
 
     def _look(self) -> list[Any]:
         limit = _TURN if self._room is None else min(_TURN, self._room)
-        return self.backlog.backing.due(
+        return self.target.backing.due(
             self._older_than, limit, passing_over=self._passed_over, by_lot=self._in_vain > 0
         )
 
@@ -156,7 +156,7 @@ def take_turns(
                 goes_on = sweep.turn(deadline)
             except PyMongoError as error:
                 goes_on = False
-                renew_connections(sweep.backlog.backing.collection.database.client, error)
+                renew_connections(sweep.target.backing.collection.database.client, error)
                 failed(sweep, error)
             if sweep.total.broker_down:
                 return
@@ -164,15 +164,17 @@ def take_turns(
                 waiting.remove(sweep)
 
 
-def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
+def sweep_one(target: SweepTarget, older_than: float, limit: int) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
-    sweep = OutboxSweep(backlog, older_than, limit)
+    sweep = OutboxSweep(target, older_than, limit)
     while sweep.turn():
         pass
     return sweep.total
 
 
-def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than: float, deadline: float) -> Delivery:
+def _deliver(
+    target: SweepTarget, relay: Relay, document_ids: list[Any], older_than: float, deadline: float
+) -> Delivery:
     """Deliver some documents; one that nobody can make sense of stops no other."""
     try:
         return relay.deliver_all(document_ids, older_than=older_than)
@@ -184,15 +186,15 @@ def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than
             for place, document_id in enumerate(document_ids):
                 if time.monotonic() >= deadline:
                     return total.and_(Delivery(left=len(document_ids) - place))
-                total = total.and_(_deliver(backlog, relay, [document_id], older_than, deadline))
+                total = total.and_(_deliver(target, relay, [document_id], older_than, deadline))
             return total
-        tell_undeliverable(backlog.name(), document_ids[0], error)
+        tell_undeliverable(target.name(), document_ids[0], error)
         return Delivery(left=1, error=short(error))
 
 
-def _tell_of_others(backlog: Backlog) -> None:
+def _tell_of_others(target: SweepTarget) -> None:
     """What waits for another app waits in silence otherwise, since this process passes it over."""
-    backing = backlog.backing
+    backing = target.backing
     if time.monotonic() < backing.others_told_at + _OTHERS_SECONDS:
         return
     backing.others_told_at = time.monotonic()
@@ -201,34 +203,34 @@ def _tell_of_others(backlog: Backlog) -> None:
         logger.warning(
             "outbox %s: document %r waits for another app, and this app (%s) does not deliver its entries; run that "
             "app's sweep, or make the outbox here with delivers=",
-            backlog.name(), found["_id"], backing.app.main,
+            target.name(), found["_id"], backing.app.main,
             extra={"event": "other_app"},
         )  # fmt: skip
 
 
-def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
+def sweep_all(targets: Iterable[SweepTarget]) -> dict[str, Any]:
     """
     Deliver what is due in some outboxes, in turns; nothing of one that another sweep of the app is delivering.
 
     Returns:
         Per outbox `{"dispatched", "dead", "error"}`, as plain values for a task's result.
     """
-    sweeps, begun = [OutboxSweep(backlog, backlog.age) for backlog in backlogs], list[OutboxSweep]()
+    sweeps, begun = [OutboxSweep(target, target.age) for target in targets], list[OutboxSweep]()
     try:
         for sweep in sweeps:  # also those whose turn does not come, since the broker is down
             sweep.id = ObjectId()
             with suppress(PyMongoError):
-                if not sweep.backlog.backing.sweeps.note(0.0, sweep.id):
+                if not sweep.target.backing.sweeps.note(0.0, sweep.id):
                     continue
-                _tell_of_others(sweep.backlog)
+                _tell_of_others(sweep.target)
             begun.append(sweep)
         take_turns(begun, _tell_failed, _SWEEP_SECONDS)
     finally:
         for sweep in begun:
             with suppress(PyMongoError):
-                sweep.backlog.backing.sweeps.end(cast(ObjectId, sweep.id))
+                sweep.target.backing.sweeps.end(cast(ObjectId, sweep.id))
     return {
-        sweep.backlog.name(): {
+        sweep.target.name(): {
             "dispatched": sweep.total.dispatched,
             "dead": sweep.total.dead,
             "error": sweep.total.error,
@@ -239,5 +241,5 @@ def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
 
 def _tell_failed(sweep: OutboxSweep, error: PyMongoError) -> None:
     """MongoDB does not answer, or refuses the query."""
-    logger.warning("outbox %s was not swept: %s", sweep.backlog.name(), short(error), extra={"event": "sweep_failed"})
+    logger.warning("outbox %s was not swept: %s", sweep.target.name(), short(error), extra={"event": "sweep_failed"})
     sweep.total = sweep.total.and_(Delivery(error=short(error)))

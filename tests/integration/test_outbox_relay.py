@@ -216,7 +216,7 @@ def test_another_apps_entry_is_stopped_at_and_never_passed_over(
     assert (mine.status().other_apps, mine.status().failing) == (1, 0)
     database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.events.0.at": datetime(2020, 1, 1, tzinfo=UTC)}})
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
-        sweep_all([mine.backlog])
+        sweep_all([mine.sweep_target])
     assert [record.__dict__["event"] for record in caplog.records] == ["other_app"]
     assert rig.sent() == [[1, 0], [2, 0]]
 
@@ -245,7 +245,7 @@ def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, colle
 
     outbox.publisher.publish = interrupted  # type: ignore[method-assign]
     with pytest.raises(SoftTimeLimitExceeded):
-        sweep_all([replace(outbox.backlog, age=0.001)])
+        sweep_all([replace(outbox.sweep_target, age=0.001)])
     outbox.publisher.publish = publish  # type: ignore[method-assign]
 
     sent = rig.sent()

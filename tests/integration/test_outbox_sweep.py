@@ -58,7 +58,7 @@ def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago
     outbox, orders = rig.outbox(at_once=False), database["orders"]
     leave(rig, "orders", 160, rig.app.signature("shop.new", args=(1, 1)))
     leave(rig, "orders", 1)
-    sweep_all([replace(outbox.backlog, age=0.0)])
+    sweep_all([replace(outbox.sweep_target, age=0.0)])
     assert rig.sent() == [[0, 0]]
 
     orders.update_many({"_id": {"$lt": 160}}, {"$set": {"pendingEvents.claim.until": datetime(2020, 1, 1, tzinfo=UTC)}})
@@ -100,7 +100,7 @@ def test_documents_that_go_one_by_one_are_left_when_the_time_of_a_sweep_is_over(
         raise OperationFailure("all of them")
 
     monkeypatch.setattr(outbox.backing.relay, "deliver_all", refuse)
-    sweep = OutboxSweep(outbox.backlog, 0.0)
+    sweep = OutboxSweep(outbox.sweep_target, 0.0)
     sweep.turn(now)
     assert (asked, sweep.total.left) == ([3], 3)
     take_turns([sweep], lambda _sweep, error: pytest.fail(str(error)), 0.0)
@@ -112,7 +112,7 @@ def test_outboxes_have_their_turns_one_after_the_other(rig: Rig) -> None:
     leave(rig, "orders", 120)
     leave(rig, "parcels", 1, rig.add.s(1, 0))
     sweeps = [
-        OutboxSweep(rig.outbox(name, name=name, at_once=False).backlog, 0.0, 100) for name in ("orders", "parcels")
+        OutboxSweep(rig.outbox(name, name=name, at_once=False).sweep_target, 0.0, 100) for name in ("orders", "parcels")
     ]
     take_turns(sweeps, lambda _sweep, error: pytest.fail(str(error)))
     assert [sweep.total.dispatched for sweep in sweeps] == [100, 1]
@@ -122,7 +122,7 @@ def test_outboxes_have_their_turns_one_after_the_other(rig: Rig) -> None:
 def test_an_outbox_that_mongodb_refuses_keeps_no_other_waiting(rig: Rig, database: Database[Document]) -> None:
     database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
     leave(rig, "orders", 3)
-    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).backlog, 0.0) for name in ("view", "orders")]
+    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).sweep_target, 0.0) for name in ("view", "orders")]
     failures: list[tuple[OutboxSweep, PyMongoError]] = []
     take_turns(sweeps, lambda *failure: failures.append(failure))
     assert [sweep.total.dispatched for sweep in sweeps] == [0, 3]
@@ -136,7 +136,7 @@ def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_th
     outbox = rig.outbox(at_once=False, max_pending=5000)
     outbox.insert_one({"_id": "much"}, tasks=[rig.add.s(9, number) for number in range(1100)])
     leave(rig, "orders", 60)
-    assert sweep_all([replace(outbox.backlog, age=0.0)])[outbox.name]["dispatched"] == 1160
+    assert sweep_all([replace(outbox.sweep_target, age=0.0)])[outbox.name]["dispatched"] == 1160
     sent = rig.sent()
     assert [number for a, number in sent if a == 9] == list(range(1100))
     assert sent.index([9, 1099]) > max(sent.index([0, number]) for number in range(60))
@@ -151,19 +151,19 @@ def test_sweeps_of_one_outbox_do_not_overlap_and_one_that_died_keeps_nobody_away
     publish, results = outbox.publisher.publish, list[Any]()
 
     def publish_during(entry: Any, *given: Any) -> None:
-        results.append(sweep_all([replace(other.backlog, age=0.0)])["second"]["dispatched"])
+        results.append(sweep_all([replace(other.sweep_target, age=0.0)])["second"]["dispatched"])
         publish(entry, *given)
 
     outbox.publisher.publish = publish_during  # type: ignore[method-assign]
     outbox.publisher._alone_until = float("inf")
-    assert sweep_all([replace(outbox.backlog, age=0.0)])["first"]["dispatched"] == 2
+    assert sweep_all([replace(outbox.sweep_target, age=0.0)])["first"]["dispatched"] == 2
     assert results == [0, 0]
 
     leave(rig, "orders", 1)
     notes, dead = outbox.backing.sweeps, ObjectId()
     assert notes.note(0.0, dead)
-    assert sweep_all([replace(other.backlog, age=0.0)])["second"]["dispatched"] == 0
+    assert sweep_all([replace(other.sweep_target, age=0.0)])["second"]["dispatched"] == 0
     own = database.client[other.backing.options.database]["outbox_sweeps"]
     assert own.update_one({"sweep": dead}, [{"$set": {"until": "$$NOW"}}]).matched_count
-    assert sweep_all([replace(other.backlog, age=0.0)])["second"]["dispatched"] == 1
+    assert sweep_all([replace(other.sweep_target, age=0.0)])["second"]["dispatched"] == 1
     assert len(rig.sent()) == 3
