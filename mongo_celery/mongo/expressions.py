@@ -67,6 +67,6 @@ def literal(value: object) -> dict[str, Any]:
 
 
 def insert_if_absent(document: object) -> list[dict[str, Any]]:
-    """The update of an upsert by `_id` alone: a new document becomes this expression, one that is there stays."""
+    """Return the update of an upsert by `_id` alone: a new document becomes this expression, an existing one stays."""
     is_new = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}  # it has nothing but its _id
     return [{"$replaceWith": {"$cond": [is_new, document, "$$ROOT"]}}]

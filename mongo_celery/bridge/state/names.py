@@ -32,7 +32,7 @@ _SMALL = ("partitions", "snapshots")
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """
-    What is stored under a name.
+    Numbers of the documents that are stored under a name.
 
     Attributes:
         stored: documents of stored changes.
@@ -48,7 +48,7 @@ class Holdings:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything."""
+        """Return True if there is any document."""
         return bool(self.partitions or self.stored or self.letters or self.snapshots)
 
 
@@ -71,7 +71,7 @@ class Names:
         self._positions = positions
 
     def holdings(self, name: str) -> Holdings:
-        """What is stored under a name, in force or not."""
+        """Count the documents that are stored under a name, in force or not."""
         with pymongo.timeout(_SECONDS):
             counts = [
                 self._database[each].count_documents({"_id": self._ids(name)})

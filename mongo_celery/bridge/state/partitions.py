@@ -56,7 +56,7 @@ _UNTRIED = {
     **dict.fromkeys(("claim", "retry", "halted"), REMOVED),
     "fencingToken": next_number("fencingToken"),
 }
-"""What a command sets so that nothing holds of what runs or was tried; who runs is refused."""
+"""Changes of a command that end the present run and forget its attempts; an execution that still runs is refused."""
 
 _COUNTED: Mapping[str, Any] = {"claim": None, "retry.count": 0, "retry.crashes": 0}
 """Fields that say, above these values, that a partition's first change was tried."""
@@ -109,13 +109,13 @@ class Image:
 
     @property
     def parked(self) -> bool:
-        """Whether a change waits for its retry time."""
+        """Return True if a change waits for its retry time."""
         return self.due_in > 0
 
 
 class Seen(NamedTuple):
     """
-    What was seen of a partition with something out: where it is still so, nothing has happened that counts.
+    Last observed state of a partition with a run in flight. If it is unchanged, a poll can skip the partition.
 
     Attributes:
         fence: raised by every claim, and by every command that moves a position.
@@ -221,7 +221,7 @@ class Partitions:
 
     def list_changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
         """
-        Some partitions, by `_id`, but for those that are as they were seen; of None there is nothing to compare.
+        Return some partitions, by `_id`, without those that are as they were seen; None matches no earlier state.
 
         A heartbeat, a lapse and a pause are no changes here.
         """
@@ -242,7 +242,7 @@ class Partitions:
         return self._images(self._scope(generations), session) if generations else []
 
     def are_touched(self, subscription: str) -> bool:
-        """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
+        """Return True if anything was ever claimed, decided or stored in a handler's partitions, old ones included."""
         marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
         traces = [{"committed": {"$gt": 0}}, {"state": {"$ne": "flowing"}}, *marks]
         found = self._table.find_one({"_id": ids_under(f"{self._bridge}/{subscription}"), "$or": traces}, {"_id": 1})
@@ -313,7 +313,7 @@ class Partitions:
     def collect_parked_hashes(
         self, subscription: str, generation: int, session: ClientSession | None = None
     ) -> frozenset[int]:
-        """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
+        """Return the hashes of the keys that are parked in a partitioning, from 0 to 2^64 - 1."""
         scope = {**self._scope({subscription: generation}), "parkedKeys": {"$ne": None}}
         found = self._table.find(scope, {"parkedKeys.hash": 1}, session=session)
         return frozenset().union(*map(collect_parked_hashes, found))
@@ -436,7 +436,7 @@ def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]
 
 
 def visible_state(image: Image) -> str:
-    """The state of a partition as people see it: a flowing one may wait for MongoDB or the broker, or for its retry."""
+    """Return the state of a partition as people see it: a flowing one may wait for MongoDB, the broker or its retry."""
     if image.state != "flowing":
         return image.state
     if image.waiting is not None and not image.live and image.handled is None:
@@ -445,7 +445,7 @@ def visible_state(image: Image) -> str:
 
 
 def is_mostly_blocked(images: Sequence[Image]) -> bool:
-    """Whether so few of a handler's partitions flow that what waits for all of them would wait for long."""
+    """Return True if so few of a handler's partitions flow that a wait for all of them would be long."""
     return sum(visible_state(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
 
 
@@ -483,7 +483,7 @@ def build_image(document: Mapping[str, Any]) -> Image:
 
 def _current_retry(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
-    What is counted of the first change, if that is still the same.
+    Return the counts of the first change, if that is still the same.
 
     An existing document that an older term has read comes again as another one, unless it is stored. One at which the
     partition has halted is there as its head.
@@ -498,7 +498,7 @@ def _current_retry(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _build_skip(image: Image) -> dict[str, Any]:
-    """What a command sets that passes over the change at which a partition halted."""
+    """Return the fields that skip the change at which a partition is halted."""
     assert image.head is not None, "only a halted partition knows its head"
     return {
         "state": "flowing",

@@ -53,7 +53,7 @@ _LAST = chr(0x10FFFF)
 @dataclass(frozen=True, slots=True)
 class Move:
     """
-    Where a subscription is sent.
+    A move of a handler to a place.
 
     Attributes:
         token: the place; it compares, and opens no stream.
@@ -78,7 +78,7 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Moved:
     """
-    What a move has done.
+    The effect of a move.
 
     Attributes:
         partitions: indexes of those that were sent somewhere.
@@ -267,7 +267,7 @@ def later_existing_query(bridge: str, subscription: str, data: str) -> dict[str,
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:
-    """Whether a move sends a partition somewhere; what is handled counts as committed."""
+    """Return True if a move changes the position of a partition; a handled run counts as committed."""
     token = (partition.get("handled") or {}).get("resumeToken") or partition.get("resumeToken")
     own = str(token["_data"]) if token else ""
     return own < data if forward else own > data

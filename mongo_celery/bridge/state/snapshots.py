@@ -58,7 +58,7 @@ RUNNING, DONE, GONE, STOPPED, FAILED = "running", "done", "source gone", "stoppe
 
 _ENDED_KEPT = 20
 _LASTING = [RUNNING, STOPPED, FAILED, GONE]
-"""What may go on: a term that is over must not move it, even if it is stopped when another one takes over."""
+"""States that may resume: a term that is over must not move one, even if it is stopped at the take-over."""
 
 _ID_BYTES = 6
 _FIELDS = dict.fromkeys((
@@ -114,7 +114,7 @@ class Snapshots:
     # -- who asks for them -------------------------------------------------------------------------
 
     def make_id(self, subscription: str, name: str | None = None) -> str:
-        """A new `_id`; by a name it is the same one each time."""
+        """Return a new `_id`; by a name it is the same one each time."""
         return f"{self._bridge}/{subscription}/{name or secrets.token_hex(_ID_BYTES)}"
 
     def insert(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -188,7 +188,7 @@ class Snapshots:
         return self._table.update_timed(guard, {"$set": {"begun": Int64(snapshot.begun + 1)}})
 
     def mark_read_end(self, snapshot_id: str, version: int, begun: int) -> Timestamp | None:
-        """Write something behind the reading of a chunk; its cluster time, or None where it was refused."""
+        """Write a mark after the reading of a chunk. Return its cluster time, or None if it was refused."""
         return self._table.update_timed(_chunk(snapshot_id, version, begun), {"$inc": {"passed": Int64(1)}})
 
     def move(

@@ -33,13 +33,13 @@ from mongo_celery.mongo.table import Table, Update, call_timeout
 _GAPS_KEPT = 20
 
 OWED = "owed"
-"""What `snapshot` says of a subscription that begins with what exists, until that is asked for."""
+"""Value of `snapshot` in a handler that begins with a snapshot, until that snapshot is requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """
-    How the changes of a subscription are spread.
+    The partitioning of a handler.
 
     Attributes:
         generation: which layout it is; a later one has a larger number.
@@ -52,7 +52,7 @@ class Layout:
     key: str
 
     def is_equivalent(self, other: Layout) -> bool:
-        """Whether both spread changes alike, whatever their generations."""
+        """Return True if both spread changes alike, whatever their terms."""
         return self.partitions == other.partitions and self.key == other.key
 
     def document(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def parse_position(document: Mapping[str, Any]) -> Timestamp | None:
 
 
 def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a stored document says of its lost history; None where it stands elsewhere by now, or has lost none."""
+    """Return the lost history of a stored handler; None if it has lost none, or its position has moved since."""
     lost, start = document.get("lost"), document.get("startAtOperationTime")
     if not lost or start is None:
         return None
@@ -256,7 +256,7 @@ def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bool:
-    """Whether a change of this subscription can no longer be read: it lies in history that was lost, or given up."""
+    """Return True if a change of this handler can no longer be read: its history was lost, or given up."""
     start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
     if start is None or time_ is None:
         return False
