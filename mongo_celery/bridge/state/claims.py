@@ -133,7 +133,7 @@ class Claim:
         inline: whether no commit task follows: its success is written as the position.
         at: when it was taken, by the server's clock; for metrics alone.
         passed_over: earlier changes of its document for which its first change stands: `count` and `tokens`.
-        rewound: version of the last rewind that has sent the partition back with all others; 0 for none.
+        rewound: term of the last rewind that has sent the partition back with all others; 0 for none.
         taken: when it was answered for, on the monotonic clock.
     """
 
@@ -186,7 +186,7 @@ class Claims:
         partition_id: str,
         *,
         owner: str,
-        version: int,
+        term: int,
         first: int,
         last: int,
         token: str,
@@ -200,7 +200,7 @@ class Claims:
 
         Args:
             owner: of this execution alone, from `new_owner`.
-            version: the lease version in the message.
+            term: that of the message.
             token: comparable part of the first change's resume token.
             ttl: seconds; the bridge's `claim_ttl` by default.
             session: of the server, in which a transactional handler will write; see `end_transactions`.
@@ -221,7 +221,7 @@ class Claims:
         }
         single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
         document = self._table.find_and_update_unretried(
-            {"_id": partition_id, "term": version, "committed": first - 1, **_claimable(token, gone)},
+            {"_id": partition_id, "term": term, "committed": first - 1, **_claimable(token, gone)},
             [
                 {"$set": {name: {"$cond": [gone, REMOVED, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {
@@ -261,7 +261,7 @@ class Claims:
         letter: str,
         *,
         owner: str,
-        version: int,
+        term: int,
         ttl: float | None = None,
         session: Binary | None = None,
     ) -> Claim | None:
@@ -289,7 +289,7 @@ class Claims:
         }
         guard = {
             "_id": partition_id,
-            "term": version,
+            "term": term,
             "handled": None,
             "state": "flowing",
             "$expr": {"$lte": ["$claim.until", "$$NOW"]},

@@ -110,15 +110,15 @@ def to_unsigned(hash_: int) -> int:
 # -- documents -------------------------------------------------------------------------------------
 
 
-def build_documents(partition_id: str, changes: Iterable[StoredChange], version: int) -> Iterator[Document]:
+def build_documents(partition_id: str, changes: Iterable[StoredChange], term: int) -> Iterator[Document]:
     """Yield the documents of some changes; the parts of a change come before it, so it is never there without them."""
-    bridge, handler, term, index = partition_id.split("/")
-    where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(term), "partition": int(index)}
+    bridge, handler, partitioning, index = partition_id.split("/")
+    where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(partitioning), "partition": int(index)}
     for change in changes:
         head: Document = {
             "_id": backlog_id(partition_id, change.data),
             **where,
-            "term": Int64(version),
+            "term": Int64(term),
             "hash": Int64(to_signed(change.hash)),
             "size": len(change.raw),
             **_rare(change),
