@@ -1,1 +1,1 @@
-"""What MongoDB says and how it is asked: one home for each such question. Knows no feature and no Celery."""
+"""Calls of MongoDB and the meaning of its answers: one home for each question. Knows no feature and no Celery."""

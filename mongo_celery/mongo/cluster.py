@@ -1,4 +1,4 @@
-"""Which clients speak to one cluster, as far as they know of it already."""
+"""Comparison of clients: those of one cluster, as far as they know it already."""
 
 from __future__ import annotations
 

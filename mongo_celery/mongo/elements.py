@@ -63,7 +63,7 @@ def _walk_document(document: bytes) -> dict[str, Place] | None:
 
 
 def _find_end(document: bytes, kind: int, start: int) -> int:
-    """Where a text or binary data ends; behind the document where its length does not fit, or the kind is another."""
+    """Return the end of a text or binary data; after the document if its length does not fit, or for another kind."""
     length: int = _length_at(document, start)[0]
     if kind == TEXT and length > 0 and not document[start + length + 3]:
         return start + length + 4

@@ -14,7 +14,7 @@ from mongo_celery.mongo.verdicts import Concern
 
 
 def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
-    """The findings of a part of a preflight; what ends it early is one more, by this name."""
+    """Return the findings of a part of a preflight; an error that ends it early is one more, by this name."""
     found: list[Finding] = []
     try:
         for finding in part():

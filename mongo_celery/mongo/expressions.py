@@ -8,7 +8,7 @@ from typing import Any
 from bson.int64 import Int64
 
 SHIFT = 1 << 20
-"""Versions and fences count in units of 2^-20 of a second of cluster time."""
+"""Terms and fencing tokens count in units of 2^-20 of a second of cluster time."""
 
 CLUSTER_SECONDS: dict[str, Any] = {
     "$toLong": {"$floor": {"$divide": [{"$toLong": {"$toDate": {"$dateToString": {"date": "$$CLUSTER_TIME"}}}}, 1000]}},
@@ -17,7 +17,7 @@ CLUSTER_SECONDS: dict[str, Any] = {
 
 def next_number(field: str) -> dict[str, Any]:
     """
-    The next version or fence of a field: max(old + 1, cluster time in seconds x 2^20).
+    The next term or fencing token of a field: max(old + 1, cluster time in seconds x 2^20).
 
     Taken from the cluster's logical clock, which never goes back, so that a state database that was
     dropped or restored never counts below what targets have already seen.
@@ -67,6 +67,6 @@ def literal(value: object) -> dict[str, Any]:
 
 
 def insert_if_absent(document: object) -> list[dict[str, Any]]:
-    """The update of an upsert by `_id` alone: a new document becomes this expression, one that is there stays."""
+    """Return the update of an upsert by `_id` alone: a new document becomes this expression, an existing one stays."""
     is_new = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}  # it has nothing but its _id
     return [{"$replaceWith": {"$cond": [is_new, document, "$$ROOT"]}}]

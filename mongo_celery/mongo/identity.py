@@ -1,5 +1,5 @@
 """
-When two values are one `_id`, and which `_id` a filter demands.
+Identity of values: two that are one `_id`, and the `_id` that a filter demands.
 
 Three questions, each with its answer here:
 
@@ -39,7 +39,7 @@ _STORED: CodecOptions[Any] = CodecOptions(
     datetime_conversion=DatetimeConversion.DATETIME_MS,
 )
 _PLAIN = {str, int, bson.ObjectId}
-"""What every codec sends as it is."""
+"""Types that every codec sends as they are."""
 _HASHED_AS_IS = {str, bson.ObjectId, bool, type(None)}
 
 
@@ -85,7 +85,7 @@ def _key(value: Any) -> Hashable:
 
 
 def same_bson(one: Any, other: Any) -> bool:
-    """Whether two values are the same in BSON: 1 and True are not, nor are 1 and 1.0."""
+    """Return True if two values are the same in BSON: 1 and True are not, nor are 1 and 1.0."""
     return bson.encode({"": one}, codec_options=_COMPARED) == bson.encode({"": other}, codec_options=_COMPARED)
 
 
@@ -93,7 +93,7 @@ def same_bson(one: Any, other: Any) -> bool:
 
 
 def parse_filter_id(filter: Mapping[str, Any]) -> Any:  # noqa: A002 - PyMongo's word
-    """The `_id` that a filter demands by equality, or `NO_ID`."""
+    """Return the `_id` that a filter demands by equality, or `NO_ID`."""
     wanted = filter.get("_id", NO_ID)
     if isinstance(wanted, re.Pattern | Regex):
         return NO_ID
@@ -143,5 +143,5 @@ def _canonical_float(value: float) -> Any:
 
 
 def _fits(number: float | Decimal) -> bool:
-    """Whether a whole number is one of BSON's integers."""
+    """Return True if a whole number is one of BSON's integers."""
     return -(1 << 63) <= number < 1 << 63

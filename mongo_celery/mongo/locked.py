@@ -137,7 +137,7 @@ def update_one_around_lock(
 
 
 def is_lock(error: BaseException) -> bool:
-    """Whether a transaction was refused, most often since another one has written the document: nothing is changed."""
+    """Return True if a transaction was refused, most often since another one wrote the document: nothing is changed."""
     return isinstance(error, OperationFailure) and not error.timeout and error.has_error_label(_TRANSIENT)
 
 

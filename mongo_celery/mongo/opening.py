@@ -1,4 +1,4 @@
-"""How collections are opened, whatever their owner or the URL has set, and whether a server answers."""
+"""Opening of collections, whatever their owner or the URL has set, and the check that a server answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern, brief, explain_error, is_logged_out, is_refused_session, is_unanswered
 
 DEFAULT_DATABASE = "mongo_celery"
-"""Where state is kept unless an option says otherwise."""
+"""The database of the state unless an option names another one."""
 
 ANSWER_SECONDS = 4.0
-"""How long a command waits for the first answer of a server."""
+"""Time that a command waits for the first answer of a server."""
 
 Source = Collection[Any] | Callable[[], Collection[Any]]
 """A collection, or what returns it: prefork workers make their clients after the fork."""
@@ -60,7 +60,7 @@ def resolve_collection(source: Source) -> Collection[Any]:
 
 
 def resolve_client(given: Made | Callable[[], Made]) -> Made:
-    """The client itself, or what the callable returns now."""
+    """Return the client itself, or what the callable returns now."""
     return given if isinstance(given, MongoClient | AsyncMongoClient) else given()
 
 
@@ -147,7 +147,7 @@ def ping(client: MongoClient[Any]) -> None:
 
 
 def to_user_error(error: PyMongoError, concern: Concern) -> Exception:
-    """An error of ours for what a command cannot go on after; the error itself where there is no better word."""
+    """Return our error for one that ends a command; the error itself if there is no better text."""
     if is_unanswered(error):
         return ServerUnavailableError(
             f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
@@ -157,6 +157,6 @@ def to_user_error(error: PyMongoError, concern: Concern) -> Exception:
 
 
 def error_sentence(error: PyMongoError, concern: Concern) -> str:
-    """As `to_user_error`, in words: what has no better ones is cut to name, code and sentence."""
+    """Return the text of `to_user_error`; an error without a better text is cut to name, code and sentence."""
     known = to_user_error(error, concern)
     return brief(error) if known is error else str(known)

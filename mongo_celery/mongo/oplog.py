@@ -51,19 +51,19 @@ class Oplog:
 
     @property
     def window_seconds(self) -> int:
-        """How far back the oplog reaches from its last entry."""
+        """The seconds from the oplog's oldest entry to its last one."""
         return self.last.time - self.first.time
 
     def holds(self, place: Timestamp) -> bool:
-        """Whether everything from this time on can still be read; the server judges by the same rule."""
+        """Return True if all entries from this time on can still be read; the server judges by the same rule."""
         return self.is_whole or place >= self.first
 
     def removes(self, fill: float | None) -> bool:
-        """Whether it removes its oldest entries, or soon will; `fill` is the share of its size that is in use."""
+        """Return True if it removes its oldest entries, or soon will; `fill` is the used share of its size."""
         return not self.is_whole and (fill is None or fill >= NEARLY_FULL)
 
     def lag_share(self, place: Timestamp) -> float:
-        """Which share of the window lies behind a place that is left at this time: from 1 on it can be lost."""
+        """Return the share of the window that has passed since a position: from 1 on the position can be lost."""
         share = max(0.0, (self.last.time - place.time) / max(self.window_seconds, 1))
         return max(1.0, share) if place < self.first else share
 
@@ -162,7 +162,7 @@ def oplog_fill(client: MongoClient[dict[str, Any]]) -> float | None:
 
 
 def _stats(client: MongoClient[dict[str, Any]]) -> Mapping[str, Any]:
-    """What the server says of the oplog; nothing where it does not."""
+    """Return the server's statistics of the oplog; an empty mapping if it gives none."""
     try:
         stats: dict[str, Any] = client.get_database("local").command("collStats", "oplog.rs")
     except PyMongoError:
@@ -189,7 +189,7 @@ def time_of_token(token: Mapping[str, Any], fallback: Timestamp | None) -> Times
 
 def earliest_token(time: Timestamp) -> dict[str, Any]:
     """
-    The place in front of every change of a cluster time, as a token.
+    Return the place before every change of a cluster time, as a token.
 
     It compares with the tokens of a stream as they do with each other, and opens none: the server does not know it.
     """

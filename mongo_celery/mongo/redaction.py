@@ -35,7 +35,7 @@ _AUTHORIZATION = re.compile(
 _TAILS = (" (configured timeouts:", ", Timeout:", ", full error:")
 _LINE_TAIL = re.compile(r"(?: \(configured timeouts:|, Timeout:|, full error:).*")
 _COMMAND = re.compile(r"(to execute command \{ \w{1,64}: [^,\n]{0,300}),.*")
-"""What a server without a right repeats of a command: whole documents, and its signature."""
+"""The part of a command that a server repeats when a right is missing: whole documents, and its signature."""
 
 
 def without_credentials(text: str) -> str:

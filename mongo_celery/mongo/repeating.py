@@ -18,7 +18,7 @@ _STEPS_MAX = 64  # the longest pause is reached long before; the power of a larg
 @dataclass(frozen=True, slots=True)
 class Pauses:
     """
-    How long to wait before the next attempt.
+    The pauses before each next attempt.
 
     Attributes:
         first: seconds.

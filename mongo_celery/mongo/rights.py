@@ -32,7 +32,7 @@ _SPECIAL = (("$changeStream", "changeStream or find"), ("$merge", "find, insert 
 
 def missing_right(error: BaseException) -> str | None:
     """
-    The right that the server has missed, such as `remove on shop_state.backlog`; None where it does not say.
+    Return the right that the server has missed, such as `remove on shop_state.backlog`; None where it does not say.
 
     Where a command asks for several rights on one collection, the server does not say which it missed: all are named.
     """
@@ -59,7 +59,7 @@ def _action(command: str, text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """
-    What the user of a connection may do, by the server's own account.
+    The rights of a connection's user, by the server's own account.
 
     Attributes:
         privileges: as `connectionStatus` gives them; None where nobody has logged in, and all is allowed.
@@ -68,7 +68,7 @@ class Allowed:
     privileges: Sequence[Mapping[str, Any]] | None
 
     def may(self, action: str, resource: Mapping[str, Any]) -> bool:
-        """Whether an action is allowed on a resource, as privileges name it (`{db, collection}` or `{cluster}`)."""
+        """Return True if an action is allowed on a resource: `{db, collection}` or `{cluster}`, as in privileges."""
         if self.privileges is None:
             return True
         return any(action in each["actions"] and _covers(each["resource"], resource) for each in self.privileges)
@@ -81,7 +81,7 @@ def read_rights(client: MongoClient[Any]) -> Allowed:
 
 
 def _covers(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a right on one resource is a right on another; an empty name stands for all, but for system ones."""
+    """Return True if a right on one resource covers another; an empty name means all, except system ones."""
     if held.get("anyResource"):
         return True
     if "cluster" in wanted or "db" not in held:

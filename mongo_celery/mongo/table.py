@@ -42,7 +42,7 @@ def call_timeout(ttl: float) -> float:
 
 def find_duplicates(error: BulkWriteError) -> list[int]:
     """
-    Which requests of an unordered bulk found their document there already, by their places, where nothing else failed.
+    Return the places of requests of an unordered bulk whose document existed already, if nothing else failed.
 
     Raises:
         BulkWriteError: the time was over.

@@ -1,5 +1,5 @@
 """
-What an error of the server or the driver means: one verdict each, and the sentence for what a person has to cure.
+The meaning of an error of the server or the driver: one verdict each, and the sentence for what a person has to fix.
 
 A verdict says what is the matter, not what to do: a call repeats what is transient (`repeating`), a change stream
 has reactions of its own (`bridge.stream.reactions`).
@@ -109,7 +109,7 @@ class Code(IntEnum):
 
 
 class Verdict(Enum):
-    """What is the matter."""
+    """The meaning of an error."""
 
     TRANSIENT = "the same call may succeed when it is made again"
     LOGIN = "the login was refused"
@@ -200,7 +200,7 @@ _LOGGED_OUT = "requires authentication"
 
 
 def is_unanswered(error: BaseException | None) -> bool:
-    """Whether no server has answered, or none in time, or one that is not ready for anybody."""
+    """Return True if no server has answered, or none in time, or one that is not ready for anybody."""
     if isinstance(error, ConnectionFailure) or is_refused_session(error):
         return True
     return isinstance(error, PyMongoError) and error.timeout
@@ -208,7 +208,7 @@ def is_unanswered(error: BaseException | None) -> bool:
 
 def is_refused_session(error: BaseException | None) -> bool:
     """
-    Whether a session was not taken, as PyMongo says without a class or code of its own.
+    Return True if a session was not taken, as PyMongo reports without its own class or code.
 
     Every server that it supports has sessions; a member of a set has none while it is neither primary nor secondary.
     """
@@ -231,14 +231,14 @@ def is_refused_user(error: BaseException) -> bool:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a call may succeed when it is made again; a label by which the server says so counts most."""
+    """Return True if a call may succeed when it is made again; the server's own label for it counts most."""
     labelled = isinstance(error, PyMongoError) and any(map(error.has_error_label, _REPEAT_LABELS))
     return labelled or judge_error(error) is Verdict.TRANSIENT
 
 
 def is_outage(error: BaseException) -> bool:
     """
-    Whether a call failed through servers or the network, whatever it asked for.
+    Return True if a call failed through servers or the network, whatever it asked for.
 
     Less than `is_transient`: a cursor that was not used for too long and a time-out of the caller's own choice are no
     outage, though the call may be made again; nor is what `is_conflict`.
@@ -257,7 +257,7 @@ def is_outage(error: BaseException) -> bool:
 
 def is_conflict(error: BaseException) -> bool:
     """
-    Whether a transaction has ended though no server failed: by others, or by what it did itself.
+    Return True if a transaction has ended though no server failed: by others, or by its own writes.
 
     A document that somebody else has written or holds, a snapshot that is too old, a transaction that the server no
     longer knows, because it took too long: the error alone does not say whose doing it is.
@@ -277,14 +277,14 @@ def _is_bulk_of_outages(error: BulkWriteError) -> bool:
 
 
 def is_too_large(error: BaseException | None) -> bool:
-    """Whether a write failed because its document would be larger than 16 MB."""
+    """Return True if a write failed because its document would be larger than 16 MB."""
     # An insert says so with a code that has many meanings.
     inserted = isinstance(error, OperationFailure) and error.code == Code.BadValue and "too large" in str(error)
     return inserted or judge_error(error) is Verdict.TOO_LARGE
 
 
 def is_duplicate_id(error: BaseException) -> bool:
-    """Whether a write failed because there is a document of its `_id`, rather than by another unique index."""
+    """Return True if a write failed because there is a document of its `_id`, not by another unique index."""
     return isinstance(error, DuplicateKeyError) and list((error.details or {}).get("keyPattern", {})) == ["_id"]
 
 
@@ -306,7 +306,7 @@ class Concern:
 
 
 def explain_error(error: BaseException, concern: Concern) -> DeploymentError | None:
-    """An error that waiting cannot cure, in our words with the server's; None for all others."""
+    """Return an error that waiting cannot fix, in our words with the server's; None for all others."""
     verdict = judge_error(error)
     if verdict is Verdict.LOGIN:
         return AccessError(login_refused(error))
@@ -327,7 +327,7 @@ def explain_error(error: BaseException, concern: Concern) -> DeploymentError | N
 
 
 def raise_if_final(error: Exception, concern: Concern) -> None:
-    """Raise what waiting cannot cure, in our words where there are any; return where it may be tried again."""
+    """Raise an error that waiting cannot fix, in our words if there are any; return if it may be tried again."""
     final = explain_error(error, concern)
     if final is not None:
         raise final from error
@@ -336,7 +336,7 @@ def raise_if_final(error: Exception, concern: Concern) -> None:
 
 
 def login_refused(error: BaseException) -> str:
-    """What to say of a refused login, whatever was asked for after it."""
+    """Return the message of a refused login, whatever was asked for after it."""
     return (
         "MongoDB refused the login; check user, password and authSource in the URL. "
         f"It said ({error_name(error)}): {server_words(error)}"
@@ -344,13 +344,13 @@ def login_refused(error: BaseException) -> str:
 
 
 def error_code(error: BaseException) -> int | None:
-    """The server's code, also where the driver has made an error without a code of it (`NotPrimaryError`)."""
+    """Return the server's code, also where the driver has made an error without it (`NotPrimaryError`)."""
     code = getattr(error, "code", None) or _error_details(error).get("code")
     return None if code is None else int(code)
 
 
 def error_name(error: BaseException) -> str:
-    """An error's name and number: `CursorNotFound, code 43`, or the driver's class where no server has answered."""
+    """Return an error's name and number: `CursorNotFound, code 43`, or the driver's class if no server has answered."""
     code = error_code(error)
     if code is None:
         return type(error).__name__
@@ -364,7 +364,7 @@ def _error_details(error: BaseException) -> Mapping[str, Any]:
 
 
 def server_words(error: BaseException) -> str:
-    """The server's words, of bounded length and without credentials."""
+    """Return the server's words, of bounded length and without credentials."""
     text = short(error)
     return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 

@@ -39,7 +39,7 @@ from mongo_celery.mongo.identity import NO_ID, parse_filter_id
 from mongo_celery.mongo.verdicts import Code
 
 Modifications = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""What PyMongo's `update_one` takes: operators or a pipeline."""
+"""The argument of PyMongo's `update_one`: operators or a pipeline."""
 
 
 _ADDING = frozenset({"$inc", "$mul", "$min", "$max", "$addToSet", "$push", "$pull", "$pullAll", "$setOnInsert"})
@@ -74,7 +74,7 @@ class Target:
 
 
 def parse_target(filter: Mapping[str, Any]) -> Target | None:  # noqa: A002 - PyMongo's name
-    """The document that `filter` names by equality on `_id`, or None if it names none."""
+    """Return the document that `filter` names by equality on `_id`, or None if it names none."""
     wanted = parse_filter_id(filter)
     return None if wanted is NO_ID else build_target(filter, wanted)
 
@@ -90,7 +90,7 @@ def build_target(filter: Mapping[str, Any], document_id: Any) -> Target:  # noqa
 @dataclass(frozen=True, slots=True)
 class Addition:
     """
-    What a feature writes to its own field of a document: the same, said in both of MongoDB's languages.
+    The write of a feature to its own field of a document, in both of MongoDB's languages.
 
     Args:
         field: its own, at the top of the document.
@@ -104,16 +104,16 @@ class Addition:
 
 
 class Body(ABC):
-    """What a user wants done to one document."""
+    """A user's write to one document."""
 
     @property
     def overwrites(self) -> bool:
-        """Whether it puts values in the place of others, so that of two such writes the later one decides."""
+        """Return True if it replaces values, so that of two such writes the later one decides."""
         return True
 
     @abstractmethod
     def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> Any:
-        """The update that does it and writes the additions (W1, W3); `kept` are fields of other owners."""
+        """Return the update that does it and writes the additions (W1, W3); `kept` are fields of other owners."""
 
     @abstractmethod
     def insertion(self, own: Mapping[str, Any]) -> Any:
@@ -124,7 +124,7 @@ class Body(ABC):
         """The fields and paths that the user writes, as far as they can be told."""
 
     def find_name(self, field: str) -> str | None:
-        """The first of them that is `field` or lies in it, or None (W2)."""
+        """Return the first of them that is `field` or lies in it, or None (W2)."""
         return next((name for name in self.names() if isinstance(name, str) and is_part(name, field)), None)
 
 
@@ -227,7 +227,7 @@ def replacing(replacement: Mapping[str, Any]) -> Body:
 
 
 def is_part(path: str, field: str) -> bool:
-    """Whether a path is this field of the document or lies in it."""
+    """Return True if a path is this field of the document or lies in it."""
     return path == field or path.startswith(f"{field}.")
 
 
@@ -260,7 +260,7 @@ def _with_fields(root: Any, fields: Collection[str], kept: Collection[str]) -> d
 
 
 def _excludes(project: Mapping[str, Any]) -> bool:
-    """Whether a `$project` names what goes (all zeros) rather than what stays."""
+    """Return True if a `$project` names the fields that go (all zeros), not those that stay."""
     fields = {name: value for name, value in project.items() if name != "_id"} or project
     return all(
         _excludes(value) if isinstance(value, Mapping) and value else _is_zero(value) for value in fields.values()
@@ -279,7 +279,7 @@ _OPTIONS = ("collation", "array_filters", "hint")
 
 @cache
 def _slots(kind: Any) -> Sequence[str]:
-    """What PyMongo keeps of a request; asked once for each kind, since a bulk write may have thousands."""
+    """Return the slots of a PyMongo request; cached for each kind, since a bulk write may have thousands."""
     return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
 
 

@@ -121,11 +121,11 @@ def _mark_before_insert() -> None:
     insert = Backlog.insert
 
     def later(
-        self: Backlog, partition_id: str, changes: Iterable[StoredChange], version: int, session: Any = None
+        self: Backlog, partition_id: str, changes: Iterable[StoredChange], term: int, session: Any = None
     ) -> None:
         del session  # a timer's thread cannot share it
         kept = list(changes)
-        threading.Timer(_LATE_SECONDS, insert, (self, partition_id, kept, version)).start()
+        threading.Timer(_LATE_SECONDS, insert, (self, partition_id, kept, term)).start()
 
     Backlog.insert = later  # type: ignore[method-assign]
 
@@ -134,10 +134,10 @@ def _removal_above_committed() -> None:
     """A removal takes whatever is stored of the partition."""
     remove = Backlog.remove
 
-    def everything(self: Backlog, partition_id: str, committed: str, passed: str, version: int) -> Iterator[int]:
+    def everything(self: Backlog, partition_id: str, committed: str, passed: str, term: int) -> Iterator[int]:
         del passed
         everywhere = committed and _BEHIND_EVERYTHING
-        return remove(self, partition_id, everywhere, everywhere, version)
+        return remove(self, partition_id, everywhere, everywhere, term)
 
     Backlog.remove = everything  # type: ignore[method-assign]
 

@@ -77,7 +77,7 @@ class Rig:
 
     def try_claim(self, first: int = 1, last: int | None = None, *, owner: str = "me", **options: Any) -> Claim | None:
         """Claim a run of this version, which begins with this change."""
-        given = {"version": VERSION, "token": token(first)["_data"], **options}
+        given = {"term": VERSION, "token": token(first)["_data"], **options}
         return self.claims.take(self.where, owner=owner, first=first, last=last or first, **given)
 
     def claim(self, first: int = 1, last: int | None = None, *, owner: str = "me", **options: Any) -> Claim:

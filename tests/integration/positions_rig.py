@@ -90,7 +90,7 @@ class Stage:
         number = int(self.partition(self.index(event))["committed"]) + 1
         where, token = self.partition_id(self.index(event)), event["_id"]["_data"]
         owner = str(ObjectId())
-        return self.store.claims.take(where, owner=owner, version=self.version, first=number, last=number, token=token)
+        return self.store.claims.take(where, owner=owner, term=self.version, first=number, last=number, token=token)
 
     def handle(self, event: Mapping[str, Any]) -> bool:
         """Run a change; whether it may run."""

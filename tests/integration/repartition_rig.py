@@ -133,7 +133,7 @@ class Term:
         return self.rig.store.claims.take(
             f"{run.bridge}/{run.subscription}/{run.generation}/{run.index}",
             owner=f"{run.subscription}-{run.index}-{run.first}",
-            version=run.version,
+            term=run.version,
             first=run.first,
             last=run.last,
             token=run.head,

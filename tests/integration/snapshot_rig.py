@@ -197,7 +197,7 @@ class Term:
         """Claim, handle and commit a run; or fail at its first change."""
         claims, backlog = self.wiring.store.claims, self.wiring.store.backlog
         claim = claims.take(
-            run.partition_id, owner=uuid4().hex, version=run.version, first=run.first, last=run.last, token=run.head
+            run.partition_id, owner=uuid4().hex, term=run.version, first=run.first, last=run.last, token=run.head
         )
         if claim is None:
             return

@@ -169,7 +169,7 @@ class Term:
         claim = self.rig.store.claims.take(
             run.partition_id,
             owner=uuid4().hex,
-            version=run.version,
+            term=run.version,
             first=run.first,
             last=run.last,
             token=run.head,

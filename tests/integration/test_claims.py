@@ -89,7 +89,7 @@ def test_a_fence_that_is_ahead_of_the_clock_still_grows(rig: Rig) -> None:
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
 def test_a_message_of_another_version_claims_nothing(rig: Rig, version: int) -> None:
     """Rule 2: equal, not at least: an old term's message, and one with a version that nobody led with."""
-    assert rig.try_claim(version=version) is None
+    assert rig.try_claim(term=version) is None
     assert rig.try_claim() is not None
 
 

@@ -36,7 +36,7 @@ def _all_claims(store: Store) -> list[Claim]:
     def take(index: int) -> Claim:
         where = store.partitions.partition_id(SUBSCRIPTION, 0, index)
         found = store.claims.take(
-            where, owner=f"o{index}", version=VERSION, first=1, last=1, token=token(1)["_data"], ttl=60.0
+            where, owner=f"o{index}", term=VERSION, first=1, last=1, token=token(1)["_data"], ttl=60.0
         )
         assert found is not None
         return found

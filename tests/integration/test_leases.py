@@ -162,7 +162,7 @@ def test_a_fence_does_not_start_again_after_the_database_was_dropped(
         store.partitions.take_over({"record": 0}, version)
         where = store.partitions.partition_id("record", 0, 0)
         for number in range(5):
-            claim = store.claims.take(where, owner=f"o{number}", version=version, first=1, last=1, token="82")
+            claim = store.claims.take(where, owner=f"o{number}", term=version, first=1, last=1, token="82")
             assert claim is not None
             assert claim.fence > largest
             largest = claim.fence

@@ -110,7 +110,7 @@ class Led:
         return self.store.claims.take(
             self.store.partitions.partition_id(subscription, self.generations[subscription], index),
             owner=str(ObjectId()),
-            version=self.version,
+            term=self.version,
             first=number,
             last=number,
             token=token(number)["_data"],

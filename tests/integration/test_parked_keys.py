@@ -461,7 +461,7 @@ def test_a_transactional_handler_parks_and_is_released(
         assert parking.letters == [("bad", 1, "parked"), ("bad", 2, "parked_behind")]
         parking.ask()
         (request,) = parking.requests
-        claim = parking.rig.claims.take_for_replay(parking.rig.where, request.letter, owner="me", version=VERSION)
+        claim = parking.rig.claims.take_for_replay(parking.rig.where, request.letter, owner="me", term=VERSION)
         assert claim is not None
         assert parking.rig.store.replays.start(claim, request.letter, request.starts) is not None
         with mongo_client.start_session() as session, session.start_transaction():

@@ -62,8 +62,8 @@ def test_a_take_over_shuts_out_the_messages_of_older_terms(rig: Rig) -> None:
     """P3: claim with the new version only."""
     image = rig.take_over(LATER)
     assert image.term == LATER
-    assert rig.try_claim(version=VERSION) is None
-    assert rig.try_claim(version=LATER) is not None
+    assert rig.try_claim(term=VERSION) is None
+    assert rig.try_claim(term=LATER) is not None
 
 
 def test_a_take_over_commits_on_the_spot_what_is_handled(rig: Rig) -> None:
@@ -72,7 +72,7 @@ def test_a_take_over_commits_on_the_spot_what_is_handled(rig: Rig) -> None:
     assert rig.claims.handle(claim, 4, token(4))
     image = rig.take_over(LATER)
     assert (image.committed, image.token, image.claim, image.handled) == (4, token(4), None, None)
-    assert rig.try_claim(5, version=LATER) is not None
+    assert rig.try_claim(5, term=LATER) is not None
 
 
 def test_a_take_over_leaves_a_live_claim_alone(rig: Rig) -> None:
@@ -90,7 +90,7 @@ def test_a_take_over_leaves_a_live_claim_alone(rig: Rig) -> None:
 def test_a_take_over_does_not_lower_an_epoch_that_is_ahead(rig: Rig) -> None:
     """P4: it is not won; its image says so, and nothing there was touched."""
     rig.spoil(term=LATER + 10)
-    assert rig.claims.handle(rig.claim(version=LATER + 10), 1, token(1))
+    assert rig.claims.handle(rig.claim(term=LATER + 10), 1, token(1))
     before = rig.document
     image = rig.take_over(LATER)
     assert image.term == LATER + 10

@@ -112,7 +112,7 @@ class Aside(Rig):
 
     def take(self, letter: Letter, owner: str = "me") -> Claim:
         """Claim the partition for a replay."""
-        found = self.claims.take_for_replay(self.where, letter.document_id, owner=owner, version=VERSION)
+        found = self.claims.take_for_replay(self.where, letter.document_id, owner=owner, term=VERSION)
         assert found is not None, "the partition is free"
         return found
 
@@ -137,7 +137,7 @@ def test_a_process_that_dies_at_the_end_of_a_replay_keeps_nothing_locked(
     """P7: its transaction stays open; who claims next need not wait until the server ends that."""
     letter = rig.set_aside(1)
     rig.request(letter)
-    claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="dead", version=VERSION, ttl=1)
+    claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="dead", term=VERSION, ttl=1)
     assert claim is not None
     assert rig.store.replays.start(claim, letter.document_id, 0) is not None
     dying = rig_of(make_client(appname="dies"), state_database)
@@ -327,9 +327,9 @@ def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig:
     """Nor one in which something runs."""
     letter = rig.set_aside(1)
     rig.claim(2)
-    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", version=VERSION) is None
+    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=VERSION) is None
     rig.spoil(claim=None, **spoiled)
-    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", version=VERSION) is None
+    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=VERSION) is None
 
 
 # -- which is next -----------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
     letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "handler": HANDLER}
     stage.state["dead_letters"].insert_one({**letter, "replay": {**REQUEST, "partitioningTerm": stage.generation}})
     assert isinstance(stage.store.replays.find(letter["_id"]), ReplayRequest)
-    claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", version=stage.version)
+    claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", term=stage.version)
     assert claim is not None
     assert stage.store.replays.start(claim, letter["_id"], 0)
     stage.release()

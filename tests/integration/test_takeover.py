@@ -250,7 +250,7 @@ def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: 
 
     def take(version: int) -> object:
         return rig.store.claims.take(
-            rig.partition_id("record", 0), owner="a", version=version, first=1, last=1, token=_LATER.data
+            rig.partition_id("record", 0), owner="a", term=version, first=1, last=1, token=_LATER.data
         )
 
     assert take(rig.version) is None, "it is not mine yet"
@@ -273,7 +273,7 @@ def test_a_partition_that_a_dead_worker_has_locked_is_taken_over_once_its_claim_
     before.take_over()
     where = before.partition_id("record", 0)
     claim = before.store.claims.take(
-        where, owner="dead", version=before.version, first=1, last=1, token=_LATER.data, ttl=0.1
+        where, owner="dead", term=before.version, first=1, last=1, token=_LATER.data, ttl=0.1
     )
     assert claim is not None
     rig = begin()

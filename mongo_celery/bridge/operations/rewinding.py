@@ -171,7 +171,7 @@ def plan_rewind(
             time=to.time,
             forward=forward,
             generation=layout.generation,
-            version=int(lease.get("term", 0)),
+            term=int(lease.get("term", 0)),
             partition=chosen,
             since=around.get("passed_from"),
         )

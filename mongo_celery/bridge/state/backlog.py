@@ -14,7 +14,7 @@ of the stream. Nothing here is guarded by a term, and needs none:
 
 | field | |
 |---|---|
-| `term` | the version of the lease that inserted it, or met it last |
+| `term` | the term that inserted it, or met it last |
 | `hash` | of the partition key, as a signed number of 64 bits |
 | `raw`, `zip` | the event as the server sent it; whether it is compressed |
 | `parts`, `digest` | of an event that fits into no document: its bytes lie in so many documents behind it |
@@ -87,7 +87,7 @@ class Backlog:
         self,
         partition_id: str,
         changes: Iterable[StoredChange],
-        version: int,
+        term: int,
         session: ClientSession | None = None,
     ) -> None:
         """
@@ -98,15 +98,15 @@ class Backlog:
         Raises:
             PyMongoError: any of them may be missing; nothing may rely on those that are there.
         """
-        for bulk in split_bulks(build_documents(partition_id, changes, version)):
-            self._insert(bulk, version, session)
+        for bulk in split_bulks(build_documents(partition_id, changes, term)):
+            self._insert(bulk, term, session)
 
-    def _insert(self, documents: list[Document], version: int, session: ClientSession | None) -> None:
+    def _insert(self, documents: list[Document], term: int, session: ClientSession | None) -> None:
         missing = {document["_id"]: document for document in documents}
         for _ in range(_ROUNDS):
             present = self._insert_new(list(missing.values()), session)
             missing = {name: missing[name] for name in present}
-            if not missing or self._keep(missing, version, session):
+            if not missing or self._keep(missing, term, session):
                 return
         raise OperationFailure(
             "Stored changes were removed again and again while they were inserted, or are a later term's; nothing may "
@@ -122,7 +122,7 @@ class Backlog:
             return {documents[place]["_id"] for place in find_duplicates(error)}
         return set()
 
-    def _keep(self, present: Mapping[str, Document], version: int, session: ClientSession | None) -> bool:
+    def _keep(self, present: Mapping[str, Document], term: int, session: ClientSession | None) -> bool:
         """
         Raise the term of documents that are there; False where one of them no longer is.
 
@@ -132,18 +132,18 @@ class Backlog:
         collection, ids = self._table.collection, sorted(present)
         with self._table.limit():
             kept_as_is = {"_id": {"$in": ids}, "parts": None, "refusal": None}
-            raised = collection.update_many(kept_as_is, {"$max": {"term": Int64(version)}}, session=session)
+            raised = collection.update_many(kept_as_is, {"$max": {"term": Int64(term)}}, session=session)
             kept = raised.matched_count
             if kept == len(ids):
                 return True
             others = {"$or": [{"parts": {"$gt": 0}}, {"refusal": {"$ne": None}}]}
             for found in collection.find({"_id": {"$in": ids}, **others}, {"_id": 1}, session=session):
-                mine = {"_id": found["_id"], "term": {"$lte": Int64(version)}, **others}
+                mine = {"_id": found["_id"], "term": {"$lte": Int64(term)}, **others}
                 update = build_replacement(present[found["_id"]])
                 kept += collection.update_one(mine, update, session=session).matched_count
             return kept == len(ids)
 
-    def remove(self, partition_id: str, committed: str, passed: str, version: int) -> Iterator[int]:
+    def remove(self, partition_id: str, committed: str, passed: str, term: int) -> Iterator[int]:
         """
         Remove what is done of a partition, and never what a later term has stored; yield how many, call by call.
 
@@ -153,13 +153,13 @@ class Backlog:
             committed: comparable part of the committed token of a majority image; nothing is committed where it is
                 empty. `EVERYTHING` for a partition that is no longer in force.
             passed: the same, no further than the stored watermark: up to there no change is read again.
-            version: that of the term.
+            term: the present one.
         """
         over: list[dict[str, Any]] = [{"refused": None}]
         if passed:
             over.append({"_id": backlog_range(partition_id, "", passed)})
         for some in self._slices(backlog_range(partition_id, "", committed)) if committed else ():
-            yield self._remove_some({"_id": some, "term": {"$lte": Int64(version)}, "$or": over})
+            yield self._remove_some({"_id": some, "term": {"$lte": Int64(term)}, "$or": over})
 
     def _remove_some(self, query: Mapping[str, Any]) -> int:
         with self._table.limit():

@@ -1,5 +1,5 @@
 """
-What an execution may write on its partition: the claim, and the outcomes.
+The writes of an execution on its partition: the claim, and the outcomes.
 
 The partition's document is the authority on who may run what::
 
@@ -75,7 +75,7 @@ from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
 
 PARKED_MAX = 1000
-"""How many keys of one partition may be parked at a time: they are read with each of its claims."""
+"""Limit of parked keys of one partition: each of its claims reads them all."""
 
 _PARKED_CHARS = 200
 _LAPSED_MAX = 16
@@ -94,19 +94,19 @@ def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _is_gone(token: str | None) -> dict[str, Any]:
-    """Whether what is counted is of an existing document, and that is not what a run with this token begins with."""
+    """Return an expression: the counts are of a snapshot row, and a run with this token begins with another change."""
     return {"$and": [{"$gt": ["$retry.of", None]}, {"$ne": ["$retry.of", literal(token)]}]}
 
 
 def _claimable(token: str, gone: Mapping[str, Any]) -> dict[str, Any]:
-    """What must hold of a partition, beside its place, for a run to be claimed that begins with this token."""
+    """Match partitions that a run may claim that begins with this token; the caller compares the position."""
     due = {"$or": [{"$lte": ["$retry.notBefore", "$$NOW"]}, gone]}
     free, behind = {"$lte": ["$claim.until", "$$NOW"]}, {"$lt": ["$resumeToken._data", literal(token)]}
     return {"handled": None, "state": "flowing", "$expr": {"$and": [free, due, behind]}}
 
 
 CHARGE = _charge()
-"""What of `retry` changes where a lapsed claim, if there is one, is replaced or ended."""
+"""Changes to `retry` when a lapsed claim, if there is one, is replaced or ended."""
 
 COMMIT: dict[str, Any] = {
     "committed": "$handled.last",
@@ -115,7 +115,7 @@ COMMIT: dict[str, Any] = {
     **dict.fromkeys(("claim", "handled", "retry"), REMOVED),
     "lastRun": {"last": "$handled.last", "took": "$handled.took", "claimed": "$claim.at", "at": "$$NOW"},
 }
-"""What a commit sets, from the mark that an execution left; also part of a take-over. `lastRun` is for people."""
+"""Fields that a commit sets from an execution's `handled`; also part of a take-over. `lastRun` is for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Claim:
         inline: whether no commit task follows: its success is written as the position.
         at: when it was taken, by the server's clock; for metrics alone.
         passed_over: earlier changes of its document for which its first change stands: `count` and `tokens`.
-        rewound: version of the last rewind that has sent the partition back with all others; 0 for none.
+        rewound: term of the last rewind that has sent the partition back with all others; 0 for none.
         taken: when it was answered for, on the monotonic clock.
     """
 
@@ -186,7 +186,7 @@ class Claims:
         partition_id: str,
         *,
         owner: str,
-        version: int,
+        term: int,
         first: int,
         last: int,
         token: str,
@@ -200,7 +200,7 @@ class Claims:
 
         Args:
             owner: of this execution alone, from `new_owner`.
-            version: the lease version in the message.
+            term: that of the message.
             token: comparable part of the first change's resume token.
             ttl: seconds; the bridge's `claim_ttl` by default.
             session: of the server, in which a transactional handler will write; see `end_transactions`.
@@ -221,7 +221,7 @@ class Claims:
         }
         single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
         document = self._table.find_and_update_unretried(
-            {"_id": partition_id, "term": version, "committed": first - 1, **_claimable(token, gone)},
+            {"_id": partition_id, "term": term, "committed": first - 1, **_claimable(token, gone)},
             [
                 {"$set": {name: {"$cond": [gone, REMOVED, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {
@@ -261,7 +261,7 @@ class Claims:
         letter: str,
         *,
         owner: str,
-        version: int,
+        term: int,
         ttl: float | None = None,
         session: Binary | None = None,
     ) -> Claim | None:
@@ -289,7 +289,7 @@ class Claims:
         }
         guard = {
             "_id": partition_id,
-            "term": version,
+            "term": term,
             "handled": None,
             "state": "flowing",
             "$expr": {"$lte": ["$claim.until", "$$NOW"]},
@@ -380,7 +380,7 @@ class Claims:
         return [claim for claim in claims if not _is_held(claim, mine)]
 
     def is_mine(self, claim: Claim) -> bool:
-        """Whether the claim still stands, by a majority read."""
+        """Return True if the claim is still in force, by a majority read."""
         return self._table.find_one(own(claim), {"_id": 1}) is not None
 
     def handle(
@@ -583,7 +583,7 @@ def own(claim: Claim) -> dict[str, Any]:
 
 
 def collect_parked_hashes(document: Mapping[str, Any]) -> frozenset[int]:
-    """The keys that are parked in a partition: their hashes, from 0 to 2^64 - 1."""
+    """Return the hashes of the keys that are parked in a partition, from 0 to 2^64 - 1."""
     return frozenset(to_unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
 
 
@@ -610,7 +610,7 @@ def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str,
 
 
 def _build_commit(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
-    """What `COMMIT` sets, by plain values: a pipeline would cost the server more."""
+    """Return the update of `COMMIT` with plain values: a pipeline would cost the server more."""
     took = _took(claim)
     at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
     ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
@@ -623,7 +623,7 @@ def _build_commit(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str
 def _build_advance(
     last: int, token: Mapping[str, Any], of: str | None, passed_over: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """A position inside of a run, and the claim with the next change as its first."""
+    """Return the update to a position inside of a run; the claim then begins with the next change."""
     fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": []}
     if of is not None:
         fresh["of"] = of
@@ -648,7 +648,7 @@ _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1
 
 
 def _is_held(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
-    """Whether a claim is found as `_own` asks for it."""
+    """Return True if the partition of a claim is among these documents, and matches `own`."""
     found = documents.get((claim.partition_id, claim.fence, claim.owner))
     return found is not None and found["committed"] == claim.first - 1 and "handled" not in found
 

@@ -109,7 +109,7 @@ _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 @dataclass(frozen=True, slots=True)
 class Place:
     """
-    Where a change stood when it was set aside.
+    The place of a change when it was moved to the dead letters.
 
     Attributes:
         generation: of the partition layout.
@@ -214,7 +214,7 @@ class Letter:
 
     @property
     def order(self) -> tuple[str, str]:
-        """What compares as their changes do in the stream."""
+        """A key that compares as their changes do in the stream."""
         return ("" if self.token is None else str(self.token["_data"]), self.document_id)
 
 
@@ -238,7 +238,7 @@ class ParkedKey:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """
-    Which dead letters.
+    A choice of dead letters.
 
     Attributes:
         subscription: of these only; None for all.
@@ -264,11 +264,11 @@ class DeadLetters:
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
-        """Where they are, for who writes one in a transaction of its own."""
+        """Their collection, for a writer with its own transaction."""
         return self._table.collection
 
     def count(self) -> dict[str, int]:
-        """How many there are, by subscription; ids alone are read, since events may be large."""
+        """Return the number of dead letters by handler. Only ids are read, since events may be large."""
         return {name: self.count_selected(Selection(subscription=name), ()) for name in self.subscriptions()}
 
     def subscriptions(self) -> list[str]:
@@ -319,7 +319,7 @@ class DeadLetters:
             return [_letter(document) for document in found]
 
     def count_selected(self, selection: Selection, subscriptions: Sequence[str]) -> int:
-        """How many dead letters a selection has."""
+        """Return the number of dead letters in a selection."""
         with self._table.limit():
             return self._table.collection.count_documents(self._query(selection, subscriptions))
 
@@ -338,7 +338,7 @@ class DeadLetters:
         return None if document is None or raw is None else (_letter(document), _read_event(raw, document.get("kept")))
 
     def list_parked_keys(self, letters: Iterable[Letter]) -> dict[tuple[str, int], ParkedKey]:
-        """The parked keys of some letters, by subscription and hash."""
+        """Return the parked keys of some dead letters, by handler and hash."""
         keys = {(each.subscription, each.parked) for each in letters if each.parked is not None}
         if not keys:
             return {}
@@ -585,7 +585,7 @@ def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], s
 
 @dataclass(frozen=True, slots=True)
 class KeptChange:
-    """What a dead letter holds of an event, and how much of it that is: `event`, `bytes` (in `raw`) or `name`."""
+    """The part of an event that a dead letter keeps; `kind` is `event`, `bytes` (in `raw`) or `name`."""
 
     change: Mapping[str, Any]
     kind: str
@@ -634,6 +634,6 @@ def _try_naming(change: bytes, *without: str) -> Mapping[str, Any]:
 
 
 def naming(change: bytes, *without: str) -> dict[str, Any]:
-    """What names a change, of its event."""
+    """Return the fields of an event that name its change."""
     event = wrap_event(change)
     return {name: event[name] for name in _NAMING if name in event and name not in without}

@@ -2,7 +2,7 @@
 Forget a subscription: everything that is stored of a handler that is gone from the code.
 
 One transaction removes what is in force, the subscription's document and what is small. From then on nobody runs the
-rest, and it is removed a little at a time. What is removed so is bound by the version of the lease at that moment: a
+rest, and it is removed a little at a time. What is removed so is bound by the term of the lease at that moment: a
 handler that comes back meanwhile, in a later term, keeps what it has begun. Killed at any point it is repeated.
 """
 
@@ -32,7 +32,7 @@ _SMALL = ("partitions", "snapshots")
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """
-    What is stored under a name.
+    Numbers of the documents that are stored under a name.
 
     Attributes:
         stored: documents of stored changes.
@@ -48,7 +48,7 @@ class Holdings:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything."""
+        """Return True if there is any document."""
         return bool(self.partitions or self.stored or self.letters or self.snapshots)
 
 
@@ -71,7 +71,7 @@ class Names:
         self._positions = positions
 
     def holdings(self, name: str) -> Holdings:
-        """What is stored under a name, in force or not."""
+        """Count the documents that are stored under a name, in force or not."""
         with pymongo.timeout(_SECONDS):
             counts = [
                 self._database[each].count_documents({"_id": self._ids(name)})
@@ -86,7 +86,7 @@ class Names:
         Remove a subscription and its partitions; what is left (`remove`) is in force for nobody then.
 
         Returns:
-            The lease's version: all that has a smaller one is over. None where the listener that leads serves it:
+            The lease's term: all that has a smaller one is over. None where the listener that leads serves it:
             nothing is changed.
         """
 
@@ -114,20 +114,20 @@ class Names:
 
         return self._positions.together(remove)
 
-    def remove(self, name: str, version: int, *, letters: bool) -> Iterator[int]:
+    def remove(self, name: str, term: int, *, letters: bool) -> Iterator[int]:
         """
         Remove what is left under a name that no subscription has, a little at a time; how much each time.
 
         Args:
-            version: of the lease when it was given up. What a later term has stored or set aside is left alone:
+            term: of the lease when it was given up. What a later term has stored or set aside is left alone:
                 somebody has begun anew with the name.
             letters: whether the dead letters go, too.
         """
         for each in ["backlog", "dead_letters"] if letters else ["backlog"]:
-            yield from self._remove(self._database[each], self._ids(name), version)
+            yield from self._remove(self._database[each], self._ids(name), term)
 
-    def _remove(self, target: Collection[dict[str, Any]], ids: dict[str, str], version: int) -> Iterator[int]:
-        is_over = {"partitioningTerm": {"$not": {"$gt": Int64(version)}}}
+    def _remove(self, target: Collection[dict[str, Any]], ids: dict[str, str], term: int) -> Iterator[int]:
+        is_over = {"partitioningTerm": {"$not": {"$gt": Int64(term)}}}
         while True:
             with pymongo.timeout(_SECONDS):
                 found = [each["_id"] for each in target.find({"_id": ids}, {"_id": 1}).sort("_id", 1).limit(_AT_ONCE)]

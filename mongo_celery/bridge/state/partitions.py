@@ -56,7 +56,7 @@ _UNTRIED = {
     **dict.fromkeys(("claim", "retry", "halted"), REMOVED),
     "fencingToken": next_number("fencingToken"),
 }
-"""What a command sets so that nothing holds of what runs or was tried; who runs is refused."""
+"""Changes of a command that end the present run and forget its attempts; an execution that still runs is refused."""
 
 _COUNTED: Mapping[str, Any] = {"claim": None, "retry.count": 0, "retry.crashes": 0}
 """Fields that say, above these values, that a partition's first change was tried."""
@@ -109,13 +109,13 @@ class Image:
 
     @property
     def parked(self) -> bool:
-        """Whether a change waits for its retry time."""
+        """Return True if a change waits for its retry time."""
         return self.due_in > 0
 
 
 class Seen(NamedTuple):
     """
-    What was seen of a partition with something out: where it is still so, nothing has happened that counts.
+    Last observed state of a partition with a run in flight. If it is unchanged, a poll can skip the partition.
 
     Attributes:
         fence: raised by every claim, and by every command that moves a position.
@@ -141,15 +141,15 @@ class Partitions:
         self,
         positions: Mapping[str, Mapping[str, Any] | None],
         layouts: Mapping[str, Layout],
-        version: int,
+        term: int,
         *,
         fence: int = 0,
     ) -> None:
         """
         Create the partitions of some subscriptions that are missing in their layouts, positioned at each one's token.
 
-        Their fences count from the lease's version, which is above all that earlier terms have given. Their term is
-        that version too: so it shows whose they are, and a later term knows what an older one has left. The number
+        Their fencing tokens count from the lease's term, which is above all that earlier terms have given. Their own
+        term is the same: so it shows whose they are, and a later term knows what an older one has left. The number
         of calls does not depend on that of subscriptions.
 
         Args:
@@ -174,8 +174,8 @@ class Partitions:
                         "partitioningTerm": Int64(generations[name]),
                         "partition": index,
                         "state": "flowing",
-                        "term": Int64(version),
-                        "fencingToken": Int64(max(version, fence)),
+                        "term": Int64(term),
+                        "fencingToken": Int64(max(term, fence)),
                         "committed": Int64(0),
                         **(position_fields(token) if token else {}),
                     }
@@ -185,7 +185,7 @@ class Partitions:
             ]
         )
 
-    def take_over(self, generations: Mapping[str, int], version: int) -> list[Image]:
+    def take_over(self, generations: Mapping[str, int], term: int) -> list[Image]:
         """
         Close the partitions of some subscriptions to all older terms, and commit what is handled.
 
@@ -195,16 +195,16 @@ class Partitions:
             generations: by subscription, that of its layout in force.
 
         Returns:
-            Their images afterwards. One whose term is larger than `version` was not won, one whose term is smaller
+            Their images afterwards. One whose term is larger than `term` was not won, one whose term is smaller
             is locked; see `win`.
         """
         if not generations:
             return []
         scope = self._scope(generations)
-        update_around_locks(self._table, scope, _older(version), _winning(version))
+        update_around_locks(self._table, scope, _older(term), _winning(term))
         return self._images(scope)
 
-    def win(self, ids: Iterable[str], version: int) -> list[Image]:
+    def win(self, ids: Iterable[str], term: int) -> list[Image]:
         """
         Take over partitions that were locked, as far as they are free now; bounded, and waits for none of them.
 
@@ -212,7 +212,7 @@ class Partitions:
             Their images afterwards, as of `take_over`.
         """
         locked = list(ids)
-        update_unlocked(self._table, locked, _older(version), _winning(version), seconds=_WINNING_SECONDS)
+        update_unlocked(self._table, locked, _older(term), _winning(term), seconds=_WINNING_SECONDS)
         return self.look(locked)
 
     def look(self, ids: Iterable[str], session: ClientSession | None = None) -> list[Image]:
@@ -221,7 +221,7 @@ class Partitions:
 
     def list_changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
         """
-        Some partitions, by `_id`, but for those that are as they were seen; of None there is nothing to compare.
+        Return some partitions, by `_id`, without those that are as they were seen; None matches no earlier state.
 
         A heartbeat, a lapse and a pause are no changes here.
         """
@@ -242,14 +242,14 @@ class Partitions:
         return self._images(self._scope(generations), session) if generations else []
 
     def are_touched(self, subscription: str) -> bool:
-        """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
+        """Return True if anything was ever claimed, decided or stored in a handler's partitions, old ones included."""
         marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
         traces = [{"committed": {"$gt": 0}}, {"state": {"$ne": "flowing"}}, *marks]
         found = self._table.find_one({"_id": ids_under(f"{self._bridge}/{subscription}"), "$or": traces}, {"_id": 1})
         return found is not None
 
     def mark_spilled(
-        self, partition_id: str, version: int, to: str, reason: str, session: ClientSession | None = None
+        self, partition_id: str, term: int, to: str, reason: str, session: ClientSession | None = None
     ) -> bool:
         """
         Record that changes are stored up to a place; it only grows. Repeating it is harmless.
@@ -267,20 +267,20 @@ class Partitions:
         since = {"since": "$$NOW", "reason": literal(reason)}
         farthest = {"$max": ["$spilled.to", literal(to)]}  # an answer that was lost may be of a write that comes late
         change = {"spilled": {"$mergeObjects": [since, "$spilled", {"to": farthest}]}}
-        return update_one_around_lock(self._table, {"_id": partition_id, "term": version}, [{"$set": change}], session)
+        return update_one_around_lock(self._table, {"_id": partition_id, "term": term}, [{"$set": change}], session)
 
-    def clear_spilled(self, ids: Iterable[str], version: int) -> None:
+    def clear_spilled(self, ids: Iterable[str], term: int) -> None:
         """
         Record where all that is marked as stored is committed, by the server's comparison; bounded.
 
         It waits for no partition that is locked: the images say where it is recorded.
         """
         done = {"$gte": ["$resumeToken._data", "$spilled.to"]}
-        condition = {"term": version, "spilled": {"$ne": None}, "$expr": done}
+        condition = {"term": term, "spilled": {"$ne": None}, "$expr": done}
         change = {"$unset": {"spilled": ""}}
         update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
 
-    def retire(self, name: str, layout: Layout, token: Mapping[str, Any] | None, version: int) -> int | None:
+    def retire(self, name: str, layout: Layout, token: Mapping[str, Any] | None, term: int) -> int | None:
         """
         Remove the partitions of a handler if they have nothing left to do, all or none of them.
 
@@ -295,8 +295,8 @@ class Partitions:
             left to do, is blocked, has gone beyond the watermark, or is another term's.
         """
         mine = self._scope({name: layout.generation})
-        drained = {**mine, "term": version, **_match_drained(token["_data"] if token else "")}
-        left = {"_id": ids_under(f"{self._bridge}/{name}"), "term": {"$lte": version}}
+        drained = {**mine, "term": term, **_match_drained(token["_data"] if token else "")}
+        left = {"_id": ids_under(f"{self._bridge}/{name}"), "term": {"$lte": term}}
         collection = self._table.collection
 
         def remove(session: ClientSession) -> int | None:
@@ -313,7 +313,7 @@ class Partitions:
     def collect_parked_hashes(
         self, subscription: str, generation: int, session: ClientSession | None = None
     ) -> frozenset[int]:
-        """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
+        """Return the hashes of the keys that are parked in a partitioning, from 0 to 2^64 - 1."""
         scope = {**self._scope({subscription: generation}), "parkedKeys": {"$ne": None}}
         found = self._table.find(scope, {"parkedKeys.hash": 1}, session=session)
         return frozenset().union(*map(collect_parked_hashes, found))
@@ -436,7 +436,7 @@ def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]
 
 
 def visible_state(image: Image) -> str:
-    """The state of a partition as people see it: a flowing one may wait for MongoDB or the broker, or for its retry."""
+    """Return the state of a partition as people see it: a flowing one may wait for MongoDB, the broker or its retry."""
     if image.state != "flowing":
         return image.state
     if image.waiting is not None and not image.live and image.handled is None:
@@ -445,7 +445,7 @@ def visible_state(image: Image) -> str:
 
 
 def is_mostly_blocked(images: Sequence[Image]) -> bool:
-    """Whether so few of a handler's partitions flow that what waits for all of them would wait for long."""
+    """Return True if so few of a handler's partitions flow that a wait for all of them would be long."""
     return sum(visible_state(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
 
 
@@ -483,22 +483,22 @@ def build_image(document: Mapping[str, Any]) -> Image:
 
 def _current_retry(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
-    What is counted of the first change, if that is still the same.
+    Return the counts of the first change, if that is still the same.
 
     An existing document that an older term has read comes again as another one, unless it is stored. One at which the
     partition has halted is there as its head.
     """
     retry: Mapping[str, Any] | None = document.get("retry")
     data = (retry or {}).get("of")
-    version = extract_term(data) if isinstance(data, str) else None
-    if version is None or version >= document["term"] or "halted" in document:
+    term = extract_term(data) if isinstance(data, str) else None
+    if term is None or term >= document["term"] or "halted" in document:
         return retry
     marked = (document.get("spilled") or {}).get("to", "")
     return retry if marked >= data else None
 
 
 def _build_skip(image: Image) -> dict[str, Any]:
-    """What a command sets that passes over the change at which a partition halted."""
+    """Return the fields that skip the change at which a partition is halted."""
     assert image.head is not None, "only a halted partition knows its head"
     return {
         "state": "flowing",
@@ -535,22 +535,20 @@ def _as_seen(seen: Seen, ids: list[str]) -> dict[str, Any]:
     return {**same, "claim": {"$ne": None}, "handled": None} if seen.claimed else same
 
 
-def _older(version: int) -> dict[str, Any]:
-    return {"term": {"$lt": Int64(version)}}
+def _older(term: int) -> dict[str, Any]:
+    return {"term": {"$lt": Int64(term)}}
 
 
-def _winning(version: int) -> list[dict[str, Any]]:
+def _winning(term: int) -> list[dict[str, Any]]:
     """The update of a take-over: my term, and the commit of what is handled."""
     handled = {"$gt": ["$handled", None]}
-    change: dict[str, Any] = {"term": Int64(version)}
+    change: dict[str, Any] = {"term": Int64(term)}
     for name, value in COMMIT.items():
         change[name] = {"$cond": [handled, value, f"${name}"]}
     return [{"$set": change}]
 
 
-def build_move(
-    version: int, token: Mapping[str, Any], *, forward: bool, only: str | None = None
-) -> list[dict[str, Any]]:
+def build_move(term: int, token: Mapping[str, Any], *, forward: bool, only: str | None = None) -> list[dict[str, Any]]:
     """
     The update by which a person sends partitions to a place: a take-over, and then, behind the place, the way back.
 
@@ -561,7 +559,7 @@ def build_move(
     there is read again, and is judged by the present code.
 
     Args:
-        version: of the move.
+        term: of the move.
         token: of the place.
         forward: whether those are moved that stand before the place, not behind it.
         only: `_id` of the only one that is moved; None for all.
@@ -574,10 +572,10 @@ def build_move(
     ends = moves if forward else {"$or": [moves, {"$eq": [own, ""]}]}
     is_again = not forward and only is None  # all that these have handled behind the place is handled again
     place = {
-        **({"rewound": {"$cond": [moves, Int64(version), "$rewound"]}} if is_again else {}),
+        **({"rewound": {"$cond": [moves, Int64(term), "$rewound"]}} if is_again else {}),
         **{name: {"$cond": [moves, literal(value), f"${name}"]} for name, value in position_fields(token).items()},
         "spilled": {"$cond": [{"$and": [moves, reached]}, REMOVED, "$spilled"]},
     }
     over = {**_UNTRIED, "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]}}
     over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
-    return [*_winning(version), {"$set": {**place, **over}}]
+    return [*_winning(term), {"$set": {**place, **over}}]

@@ -1,9 +1,9 @@
 """
 Positions that a person moves: a subscription is sent back or forward, or over history that it has lost.
 
-A rewind (`move`) is a term of its own: it takes the lease's next version while nobody leads, and writes that version
+A rewind (`move`) is a term of its own: it takes the lease's next term while nobody leads, and writes that term
 into what it moves. So no listener of before moves anything back, no message of before is claimed, and an execution of
-before is refused by its fence. `pass_gap` takes no version, since a listener may lead meanwhile. The audit record of a
+before is refused by its fence. `pass_gap` takes no term, since a listener may lead meanwhile. The audit record of a
 move is stored in its transaction.
 
 A rewind is one transaction, so it is killed at no point between. Its rules were found by a search of schedules
@@ -53,14 +53,14 @@ _LAST = chr(0x10FFFF)
 @dataclass(frozen=True, slots=True)
 class Move:
     """
-    Where a subscription is sent.
+    A move of a handler to a place.
 
     Attributes:
         token: the place; it compares, and opens no stream.
         time: its cluster time.
         forward: whether partitions that stand before the place are sent there; else those that stand behind it.
         generation: of the layout, as it was seen.
-        version: of the lease, as it was seen.
+        term: of the lease, as it was seen.
         partition: only this one; None for all.
         since: forward, from when on something is passed over, where that lies before the watermark.
     """
@@ -70,7 +70,7 @@ class Move:
     time: Timestamp
     forward: bool
     generation: int
-    version: int
+    term: int
     partition: int | None = None
     since: Timestamp | None = None
 
@@ -78,7 +78,7 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Moved:
     """
-    What a move has done.
+    The effect of a move.
 
     Attributes:
         partitions: indexes of those that were sent somewhere.
@@ -120,13 +120,13 @@ class Positions:
         subscription = f"{self._bridge}/{to.subscription}"
 
         def write(session: ClientSession) -> Moved | None:
-            version = self.take_version(session, seen=to.version)
+            term = self.take_term(session, seen=to.term)
             guard = {"_id": subscription, "partitioning.term": to.generation}
-            stages = _subscription_moved(to, Int64(version or 0))
-            if version is None or not self._update("handlers", guard, stages, session):
+            stages = _subscription_moved(to, Int64(term or 0))
+            if term is None or not self._update("handlers", guard, stages, session):
                 session.abort_transaction()
                 return None
-            moved = self._move_partitions(f"{subscription}/{to.generation}", to, version, session)
+            moved = self._move_partitions(f"{subscription}/{to.generation}", to, term, session)
             effect = {**record["effect"], "partitions": len(moved.partitions), "withdrawn": moved.withdrawn}
             self._audit.add({**record, "effect": effect}, session)
             return moved
@@ -167,14 +167,14 @@ class Positions:
 
         return self.together(write)
 
-    def _move_partitions(self, prefix: str, to: Move, version: int, session: ClientSession) -> Moved:
+    def _move_partitions(self, prefix: str, to: Move, term: int, session: ClientSession) -> Moved:
         scope = {"_id": ids_under(prefix)}
         chosen = None if to.partition is None else f"{prefix}/{to.partition}"
         data = str(to.token["_data"])
         partitions = self._database["partitions"]
         found = list(partitions.find(scope, {"resumeToken": 1, "handled": 1, "claim.replay": 1}, session=session))
         moving = [each for each in found if chosen in (None, each["_id"]) and _is_moved(each, data, forward=to.forward)]
-        partitions.update_many(scope, build_move(version, to.token, forward=to.forward, only=chosen), session=session)
+        partitions.update_many(scope, build_move(term, to.token, forward=to.forward, only=chosen), session=session)
         indexes = sorted(int(each["_id"].rpartition("/")[2]) for each in moving)
         claims = [
             each.get("claim") or {} for each in found if each in moving or not (to.forward or each.get("resumeToken"))
@@ -202,14 +202,14 @@ class Positions:
 
     # -- the lease ---------------------------------------------------------------------------------
 
-    def take_version(self, session: ClientSession, *, seen: int) -> int | None:
+    def take_term(self, session: ClientSession, *, seen: int) -> int | None:
         """
-        Take the lease's next version, which is above every term, for the transaction of this session.
+        Take the lease's next term, which is above every other, for the transaction of this session.
 
         Who leads, or begins to lead meanwhile, is in conflict with it.
 
         Args:
-            seen: the version that the lease must have.
+            seen: the term that the lease must have.
 
         Returns:
             None where somebody leads, or has led since.
@@ -267,13 +267,13 @@ def later_existing_query(bridge: str, subscription: str, data: str) -> dict[str,
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:
-    """Whether a move sends a partition somewhere; what is handled counts as committed."""
+    """Return True if a move changes the position of a partition; a handled run counts as committed."""
     token = (partition.get("handled") or {}).get("resumeToken") or partition.get("resumeToken")
     own = str(token["_data"]) if token else ""
     return own < data if forward else own > data
 
 
-def _subscription_moved(to: Move, version: Int64) -> list[dict[str, Any]]:
+def _subscription_moved(to: Move, term: Int64) -> list[dict[str, Any]]:
     """The stages that move a subscription's watermark, and, where it goes back, its pinned start."""
     # Without a token it stands at a time: what is read from there on has that time or a later one.
     own = {"$max": ["$startAtOperationTime", "$clusterTime"]}
@@ -294,4 +294,4 @@ def _subscription_moved(to: Move, version: Int64) -> list[dict[str, Any]]:
     else:
         place["startAtOperationTime"] = {"$min": ["$startAtOperationTime", to.time]}
     change = {name: {"$cond": ["$_moves", value, f"${name}"]} for name, value in place.items()}
-    return [{"$set": {"_moves": moves}}, {"$set": {**change, "term": version}}, {"$unset": "_moves"}]
+    return [{"$set": {"_moves": moves}}, {"$set": {**change, "term": term}}, {"$unset": "_moves"}]

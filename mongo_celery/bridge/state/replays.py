@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.state.subscriptions import Layout
 
 REQUESTS_MAX = 1000
-"""How many dead letters of one subscription may wait at a time: the listener reads all of them every second."""
+"""Limit of waiting dead letters of one handler: the listener reads all of them every second."""
 
 
 class Replays:

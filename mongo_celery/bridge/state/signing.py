@@ -30,7 +30,7 @@ from mongo_celery.mongo.table import Table, call_timeout
 COLLECTION = "bridge_keys"
 
 KEY_SECONDS = 5.0
-"""How old a worker's reading of the keys may be."""
+"""Maximum age of a worker's reading of the keys."""
 
 ANNOUNCED_SECONDS = 3 * KEY_SECONDS
 """From the announcement of a key to its use."""
@@ -61,7 +61,7 @@ def installation_id() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """What a listener signs with."""
+    """The key with which a listener signs."""
 
     key: bytes = field(repr=False)
     installation: str
@@ -70,7 +70,7 @@ class Sealing:
 @dataclass(frozen=True, slots=True)
 class KeyRing:
     """
-    What a worker knows of a bridge's keys and lease.
+    A worker's knowledge of a bridge's keys and lease.
 
     Attributes:
         keys: whose signatures are accepted, the one in force first.

@@ -58,7 +58,7 @@ RUNNING, DONE, GONE, STOPPED, FAILED = "running", "done", "source gone", "stoppe
 
 _ENDED_KEPT = 20
 _LASTING = [RUNNING, STOPPED, FAILED, GONE]
-"""What may go on: a term that is over must not move it, even if it is stopped when another one takes over."""
+"""States that may resume: a term that is over must not move one, even if it is stopped at the take-over."""
 
 _ID_BYTES = 6
 _FIELDS = dict.fromkeys((
@@ -114,7 +114,7 @@ class Snapshots:
     # -- who asks for them -------------------------------------------------------------------------
 
     def make_id(self, subscription: str, name: str | None = None) -> str:
-        """A new `_id`; by a name it is the same one each time."""
+        """Return a new `_id`; by a name it is the same one each time."""
         return f"{self._bridge}/{subscription}/{name or secrets.token_hex(_ID_BYTES)}"
 
     def insert(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -155,28 +155,28 @@ class Snapshots:
 
     # -- what a term does --------------------------------------------------------------------------
 
-    def take_over(self, version: int) -> int:
+    def take_over(self, term: int) -> int:
         """
-        Raise the term of all that run, or may be resumed, to this version.
+        Raise the term of all that run, or may be resumed, to this one.
 
         Returns:
-            The largest term of any of them; one above `version` belongs to a later term.
+            The largest term of any of them; one above `term` belongs to a later term.
         """
         lasting = {**self._mine(), "state": {"$in": _LASTING}}
         with self._table.limit():
             self._table.collection.update_many(
-                {**lasting, "term": {"$lt": Int64(version)}}, {"$set": {"term": Int64(version)}}
+                {**lasting, "term": {"$lt": Int64(term)}}, {"$set": {"term": Int64(term)}}
             )
             found = self._table.collection.find_one(lasting, {"term": 1}, sort=[("term", -1)])
         return int(found["term"]) if found else 0
 
-    def prepare(self, snapshot: Snapshot, version: int, *, uuid: bytes, at: Timestamp, estimated: int | None) -> bool:
+    def prepare(self, snapshot: Snapshot, term: int, *, uuid: bytes, at: Timestamp, estimated: int | None) -> bool:
         """Record which collection it is, before its first chunk; False where it is not this term's."""
         change: dict[str, Any] = {"uuid": uuid, "at": at, "estimated": estimated}
-        guard = {"_id": snapshot.id, "term": version, "uuid": None}
+        guard = {"_id": snapshot.id, "term": term, "uuid": None}
         return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
 
-    def begin(self, snapshot: Snapshot, version: int) -> Timestamp | None:
+    def begin(self, snapshot: Snapshot, term: int) -> Timestamp | None:
         """
         Begin the next chunk.
 
@@ -184,15 +184,15 @@ class Snapshots:
             L, the cluster time of this write; None where it was refused: it is another term's, does not run any more,
             or has begun more chunks than was seen.
         """
-        guard = {"_id": snapshot.id, "term": version, "state": RUNNING, "begun": snapshot.begun}
+        guard = {"_id": snapshot.id, "term": term, "state": RUNNING, "begun": snapshot.begun}
         return self._table.update_timed(guard, {"$set": {"begun": Int64(snapshot.begun + 1)}})
 
-    def mark_read_end(self, snapshot_id: str, version: int, begun: int) -> Timestamp | None:
-        """Write something behind the reading of a chunk; its cluster time, or None where it was refused."""
-        return self._table.update_timed(_chunk(snapshot_id, version, begun), {"$inc": {"passed": Int64(1)}})
+    def mark_read_end(self, snapshot_id: str, term: int, begun: int) -> Timestamp | None:
+        """Write a mark after the reading of a chunk. Return its cluster time, or None if it was refused."""
+        return self._table.update_timed(_chunk(snapshot_id, term, begun), {"$inc": {"passed": Int64(1)}})
 
     def move(
-        self, snapshot_id: str, version: int, begun: int, last: DocumentId, count: int, until: DocumentId | None = None
+        self, snapshot_id: str, term: int, begun: int, last: DocumentId, count: int, until: DocumentId | None = None
     ) -> bool:
         """
         Record the end of a chunk of which all is committed or stored. Repeating it is harmless.
@@ -209,21 +209,21 @@ class Snapshots:
         ends = {"lastId": last} | ({"untilId": until} if until is not None else {})
         named = [bytes(end.make_document(name).raw) for name, end in ends.items()]
         fields = RawBSONDocument(join_documents(*named, bson.encode({"moved": Int64(begun)})))
-        guard = {**_chunk(snapshot_id, version, begun), "moved": {"$ne": Int64(begun)}}
+        guard = {**_chunk(snapshot_id, term, begun), "moved": {"$ne": Int64(begun)}}
         if until is not None:
             guard["untilId"] = {"$exists": False}
         change = {"$set": fields, "$inc": {"done": Int64(count)}, "$currentDate": {"movedAt": True}}
         return self._table.update_unretried(guard, change)
 
-    def finish(self, snapshot_id: str, version: int, begun: int, state: str, sentence: str | None = None) -> bool:
+    def finish(self, snapshot_id: str, term: int, begun: int, state: str, sentence: str | None = None) -> bool:
         """End it, after an empty chunk; False where that is not this term's."""
         change: dict[str, Any] = {"state": state} | ({"sentence": sentence} if sentence else {})
-        guard = {**_chunk(snapshot_id, version, begun), "state": RUNNING}
+        guard = {**_chunk(snapshot_id, term, begun), "state": RUNNING}
         return self._table.update(guard, {"$set": change, "$currentDate": {"movedAt": True}})
 
-    def fail(self, snapshot_id: str, version: int, sentence: str, state: str = FAILED) -> bool:
+    def fail(self, snapshot_id: str, term: int, sentence: str, state: str = FAILED) -> bool:
         """It cannot go on until somebody resumes it; False where it is not this term's, or does not run."""
-        guard = {"_id": snapshot_id, "term": version, "state": RUNNING}
+        guard = {"_id": snapshot_id, "term": term, "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": state, "sentence": sentence}})
 
     # -- reading -----------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class Snapshots:
         return {"_id": ids_under(self._bridge)}
 
 
-def _chunk(snapshot_id: str, version: int, begun: int) -> dict[str, Any]:
-    return {"_id": snapshot_id, "term": version, "begun": begun}
+def _chunk(snapshot_id: str, term: int, begun: int) -> dict[str, Any]:
+    return {"_id": snapshot_id, "term": term, "begun": begun}
 
 
 def _snapshot(document: Mapping[str, Any], last: DocumentId | None = None, until: DocumentId | None = None) -> Snapshot:

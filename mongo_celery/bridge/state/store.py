@@ -30,7 +30,7 @@ _TYPES: CodecOptions[dict[str, Any]] = CodecOptions(
     unicode_decode_error_handler="replace",
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,
 )
-"""What users can put into the state (times, texts, tokens with their `_id`) must not keep anybody from reading it."""
+"""Values of users in the state (times, texts, tokens with their `_id`) must not keep anybody from reading it."""
 
 
 class Store:

@@ -66,17 +66,17 @@ class StoredChange:
 
 
 def backlog_id(partition_id: str, data: str) -> str:
-    """The `_id` of a change's document, by the comparable part of its token or its place."""
+    """Return the `_id` of a change's document, by the comparable part of its token or its place."""
     return f"{partition_id}/{token_place(data)}"
 
 
 def parse_place(partition_id: str, document_id: str) -> str:
-    """The place of a change in the `_id` of its document, or of one of its parts."""
+    """Return the place of a change in the `_id` of its document, or of one of its parts."""
     return document_id[len(partition_id) + 1 :].partition("/")[0]
 
 
 def backlog_range(partition_id: str, after: str, until: str) -> dict[str, str]:
-    """The `_id`s of a partition behind a token or place, up to another one: the changes and their parts."""
+    """Match the `_id`s of a partition after a token or place, up to another one: the changes and their parts."""
     behind = f"{backlog_id(partition_id, after)}/{_END}" if after else f"{partition_id}/"
     return {"$gt": behind, "$lte": f"{backlog_id(partition_id, until)}/{_END}"}
 
@@ -87,7 +87,7 @@ def ids_under(prefix: str) -> dict[str, str]:
 
 
 def range_end(prefix: str) -> str:
-    """What comes after all `_id`s that begin with this and a slash."""
+    """Return the first text after all `_id`s that begin with this and a slash."""
     return f"{prefix}0"
 
 
@@ -110,15 +110,15 @@ def to_unsigned(hash_: int) -> int:
 # -- documents -------------------------------------------------------------------------------------
 
 
-def build_documents(partition_id: str, changes: Iterable[StoredChange], version: int) -> Iterator[Document]:
-    """The documents of some changes; the parts of one before itself, so that where it is they are."""
-    bridge, handler, term, index = partition_id.split("/")
-    where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(term), "partition": int(index)}
+def build_documents(partition_id: str, changes: Iterable[StoredChange], term: int) -> Iterator[Document]:
+    """Yield the documents of some changes; the parts of a change come before it, so it is never there without them."""
+    bridge, handler, partitioning, index = partition_id.split("/")
+    where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(partitioning), "partition": int(index)}
     for change in changes:
         head: Document = {
             "_id": backlog_id(partition_id, change.data),
             **where,
-            "term": Int64(version),
+            "term": Int64(term),
             "hash": Int64(to_signed(change.hash)),
             "size": len(change.raw),
             **_rare(change),
@@ -146,7 +146,7 @@ def unpack_event(document: Mapping[str, Any]) -> bytes:
 
 
 def split_bulks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Groups of documents for one call each; the parts of a change are in earlier ones than itself."""
+    """Yield groups of documents for one call each; the parts of a change are in earlier groups than itself."""
     bulk: list[Document] = []
     size = 0
     for document in documents:
@@ -174,7 +174,7 @@ def build_replacement(document: Mapping[str, Any]) -> Document:
 
 def parse_change(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()) -> StoredChange:
     """
-    The change in a document and its parts.
+    Return the change in a document and its parts.
 
     One whose bytes are not all there, or cannot be read, is refused: it halts its own partition, and nothing else. So
     is a document that nobody of ours has written.
@@ -206,7 +206,7 @@ def parse_outline(head: Mapping[str, Any]) -> StoredChange:
 
 
 def _join_bytes(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
-    """An event's bytes, and what is wrong with them."""
+    """Return an event's bytes, and their damage; an empty text for none."""
     if len(parts) != head.get("parts", 0):
         return b"", f"of {head['parts']} parts {len(parts)} are there"
     raw = b"".join(part["raw"] for part in parts) if parts else head["raw"]
@@ -240,7 +240,7 @@ def _rare(change: StoredChange) -> Document:
 
 
 def _is_token_derivable(change: StoredChange) -> bool:
-    """Whether `_id` and bytes together say what the token is: a long one is not in the `_id`."""
+    """Return True if `_id` and bytes together give the token: a long one is not in the `_id`."""
     try:
         return token_place(change.data) == change.data and token_data(read_token(change.raw)) == change.data
     except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder

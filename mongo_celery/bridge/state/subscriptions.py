@@ -33,13 +33,13 @@ from mongo_celery.mongo.table import Table, Update, call_timeout
 _GAPS_KEPT = 20
 
 OWED = "owed"
-"""What `snapshot` says of a subscription that begins with what exists, until that is asked for."""
+"""Value of `snapshot` in a handler that begins with a snapshot, until that snapshot is requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """
-    How the changes of a subscription are spread.
+    The partitioning of a handler.
 
     Attributes:
         generation: which layout it is; a later one has a larger number.
@@ -52,7 +52,7 @@ class Layout:
     key: str
 
     def is_equivalent(self, other: Layout) -> bool:
-        """Whether both spread changes alike, whatever their generations."""
+        """Return True if both spread changes alike, whatever their terms."""
         return self.partitions == other.partitions and self.key == other.key
 
     def document(self) -> dict[str, Any]:
@@ -62,10 +62,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """A watermark to be stored: of which subscription, under which version, with its token and cluster time."""
+    """A watermark to be stored: its handler, the term that stores it, its token and cluster time."""
 
     name: str
-    version: int
+    term: int
     token: Mapping[str, Any]
     cluster_time: Timestamp | None
 
@@ -77,7 +77,7 @@ class Subscriptions:
         self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
 
-    def take_over(self, layouts: Mapping[str, Layout], version: int) -> dict[str, dict[str, Any]]:
+    def take_over(self, layouts: Mapping[str, Layout], term: int) -> dict[str, dict[str, Any]]:
         """
         Raise the term of each handler to this one, creating what is missing.
 
@@ -87,18 +87,18 @@ class Subscriptions:
             layouts: by name, for those that have none yet.
 
         Returns:
-            The documents by name. One whose term is not `version` was not won.
+            The documents by name. One whose term is not `term` was not won.
         """
         writes = [
-            UpdateOne({"_id": self._id(name)}, self._winning(name, version, layout), upsert=True)
+            UpdateOne({"_id": self._id(name)}, self._winning(name, term, layout), upsert=True)
             for name, layout in layouts.items()
         ]
         self._table.write_all(writes)
         return self._read(list(layouts))
 
-    def affirm(self, names: Sequence[str], version: int) -> dict[str, dict[str, Any]]:
-        """Read some subscriptions behind a write with this version, which a deposed server cannot acknowledge."""
-        change = {"$max": {"term": Int64(version)}}
+    def affirm(self, names: Sequence[str], term: int) -> dict[str, dict[str, Any]]:
+        """Read some subscriptions after a write with this term, which a deposed server cannot acknowledge."""
+        change = {"$max": {"term": Int64(term)}}
         self._table.write_all([UpdateOne({"_id": self._id(name)}, change) for name in names])
         return self._read(names)
 
@@ -106,19 +106,19 @@ class Subscriptions:
         found = self._table.find({"_id": {"$in": [self._id(name) for name in names]}})
         return {parse_name(document): document for document in found}
 
-    def activate_layout(self, name: str, layout: Layout, version: int) -> bool:
+    def activate_layout(self, name: str, layout: Layout, term: int) -> bool:
         """
         Put a layout in force in one write; False when the term is over.
 
         The position may have moved since the old partitions went, but only over history that was lost.
         """
         change = {"$set": {"partitioning": layout.document()}}
-        return self._table.update({"_id": self._id(name), "term": version}, change)
+        return self._table.update({"_id": self._id(name), "term": term}, change)
 
     def pin(
         self,
         name: str,
-        version: int,
+        term: int,
         start: Timestamp,
         position: Mapping[str, Any] | None,
         *,
@@ -137,14 +137,14 @@ class Subscriptions:
             change |= {"snapshot": OWED, "snapshotFrom": start}
         if position is not None:
             change |= watermark_fields(position["resumeToken"], position["clusterTime"])
-        guard = {"_id": self._id(name), "term": version, "startAtOperationTime": None}
+        guard = {"_id": self._id(name), "term": term, "startAtOperationTime": None}
         return self._table.update(guard, {"$set": change})
 
-    def note_snapshot(self, name: str, version: int) -> bool:
+    def note_snapshot(self, name: str, term: int) -> bool:
         """The snapshots with which it begins are asked for; False when the term is over."""
-        return self._table.update({"_id": self._id(name), "term": version}, {"$set": {"snapshot": "asked for"}})
+        return self._table.update({"_id": self._id(name), "term": term}, {"$set": {"snapshot": "asked for"}})
 
-    def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
+    def move_start(self, name: str, term: int, start: Timestamp, policy: str) -> bool:
         """
         Begin again at a later time, after history was lost (see `build_start_move`).
 
@@ -154,13 +154,13 @@ class Subscriptions:
         return self._table.update(
             {
                 "_id": self._id(name),
-                "term": version,
+                "term": term,
                 "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
             },
             build_start_move(start, policy),
         )
 
-    def mark_lost(self, name: str, version: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
+    def mark_lost(self, name: str, term: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
         """
         Record that the place of a subscription can no longer be read, and that nobody has decided.
 
@@ -169,11 +169,11 @@ class Subscriptions:
         """
         lost = {"at": place, "oldest": oldest, "error": error}
         change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
-        return self._table.update({"_id": self._id(name), "term": version}, [{"$set": change}])
+        return self._table.update({"_id": self._id(name), "term": term}, [{"$set": change}])
 
-    def clear_lost(self, name: str, version: int) -> bool:
+    def clear_lost(self, name: str, term: int) -> bool:
         """The place can be read after all; False when the term is over."""
-        return self._table.update({"_id": self._id(name), "term": version}, {"$unset": {"lost": ""}})
+        return self._table.update({"_id": self._id(name), "term": term}, {"$unset": {"lost": ""}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
@@ -191,7 +191,7 @@ class Subscriptions:
         """Guard and change of storing a watermark."""
         guard = {
             "_id": self._id(to.name),
-            "term": to.version,
+            "term": to.term,
             "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": to.token["_data"]}}],
         }
         return guard, {"$set": {**watermark_fields(to.token, to.cluster_time), "fingerprint": fingerprint}}
@@ -203,12 +203,12 @@ class Subscriptions:
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
 
-    def _winning(self, name: str, version: int, layout: Layout) -> Update:
+    def _winning(self, name: str, term: int, layout: Layout) -> Update:
         """Return the update of a take-over: my term, and what is missing."""
         missing = {"bridge": self._bridge, "handler": name, "partitioning": layout.document()}
         return [
             {"$replaceWith": {"$mergeObjects": [literal(missing), "$$ROOT"]}},
-            {"$set": {"term": {"$max": ["$term", Int64(version)]}}},
+            {"$set": {"term": {"$max": ["$term", Int64(term)]}}},
         ]
 
 
@@ -248,7 +248,7 @@ def parse_position(document: Mapping[str, Any]) -> Timestamp | None:
 
 
 def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a stored document says of its lost history; None where it stands elsewhere by now, or has lost none."""
+    """Return the lost history of a stored handler; None if it has lost none, or its position has moved since."""
     lost, start = document.get("lost"), document.get("startAtOperationTime")
     if not lost or start is None:
         return None
@@ -256,7 +256,7 @@ def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bool:
-    """Whether a change of this subscription can no longer be read: it lies in history that was lost, or given up."""
+    """Return True if a change of this handler can no longer be read: its history was lost, or given up."""
     start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
     if start is None or time_ is None:
         return False

@@ -79,7 +79,7 @@ class ReplaySubject(Subject):
         if found is None or found.failed or found.starts != run.starts or found.due_in > 0:
             return None
         claim = claims.take_for_replay(
-            run.partition_id, self._letter_id, owner=owner, version=run.version, ttl=ttl, session=session
+            run.partition_id, self._letter_id, owner=owner, term=run.version, ttl=ttl, session=session
         )
         if claim is None:
             return None

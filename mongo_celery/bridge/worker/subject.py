@@ -239,7 +239,7 @@ class RunSubject(Subject):
         return self._store.claims.take(
             run.partition_id,
             owner=owner,
-            version=run.version,
+            term=run.version,
             first=run.first,
             last=run.last,
             token=run.head,
