@@ -8,7 +8,7 @@ The listener: standby -> lease -> take-over -> stream -> window -> dispatch -> w
          +-------------------------------------------------------------------------------+
 
 One thread leads and decides; one reads the stream; one renews the lease, and reports; one removes stored changes that
-are committed; one looks at the oplog; one asks the broker about queues while something is out. The leading thread
-trusts the lease until its own monotonic clock says otherwise, then stops to dispatch at once, without waiting for an
-answer. A listener that has lost its lease stands by; it does not exit.
+are committed; one reads the ends of the oplog; one asks the broker about queues while something is out. The leading
+thread trusts the lease until its own monotonic clock says otherwise, then stops to dispatch immediately, without
+waiting for an answer. A listener that has lost its lease stands by; it does not exit.
 """

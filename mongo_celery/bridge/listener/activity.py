@@ -2,9 +2,9 @@
 The activity of one process's listener of a bridge: whether its loop turns, whether it leads, and what it has counted.
 
 Written by the listener's own threads, read by any: nobody waits for anybody, and a reader may see one number newer than
-another. Counts begin at 0 with the process, go on over all its terms, and never go back. What of a run only its worker
-knows, the times of its claim, its handler and its commit, comes with the partition's image, which the listener reads
-anyhow before it sends the next run; so nothing is written, and nothing is asked, for their sake.
+another. Counts begin at 0 with the process, continue over all its terms, and never go back. What of a run only its
+worker knows, the times of its claim, its handler and its commit, comes with the partition's image, which the listener
+reads anyhow before it sends the next run; so nothing is written, and nothing is asked, for their sake.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HandlerActivity:
         retries: attempts after which a handler asked for another.
         crashes: attempts that ended without an outcome.
         waits: attempts that met an outage of MongoDB or the broker.
-        spilled: changes that were stored, since their partition stood.
+        spilled: changes that were stored, since their partition was blocked.
         refused: changes that cannot be given to the handler.
         claim: from the sending of a run to its claim by a worker.
         handler: from the claim of a run to the record that its handler succeeded, by the worker's clock.
@@ -92,7 +92,7 @@ class HandlerActivity:
         if moved:
             self.committed += image.committed - before.committed
             numbers, sent = partition.sent
-            if image.live and image.committed + 1 in numbers:  # it has recorded how far it is, and goes on
+            if image.live and image.committed + 1 in numbers:  # it has recorded how far it is, and continues
                 return
             partition.sent = (range(0), 0.0)
             self._measure(image, sent if before.committed + 1 in numbers else None, seen)

@@ -17,7 +17,7 @@ An event with a read error whose flag says that a handler's `match` does not hol
 A pipeline halts under every policy: it is configuration, it mostly spoils all changes alike, and to skip or set them
 aside would lose what a corrected pipeline brings back, since a new one is read again from the watermark.
 
-**An undeliverable change is stored at once**, with its reason, and keeps its partition. After a fix (a corrected
+**An undeliverable change is stored immediately**, with its reason, and keeps its partition. After a fix (a corrected
 `partition_by` and a new term) the same event gets another key. The partition of that key may have committed later
 changes already, and the event would count as done there. So nothing that was read after an undeliverable change runs
 before that change is stored and marked. A later term judges the stored bytes again (`judge_again`). If it reads the

@@ -140,8 +140,8 @@ def find_rules(options: BridgeOptions, handlers: Sequence[Handler], takeover: Ta
                 missing[handler.name] = LayoutError(
                     f"partition_by of handler {handler.name} cannot change from {name} now: changes are under way in "
                     f"the old partitions, and by the old rule alone it is known in which. {error} Deploy the old rule "
-                    "again, with the options that it needs, until `status` shows nothing outstanding or standing for "
-                    "the handler. Then change it."
+                    "again, with the options that it needs, until `status` shows nothing outstanding and nothing "
+                    "blocked for the handler. Then change it."
                 )
     return Rules(rules, missing)
 

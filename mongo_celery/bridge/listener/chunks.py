@@ -1,5 +1,5 @@
 """
-Reading a chunk of existing documents, and looking at the collection that they are in.
+Read a chunk of existing documents, and check the collection that they are in.
 
 A chunk is bounded by what is scanned: first its last `_id` is found, then the range up to it is read, shaped as events,
 and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave of it is returned. So one of which
@@ -212,7 +212,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     elif kind == "timeseries":
         objection = "it is a time series, of which no stream shows changes"
     elif options.get("capped"):
-        objection = "it is capped: no stream shows what it removes by itself"
+        objection = "it is capped: no stream shows what it removes automatically"
     return CollectionFacts(None if uuid is None else bytes(uuid), answer["operationTime"], objection)
 
 

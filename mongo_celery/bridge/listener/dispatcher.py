@@ -73,7 +73,7 @@ class Dispatch:
 @dataclass(slots=True)
 class Published:
     """
-    What became of some dispatches; of those in neither list nobody knows it.
+    The results of some dispatches; those in neither list have an unknown result.
 
     Attributes:
         sent: the broker has taken them.

@@ -1,5 +1,5 @@
 """
-History lost: the oplog no longer reaches back to where a subscription stands.
+History lost: the oplog no longer reaches back to the position of a subscription.
 
 It concerns each handler for itself. One whose place is in the oplog continues, whatever happens to others. The rest, in
 this order:
@@ -8,18 +8,18 @@ this order:
    is kept among its `gaps`.
 2. `start_from="oldest"` has chosen a place that rolled away before anything was stored or claimed there: it is chosen
    again, once.
-3. else it stands still, loudly: `lost` in its document says since when and where. The stream is opened without it, and
-   its watermark stands; its partitions stay as they are. `changes go-on` moves its position; a listener that leads sees
+3. else it is blocked, loudly: `lost` in its document records since when and where. The stream is opened without it, and
+   its watermark stays; its partitions stay as they are. `changes go-on` moves its position; a listener that leads sees
    that within a second, and reads from there. It keeps what it has buffered: the oplog may no longer have that.
 
 Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read; and when the server
 refuses the place at which the stream was opened. Then each is judged by how far it has been read in this term, since
 what is buffered is not lost: it runs as long as the listener lives. What is stored at or below the watermark runs in
 any case; what is stored behind it waits for the decision, and runs once the stream was read behind it. Where the
-oplog may not be read, the one that stands first is lost for certain; if that was not all, the next refusal shows the
-next one.
+oplog may not be read, the one with the first position is lost for certain; if that was not all, the next refusal shows
+the next one.
 
-Where nobody is left who can be read, the listener ends with the sentence, once nothing is left to run: there is
+If no handler can be read any more, the listener drains what it has buffered and ends with the sentence: there is
 nothing to lead, and a supervisor's alarm is louder than a record.
 
 No start is ever lowered: neither by the oldest entry, if a handler's own start was pinned behind it, nor for a handler
@@ -75,7 +75,7 @@ class _Gap:
 
     Attributes:
         left: who is not judged yet.
-        before: where each one stood when it was found.
+        before: the position of each one when the loss was found.
         places: at which some continue, by policy: each one means one place for all of them.
         moved: who was moved.
     """
@@ -90,7 +90,7 @@ class _Gap:
 
 class LostHistory:
     """
-    Judges who has lost its history in one term, and what becomes of it.
+    Find the handlers that have lost their history in one term, and resolve each loss.
 
     Args:
         client: of the watched data; its oplog is asked how far it reaches back.
@@ -218,17 +218,17 @@ class LostHistory:
         reached = self._find_reached(subscriptions, before)
         oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
-        # Where none stands before the oldest entry, the server has refused the token at which the stream was opened.
+        # If no position is before the oldest entry, the server has refused the token at which the stream was opened.
         rolled = [name for name, start in reached.items() if oplog is not None and start.place[0] < oplog.first]
         lost = rolled or [name for name, start in reached.items() if start.place == smallest]
         return _Gap(lost, before, oplog, error)
 
     def follow_moves(self, subscriptions: Subscriptions, now: float) -> Position | None:
         """
-        See whether `changes go-on` has moved those that stand still; asks MongoDB once a second while there are any.
+        Find the blocked handlers that `changes go-on` has moved; ask MongoDB once a second while there are any.
 
         Returns:
-            Where to read on if it has; else None.
+            The position to read from if it has; else None.
 
         Raises:
             HistoryLostError: nobody is left who can be read, nothing is left to run, and nobody was moved.
@@ -327,7 +327,7 @@ class LostHistory:
         name, place = subscription.name, start.place[0]
         oldest = oplog.first if oplog is not None else None
         reason = _reason(place, oldest, error)
-        # What stands there is left as it is: somebody may move it at this very moment.
+        # The stored position is left as it is: somebody may move it at this very moment.
         if start.lost is None and not self._store.subscriptions.mark_lost(
             name, self._renewal.term.version, place, oldest, reason
         ):
@@ -335,8 +335,8 @@ class LostHistory:
         subscription.lost = subscription.has_gap = True
         self._error = error
         logger.error(
-            "handler %s has lost its history: it stands at %s, and %s. It stands still until somebody decides; others "
-            "whose place can be read go on. Run `%s` or `%s`",
+            "handler %s has lost its history: its position is %s, and %s. It is blocked until you decide. Others whose "
+            "position can be read continue. Run `%s` or `%s`",
             name,
             place.as_datetime().isoformat(),
             reason,
@@ -344,7 +344,7 @@ class LostHistory:
             extra={"event": "subscription_lost", "subscription": name},
         )
 
-    # -- where they stand --------------------------------------------------------------------------
+    # -- positions ---------------------------------------------------------------------------------
 
     def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
         """Up to where each one that can be read has been read; in front of its start nothing is owed."""

@@ -2,10 +2,10 @@
 The horizon of the oplog beside each subscription: nobody loses history without a warning.
 
 The housekeeping thread reads the oldest and the latest entry, every few seconds: a slow MongoDB delays a warning, and
-never the listener. The leading thread judges what was read last against where each subscription stands. Only an oplog
+never the listener. The leading thread compares what was read last with the position of each subscription. Only an oplog
 that removes entries endangers anybody: one that is whole, or has room left, only grows.
 
-What stands is one partition, as a rule: the one whose change is the oldest that is not done. It holds the place up to
+One partition is blocked, as a rule: the one whose change is the oldest that is not done. It holds the place up to
 which its subscription must be read again; the record names it, and the command that frees it.
 """
 
@@ -179,14 +179,14 @@ def judge_risk(subscription: Subscription, oplog: Oplog, line: CommandLine) -> R
 
 
 def remedy(line: CommandLine, subscription: str, partition: int | None, state: str | None) -> str:
-    """Return the command that frees a partition, or where to look."""
+    """Return the command that frees a partition, or what to check."""
     where = (subscription, [] if partition is None else [partition])
     remedies = {
         "halted": f"`{line.on('retry', *where)}` or `{line.on('set-aside', *where)}`",
         "paused": f"`{line.on('resume', *where)}`",
         "waiting": f"bring back what its handler waits for, which `{line.changes('status')}` names; then it runs",
         "parked": f"`{line.on('retry', *where)}` runs its change immediately",
-        "running": "look for a handler that hangs, or workers that are gone",
+        "running": "check for a handler that hangs, or workers that are gone",
         "unclaimed": "see to it that workers consume its queue, and enough of them",
     }
     reading = f"`{line.changes('status')}` shows what is full or slow; or enlarge the oplog with replSetResizeOplog"
@@ -200,11 +200,11 @@ def _sentence(risk: Risk) -> str:
         held = f"held by partition {risk.partition}, which is {risk.state}{cause}"
     if risk.share < 1:
         return (
-            f"handler {risk.subscription} stands so far back ({held}) that {risk.share:.0%} of the oplog's window lie "
-            f"behind it; at 100% its history is lost. Free it: {risk.remedy}"
+            f"{risk.share:.0%} of the oplog's window lie behind handler {risk.subscription} ({held}). At 100% its "
+            f"history is lost. Free it: {risk.remedy}"
         )
     return (
-        f"the oplog no longer reaches back to where handler {risk.subscription} stands ({held}): what this listener "
+        f"the oplog no longer reaches back to the position of handler {risk.subscription} ({held}). What this listener "
         f"has buffered is all that is left, and is lost when it ends. Free it now: {risk.remedy}"
     )
 
@@ -225,6 +225,6 @@ def _state(partition: Partition) -> str:
 
 
 def _pause(oplog: Oplog | None) -> float:
-    """Seconds to the next look: often in a window, and seldom by the clock."""
+    """Seconds to the next reading of the oplog: often in a window, and seldom by the clock."""
     window = oplog.window_seconds if oplog is not None else _LONGEST_PAUSE * _LOOKS_A_WINDOW
     return min(max(window / _LOOKS_A_WINDOW, _SHORTEST_PAUSE), _LONGEST_PAUSE)

@@ -58,7 +58,7 @@ def make_embedded_listener(
         app: the worker's app.
         as_process: in a process of its own, else in threads.
         is_ending: whether the worker shuts down; then an ended listener is left alone.
-        pauses: before a listener that has ended by itself is started again.
+        pauses: before a listener that has ended unasked is started again.
         beside: runs as long as the listeners do, where they do.
     """
     return (_ListenerProcess if as_process else _EmbeddedThreads)(app, is_ending, pauses, beside)

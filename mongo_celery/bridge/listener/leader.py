@@ -1,5 +1,5 @@
 """
-Leading: one thread that takes in what was read, looks at partitions, dispatches, and moves watermarks.
+The leading thread: it ingests what was read, polls partitions, dispatches runs, and moves watermarks.
 
 Each turn of the loop does what is due and then waits for the next item or time. Nothing in it waits for a
 worker. The order of stepping down: stop to read and to dispatch, store the watermarks, end the renewal
@@ -51,7 +51,7 @@ class Leader:
         renewal: the lease, already being renewed.
         selectors: resolved sources and filters, in the order of the handlers.
         scope: the stream.
-        stopping: set when the process is told to end.
+        stopping: set when the process has to end.
         on_history_lost: `halt`, `oldest` or `now`.
         activity: counts what is done.
         refused: what the server said of a `match` that it refuses, by handler. These are not led: they keep their
@@ -122,7 +122,7 @@ class Leader:
 
         Raises:
             LeaseLostError: somebody else leads.
-            MongoCeleryError: something that waiting cannot cure.
+            MongoCeleryError: something that waiting cannot fix.
         """
         with self.led():
             while not self._stopping.is_set():
@@ -199,7 +199,7 @@ class Leader:
         version, subscriptions = beginning.takeover.version, beginning.subscriptions
         self._stopped = beginning.stopped
         self._stopped_handlers = StoppedHandlers(self._wiring, beginning, self.wake)
-        self.subscriptions.update(subscriptions)  # at once: the renewal thread reports from it
+        self.subscriptions.update(subscriptions)  # immediately: the renewal thread reports from it
         self._publishing.begin(subscriptions)
         self.poller.begin(version, self._publishing.fairness)
         self._storing.begin(self.subscriptions, version, self.housekeeping)
@@ -219,7 +219,7 @@ class Leader:
 
         Raises:
             LeaseLostError: somebody else leads.
-            MongoCeleryError: something that waiting cannot cure.
+            MongoCeleryError: something that waiting cannot fix.
         """
         self._activity.note_turn()
         now = time.monotonic()

@@ -1,7 +1,7 @@
 """
 The life of a listener: wait for the servers, stand by, lead, step down, stand by again.
 
-`run` returns when it was told to stop, and raises when something is wrong that waiting cannot cure.
+`run` returns after `stop`, and raises when something is wrong that waiting cannot fix.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Listener:
         reason: why, for the audit record.
 
     Attributes:
-        activity: what it does, for whoever looks on; callable from any thread.
+        activity: what it does, for observers; callable from any thread.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class Listener:
         """
         Listen until `stop` is called.
 
-        Afterwards the lease is released and a standby can take over at once; handlers that were running
-        go on, and the next listener adopts them.
+        Afterwards the lease is released and a standby can take over immediately; handlers that were running
+        continue, and the next listener adopts them.
 
         Raises:
             ConfigurationError: nothing to listen for, or an option or source is wrong.
             DeploymentError: a wrong topology, a missing right, servers that stay away, or a bridge of this name of
                 another app or environment on the same MongoDB.
-            StreamError: the stream cannot go on; also HistoryLostError.
+            StreamError: the stream cannot continue; also HistoryLostError.
         """
         check_app(self._wiring.app)
         selectors, scope = self._plan()
@@ -142,7 +142,7 @@ class Listener:
             self._stopping.wait(_SERVER_PAUSE)
 
     def _missing_server(self) -> tuple[str, str] | None:
-        # By default the driver would look for a server for longer than a short `start_timeout`.
+        # By default the driver would search for a server for longer than a short `start_timeout`.
         bound = min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)
         try:
             with pymongo.timeout(bound):
@@ -320,7 +320,7 @@ class Listener:
                 logger.info("lease released", extra={"event": "lease_released"})
         except PyMongoError as failure:
             logger.warning(
-                "could not release the lease; it expires by itself: %s",
+                "could not release the lease; it expires automatically: %s",
                 brief(failure),
                 extra={"event": "lease_not_released"},
             )

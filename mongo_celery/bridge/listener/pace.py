@@ -25,7 +25,7 @@ ATTEMPTS_MAX = 20
 PAUSES = Pauses(first=0.5, longest=30.0, jitter=0.2)
 """Between two attempts that fail."""
 
-_SMALL_SIZE = 100  # below it, what a chunk costs by itself counts most
+_SMALL_SIZE = 100  # below it, the fixed cost of a chunk counts most
 _QUICK_SECONDS, _SLOW_SECONDS = 1.5, 6.0
 
 

@@ -49,7 +49,7 @@ class Step(Enum):
     """The run in flight is over: the image says how far the partition is."""
 
     MOVED = "moved"
-    """The run in flight goes on, and has recorded how far it is: what it has done is over."""
+    """The run in flight continues, and has recorded how far it is: what it has done is over."""
 
     COMMIT = "commit"
     SUPERSEDED = "superseded"
@@ -128,7 +128,7 @@ class Partition:
         image: the last one read.
         in_flight: the run that is in flight, or None.
         ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
-            or the partition stands still.
+            or the partition is blocked.
         attempt: how often the change at the head was dispatched, for the task id.
         repeats: how often it was dispatched again since its last claim, or the last return of the broker.
         taken_at: when a run was last seen to be claimed for the first time.
@@ -249,7 +249,7 @@ class Partition:
         return self._is_repeat
 
     def is_free(self, now: float) -> bool:
-        """Return True if a dead letter may be sent: nothing is out, and nothing stands but what waits for its time."""
+        """Return True if a dead letter may be sent: nothing is out, and nothing blocks but a retry time."""
         rejected = self.rejection is not None and self.rejection.until > now
         return self.in_flight is None and self.won and self.ready_at < _NEVER and not rejected
 
@@ -306,7 +306,7 @@ class Partition:
         return self._judge_unclaimed(self.in_flight, image, now)
 
     def _note_move(self, run: InFlight, before: Image, now: float) -> Step:
-        """The position is another one: the run is over, unless it moved under a claim of the run that stands."""
+        """The position is another one: the run is over, unless it moved under a claim of the current run."""
         image = self.image
         of_it = image.fence == run.fence + 1 or (before.live and image.fence == before.fence)
         if of_it and image.live and image.handled is None and image.committed >= run.first:

@@ -7,14 +7,14 @@ Two kinds of reading share that:
 - The **sweep** reads all of them, once a second. It alone is needed: it shows all that happens, whoever does it.
 - A **poll** reads those with something out, sooner. Of them the server leaves out where nothing has happened that
   counts: a run that nobody has claimed yet, where the fence is as it was (every claim, and every command that moves a
-  position, raises it), and one that runs, where the claim stands and nothing is handled. That needs no clock, no order
-  of writes, and nothing that a write would have to leave for it: each partition is compared with what was seen of
+  position, raises it), and one that runs, where the claim is unchanged and nothing is handled. That needs no clock, no
+  order of writes, and nothing that a write would have to leave for it: each partition is compared with what was seen of
   itself. So nothing is missed, however late a majority has it.
 
 What happens without a write, or by one that is not compared (a claim lapses, a list moves its position under its
 claim, a person pauses what nobody has claimed), is seen by the sweep: at most a second later.
 
-While much is out, its queues give workers enough to do, and nobody gains by knowing at once. So the pause between
+While much is out, its queues give workers enough to do, and nobody gains by knowing immediately. So the pause between
 polls is then a part of the time that the quickest runs take from their dispatch to their end, within bounds.
 
 Positions are written with w:1, and on a set of one member a majority read shows such a write when the journal is
@@ -162,7 +162,7 @@ class PartitionPoller:
 
         Raises:
             LeaseLostError: somebody else leads.
-            MongoCeleryError: something that waiting cannot cure.
+            MongoCeleryError: something that waiting cannot fix.
         """
         self._win_locked(now)
         began_at = time.monotonic()

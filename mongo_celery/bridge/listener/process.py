@@ -28,10 +28,10 @@ _STOP_SECONDS = 10.0
 _SIGNAL_SECONDS = 0.1
 
 Beside = Callable[[Celery, Sequence[Activity]], AbstractContextManager[object]]
-"""What runs beside the listeners of a process and looks on; what it raises at its beginning ends the start."""
+"""A context beside the listeners of a process that observes them. An error on entry ends the start."""
 
 FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
-"""For a bridge that has failed for good while others go on: a person has to cure it, so there is no hurry."""
+"""For a bridge that has failed permanently while others continue: a person has to fix it, so there is no hurry."""
 
 
 class Backoff:
@@ -135,8 +135,8 @@ def run_listeners(
     """
     Listen for the named bridges, or all of the app, until a signal ends the process.
 
-    A bridge that fails for good is logged as critical and started again after a pause, as long as another
-    bridge of this process goes on: one that fails must not take the lease of the others away each time.
+    A bridge that fails permanently is logged as critical and started again after a pause, as long as another
+    bridge of this process continues: one that fails must not take the lease of the others away each time.
     Once every bridge has failed, the process ends, and a supervisor may restart it. With one bridge that
     is its first failure.
 
@@ -186,7 +186,7 @@ def _set_aside_modules() -> None:
     Keep what has been imported out of each garbage collection.
 
     A backlog makes objects by the ten thousand, so that there are many collections, and what is imported is most of
-    what they would look through: a fifth of the listener's processor time.
+    what they would search: a fifth of the listener's processor time.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
 """
-Publishing what is due: what waits when the broker is away, and what waits alone when it rejects one message.
+Publish the due runs. All wait while the broker is away; one waits alone if the broker rejects its message.
 
-A rejected run holds its own partition: it is tried again by itself, after pauses of its own that grow to
+A rejected run holds its own partition: it is tried again automatically, after pauses of its own that grow to
 `LONGEST_REJECTION_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow. A partition
 that is rejected for `spill_after` is stored, so that its messages have no change in them any more.
 """
@@ -110,7 +110,7 @@ class Publishing:
     def _note_sent(self, partition: Partition, dispatch: Dispatch, now: float) -> None:
         if partition.rejection is not None:
             logger.info(
-                "the message of %s in partition %s is out, which could not be sent before",
+                "the message of %s in partition %s was sent after earlier rejections",
                 dispatch.label,
                 partition.partition_id,
                 extra={"event": "message_taken"},
@@ -125,9 +125,9 @@ class Publishing:
         if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
                 "the broker rejects the message of %s in partition %s (%d bytes of changes): %s. The partition waits "
-                "and others go on; the message is tried again at least every %.0f s. Raise the broker's limit (Redis: "
-                "proto-max-bulk-len, maxmemory; RabbitMQ: max_message_size), or lower max_message_bytes: a run with "
-                "more travels by reference",
+                "and others continue; the message is tried again at least every %.0f s. Raise the broker's limit "
+                "(Redis: proto-max-bulk-len, maxmemory; RabbitMQ: max_message_size), or lower max_message_bytes: a run "
+                "with more travels by reference",
                 dispatch.label,
                 partition.partition_id,
                 dispatch.size,
@@ -175,7 +175,7 @@ def _rejection(partition: Partition, dispatch: Dispatch, error: Exception, now: 
 
 
 def _reason(error: BaseException) -> str:
-    """What the client of the broker has said, and not what wraps it, in bounds."""
+    """Return the error of the broker's client, without the errors that wrap it, bounded."""
     while error.__cause__ is not None:
         error = error.__cause__
     return storable(f"{type(error).__name__}: {short(error)}"[:_REASON_CHARS])

@@ -92,9 +92,9 @@ class ReadBack:
 
     def _find_missing(self, partition: Partition, backlog: StoredRange) -> None:
         """
-        Nothing is stored although the mark promises it: say so, unless the partition has gone on meanwhile.
+        Report that nothing is stored although the mark promises it, unless the partition has continued meanwhile.
 
-        The mark stays. Nobody of ours removes what is not committed, so a person has to look.
+        The mark stays. Nobody of ours removes what is not committed, so a person has to check.
         """
         backlog.read_at = time.monotonic() + _AGAIN_SECONDS
         (image,) = self._store.partitions.look([partition.partition_id], self._session)
@@ -105,9 +105,9 @@ class ReadBack:
             return
         logger.error(
             "stored changes of partition %s are missing: it is marked up to %s and committed up to %s, and nothing "
-            "lies between. It stands until they are there: restore the collection backlog from a backup. Where there "
+            "lies between. It is blocked until they are there: restore the collection backlog from a backup. If there "
             "is none they are lost: end the listener, remove `spilled` from the partition's document ($unset), "
-            "start it again, and make up for them by hand",
+            "start it again, and make up for them manually",
             partition.partition_id,
             backlog.to,
             image.data or "nothing",
@@ -116,6 +116,6 @@ class ReadBack:
 
 
 def _is_blocked(partition: Partition, now: float) -> bool:
-    """Whether the next run of a partition cannot go out soon."""
+    """Return True if the next run of a partition cannot go out soon."""
     is_late = partition.in_flight is None and partition.ready_at > now + _SOON_SECONDS
     return partition.image.state != "flowing" or is_late

@@ -12,8 +12,8 @@ A take-over makes whatever partitions are missing in the same way. So a crash af
 in force, and a crash after step 2 the new one. Each step can be repeated.
 
 A blocked partition would keep the handler waiting. So a drain begins only while none is halted, paused or retrying for
-long, and no key is parked. Until then the old partitions go on, and `status` says for what the new ones wait. A drain
-that takes too long is given up, and tried again after a pause. Other handlers never wait.
+long, and no key is parked. Until then the old partitions continue, and `status` says for what the new ones wait. A
+drain that takes too long is given up, and tried again after a pause. Other handlers never wait.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Repartitioning:
 
         Raises:
             LeaseLostError: the term has ended.
-            MongoCeleryError: something that waiting cannot cure.
+            MongoCeleryError: something that waiting cannot fix.
         """
         if now < self._next_at:
             return []
@@ -204,7 +204,7 @@ class Repartitioning:
         self._next_at = now + _POLL_SECONDS
 
     def note_failure(self, error: PyMongoError) -> None:
-        """Try again after a pause; raise what waiting cannot cure."""
+        """Try again after a pause; raise what waiting cannot fix."""
         raise_if_final(error, self._concern)
         logger.warning("repartitioning failed, trying again: %s", brief(error), extra={"event": "layout_failed"})
         self._next_at = time.monotonic() + _PAUSE_SECONDS
@@ -342,7 +342,8 @@ class Repartitioning:
         """
         Return that of the place up to which all is done; None where nothing was ever stored.
 
-        One that is stored before the start is no watermark, since nothing is owed there. Partitions may stand there.
+        One that is stored before the start is no watermark, since nothing is owed there. Partitions may be blocked
+        there.
         """
         mark = subscription.window.watermark
         return mark.token if mark is not None else self._tokens[subscription.name]

@@ -1,11 +1,11 @@
 """
 The dead letters that are replayed next: of each partition one at a time, between its runs.
 
-They come in the order of the stream, existing documents at their places, so that letters of one key are replayed in
-their order. One that waits for its retry, or for a server, holds back those of its key, and no others. Where one
-has failed for good, what waits behind it of its key is withdrawn, and those letters stay: replayed all the same, they
-would come before it. So is what was asked for under an older layout; but a parked key, whose replays follow one
-another, goes on where it is now.
+They come in the order of the stream, existing documents at their places, so that dead letters of one key are replayed
+in their order. One that waits for its retry, or for a server, holds back those of its key, and no others. Where one
+has failed permanently, what waits behind it of its key is withdrawn, and those dead letters stay: replayed all the
+same, they would come before it. So is what was asked for under an older layout; but a parked key, whose replays follow
+one another, continues where it is now.
 
 What was withdrawn is recorded before the failure is forgotten: a listener that ends in between leaves both to the next.
 """
@@ -55,7 +55,7 @@ class Replaying:
         self._has_said = False
 
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
-        """Read what is asked for: every second, and at once where something has ended in a partition that has more."""
+        """Read the requests: every second, and immediately if something has ended in a partition that has more."""
         ended = [each for each in subscriptions.values() if each.has_ended_replay]
         if now < self._look_at and not ended:
             return
@@ -134,7 +134,7 @@ class Replaying:
             self._replays.withdraw(replays, is_over=is_over)
         for each in replays:
             logger.warning(
-                "the dead letter of %s is not replayed: %s. It stays. Look at it with `%s`, and repeat the command",
+                "the dead letter of %s is not replayed: %s. It stays. Inspect it with `%s`, and repeat the command",
                 each.key,
                 reason,
                 self._line.changes("dead-letters", "list", each.subscription),

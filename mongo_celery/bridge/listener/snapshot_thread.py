@@ -71,7 +71,7 @@ class SnapshotThread:
         reading: the chunk that is being read, or waits to be handed over.
         appended: chunks that were handed over, by the id of their snapshot.
         gone: ids of snapshots whose collection was dropped or renamed.
-        has_looked: whether it has looked for snapshots once.
+        has_looked: whether it has polled snapshots once.
     """
 
     def __init__(self, wiring: Wiring, room: int, wake: Callable[[], None]) -> None:
@@ -112,7 +112,7 @@ class SnapshotThread:
         self._changed.set()
 
     def look_now(self) -> None:
-        """Have it look for snapshots."""
+        """Have it poll snapshots."""
         self._look_at = 0.0
         self.notify()
 
@@ -257,7 +257,7 @@ class SnapshotThread:
         if found is None or found.term != self._version or found.state != RUNNING:
             return None
         facts = read_facts(self._wiring.client, found.source)
-        if found.uuid is not None:  # it may have been dropped while nobody has looked
+        if found.uuid is not None:  # it may have been dropped while nobody watched it
             if facts is not None and facts.uuid == found.uuid:
                 return found
             self._end(found, _describe_loss(found.source), GONE)
@@ -359,12 +359,12 @@ class SnapshotThread:
         return is_done
 
     def _end(self, record: Snapshot, sentence: str, state: str = FAILED) -> bool:
-        """Record that it cannot go on; False if it is not this term's, or does not run."""
+        """Record that it cannot continue; False if it is not this term's, or does not run."""
         is_ended = self._store.fail(record.id, self._version, sentence, state)
         if is_ended:
             logger.error(
                 "the snapshot of %s for handler %s has ended after %d documents: %s. Other handlers, and the changes "
-                "of this one, go on",
+                "of this one, continue",
                 record.source,
                 record.subscription,
                 record.done,

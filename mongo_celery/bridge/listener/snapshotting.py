@@ -95,12 +95,12 @@ class Snapshotting:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if the thread has looked, and no snapshot is under way or was asked for by then."""
+        """Return True if the thread has polled, and no snapshot is under way or was asked for by then."""
         return self._thread.has_looked and not self._thread.records
 
     @property
     def is_active(self) -> bool:
-        """Return True if any snapshot of this term's handlers runs, or waits to go on."""
+        """Return True if any snapshot of this term's handlers runs, or waits to continue."""
         return bool(self._thread.records)
 
     @property
@@ -152,7 +152,7 @@ class Snapshotting:
             if operation in MOVES:
                 self._note_move(operation, event)
         except Exception as error:  # noqa: BLE001 - an event of whatever form
-            logger.debug("an event that cannot be looked at: %s", short(error))
+            logger.debug("an event that cannot be read: %s", short(error))
 
     def note_change(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
         """A subscription is owed this change: it may be newer than a document that is being read."""

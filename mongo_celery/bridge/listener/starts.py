@@ -6,10 +6,10 @@ commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatev
 the no-op of the set's initiation, from which everything ever written follows, also a write that races the
 bridge's first start.
 
-Each handler begins where its own `start_from` says, else the bridge's; never where others stand, which may be days
-back. It is judged when a listener first leads with the handler, so `now` is that moment for one that is added later.
-Only while the bridge has no position a handler without a start of its own begins at the pinned one: a crash may have
-cut the first start short, and what came since then is owed.
+Each handler begins where its own `start_from` says, else the bridge's; never at the position of others, which may be
+days back. It is judged when a listener first leads with the handler, so `now` is that moment for one that is added
+later. Only while the bridge has no position a handler without a start of its own begins at the pinned one: a crash may
+have cut the first start short, and what came since then is owed.
 
 A start that the bridge's option gave long ago may be no place to begin at any more: a handler that is added would lose
 a history that was never its own. Then it begins with the oldest entry. A start of its own is taken at its word, and

@@ -29,7 +29,7 @@ class StoredRange:
         to: comparable part of the last one's token, as it is marked on the partition.
         read_to: up to where they are in memory, or committed.
         ahead: those in memory, in order.
-        read_at: monotonic time before which nothing more is looked for.
+        read_at: monotonic time before which nothing more is read.
         missing: whether nothing was found although the mark promises it.
     """
 

@@ -15,7 +15,7 @@ cleared, and what is committed is removed (`removal`).
 | a partition's changes are stored | when | beyond the bound |
 |---|---|---|
 | again | what it has in the buffer is at or below its mark: it cannot run before | yes |
-| undeliverable | one of them cannot be given to its handler: at once, with what is before it | yes |
+| undeliverable | one of them cannot be given to its handler: immediately, with what is before it | yes |
 | too large | the next one fits into no message | yes |
 | blocked | its first change has not run for `spill_after`: halted, paused, parked, waiting, running, rejected | no |
 | oplog | a quarter of the oplog's window lies behind the watermark that it holds | no |
@@ -143,11 +143,11 @@ class Storing:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may be read."""
+        """Return True if no more may be read."""
         return self.size >= self._options.buffer_bytes
 
     def report(self) -> dict[str, Any]:
-        """What `status` shows of stored changes."""
+        """Return the stored changes as `status` shows them."""
         return self._report.report(list(self._led.values()), self._removal.size, self.waits)
 
     def next_turn_time(self) -> float:
@@ -165,7 +165,7 @@ class Storing:
 
         Raises:
             LeaseLostError: the term has ended.
-            MongoCeleryError: something that waiting cannot cure.
+            MongoCeleryError: something that waiting cannot fix.
         """
         if not self._gate.is_open(now) or self.session.operation_time is None:  # no image was seen in it
             return
@@ -178,7 +178,7 @@ class Storing:
             if is_urgent or now - self._judged_at >= _JUDGED_SECONDS:
                 self._judged_at = now
                 self._store_due(now, at_end=at_end)
-            if not self._reading.read(self._led.values(), now):  # what was stored just now may run at once
+            if not self._reading.read(self._led.values(), now):  # what was stored just now may run immediately
                 self._unfinished = True
         except PyMongoError as error:
             self._note_failure("reading or clearing stored changes", error)
@@ -212,7 +212,7 @@ class Storing:
         subscription.note_stored(partition, to, len(stored))
         if reason == FULL:
             self._pressure.note_stored(size, self.size)
-        if reason not in (UNDELIVERABLE, TOO_LARGE):  # the change itself was logged, or runs at once
+        if reason not in (UNDELIVERABLE, TOO_LARGE):  # the change itself was logged, or runs immediately
             self._report.note_begun(partition, reason)
         return len(stored)
 
@@ -361,5 +361,5 @@ def block_reason(partition: Partition) -> str | None:
 
 
 def _concerns_one_partition(error: Exception) -> bool:
-    """Whether a failure says nothing of other partitions: this one is locked, or its changes cannot be stored."""
+    """Return True if a failure concerns one partition only: it is locked, or its changes cannot be stored."""
     return isinstance(error, BSONError) or (isinstance(error, OperationFailure) and not error.timeout)

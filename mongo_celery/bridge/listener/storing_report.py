@@ -1,5 +1,5 @@
 """
-What is said of stored changes: logged once when they begin, end or near their bound, and shown by `status`.
+The report of stored changes: logged once when they begin, end or near their bound, and shown by `status`.
 
 `StoringReport.report` is called by the thread that renews the lease, too; all else by the leading thread.
 """
@@ -24,7 +24,7 @@ _NOT_STORED_MAX = 10
 
 class StoringReport:
     """
-    What one term says of stored changes.
+    The report of one term about stored changes.
 
     Args:
         bound: bytes that they may have.
@@ -57,7 +57,7 @@ class StoringReport:
         if partition_id in self._begun:
             self._begun.discard(partition_id)
             logger.info(
-                "what was stored of partition %s is done: it runs from the stream again",
+                "partition %s has drained its stored changes and runs from the stream again",
                 partition_id,
                 extra={"event": "spill_ended", "partition": partition_id},
             )
@@ -91,7 +91,7 @@ class StoringReport:
 
     def report(self, subscriptions: Iterable[Subscription], size: int, waits: str) -> dict[str, Any]:
         """
-        What `status` shows of stored changes.
+        Return the stored changes as `status` shows them.
 
         Args:
             size: bytes that they have.

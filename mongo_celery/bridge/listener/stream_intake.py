@@ -48,7 +48,7 @@ class StreamIntake:
         led: the subscriptions of this term.
         storing: says whether the buffer is full.
         snapshots: whose documents come between the items.
-        note_progress: called now and then, so that a long backlog does not look like a thread that hangs.
+        note_progress: called now and then, so that a long backlog is not taken for a thread that hangs.
 
     Attributes:
         at_end: whether the stream had no more to give at the last item.

@@ -64,7 +64,7 @@ class Subscription:
         admission: what it owes of what was read.
         until: the place up to which it is read, while it drains for another partitioning; None for no limit.
         left: the first place behind it that was read, and left.
-        lost: whether its history is lost: nothing more is read for it, and its watermark stands. What is buffered
+        lost: whether its history is lost: nothing more is read for it, and its watermark stays. What is buffered
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
         too_large: partitions whose next change is too large for a message, and is not stored yet.
@@ -170,7 +170,7 @@ class Subscription:
         Put existing documents behind all that was read: the next thing that is taken in lies behind their place.
 
         Returns:
-            False where one of them counts as done, since its partition stands behind it: then none is appended.
+            False where one of them counts as done, since its partition is already behind it: then none is appended.
         """
         if any(each.data <= self.partitions[each.index].image.data for each in documents):
             return False
@@ -189,7 +189,7 @@ class Subscription:
         return self.admission.admit(event)
 
     def list_held(self) -> list[dict[str, Any]]:
-        """Partitions that stand still with changes that are buffered or stored, and need not be read again."""
+        """Blocked partitions with changes that are buffered or stored, and need not be read again."""
         return [
             {"subscription": self.name, "partition": index}
             for index, partition in self.partitions.items()
@@ -330,7 +330,7 @@ class Subscription:
         return _alike(changes)
 
     def queue_name(self, index: int) -> str:
-        """The queue that runs of a partition go to."""
+        """Return the queue of a partition's runs."""
         return self._options.queue_name(index, self.plan.handler.group)
 
     def next_due(self) -> float:
@@ -340,7 +340,7 @@ class Subscription:
         return min((each.ready_at for each in self._candidates), default=math.inf)
 
     def _limit(self, partition: Partition) -> int:
-        """After an unclean end or a rejection runs are one change each, so that only the guilty change is charged."""
+        """After an unclean end or a rejection runs are one change each, so that only the guilty change is counted."""
         claim = partition.image.claim  # a lapsed one: its successor will note it in `single`
         unclean = max(partition.image.single, claim["last"] if claim else 0)
         return 1 if partition.next_sequence <= unclean or partition.rejection is not None else self.run_size

@@ -11,7 +11,7 @@ In this order, each step safe to repeat after a crash:
 2. the layout of each subscription is compared with the options; where they ask for another one, this term begins
    under the old one, and changes it (`repartitioning`).
 3. the start is pinned where there is none (`starts`).
-4. the undeliverable changes that are stored and will be read again are looked up, so that each keeps its partition.
+4. the undeliverable changes that are stored and will be read again are read, so that each keeps its partition.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class LockedPartitions:
 
 
 def is_counted(image: Image) -> bool:
-    """Return True if anything is counted of a partition's first change, or it stands for others."""
+    """Return True if anything is counted of a partition's first change, or it represents others."""
     retry = image.retry or {}
     return any(retry.get(name) for name in ("count", "crashes", "notBefore", "waiting", "error", "passedOver"))
 
