@@ -35,7 +35,7 @@ AS = "insert"
 
 TOKEN_TYPE = "82"  # noqa: S105 - of a token that begins with a cluster time
 END = "~"
-"""What follows the time in the token of an existing document."""
+"""The mark after the time in the token of an existing document."""
 
 PLACE_CHARS = 18
 """Characters of a token up to there: its type, seconds and increment."""
@@ -127,7 +127,7 @@ def token_place(data: str) -> str:
     return f"{data[:_PLACE_KEPT]}{END}{hashlib.blake2b(data.encode(), digest_size=16).hexdigest()}"
 
 
-def letter_name(data: str, raw: bytes) -> str:
+def dead_letter_name(data: str, raw: bytes) -> str:
     """
     Return the name of a change's dead letter, unique in its subscription: its token.
 

@@ -36,7 +36,7 @@ from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.refusal import Refusal
 
 OVERHEAD_BYTES = 200
-"""What a change costs in memory beside its own bytes."""
+"""The memory that a change takes beside its own bytes."""
 
 _two_numbers = struct.Struct("<II").unpack
 _FOLD_FACTOR = 4

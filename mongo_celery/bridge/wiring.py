@@ -61,7 +61,7 @@ _EVENT_TYPES: dict[str, Any] = {
 _SETTINGS = (*OPTION_NAMES, "database_url")
 _CLOSING_SECONDS = 1.0
 _CHANGED_ELSEWHERE = ("_url", "_options", "_handlers", "_parts", "_per_process")
-"""What a `Wiring` has of one cluster."""
+"""The attributes of a `Wiring` that belong to one cluster."""
 
 _CLIENT_DEFAULTS: dict[str, Any] = {
     "appname": "mongo_celery",

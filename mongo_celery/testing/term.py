@@ -121,7 +121,7 @@ class SteppedTerm:
         """
         asked = snapshot_commands.start(self._wiring, handler, sources=sources, match=match)
         self._asked.update(each.id for each in asked if each.id is not None)
-        self.leader.snapshots.look_now()
+        self.leader.snapshots.poll_now()
 
     def reads_snapshot(self) -> bool:
         """Return True if a snapshot is under way; it may wait for the retry of one of its own rows."""

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import (
+    dead_letter_name,
     event_bytes,
     is_existing,
-    letter_name,
     make_token,
     place_after_time,
     place_at_time,
@@ -61,9 +61,13 @@ def test_the_letter_of_an_existing_document_is_named_by_its_key_and_stands_first
     """Read again it has another token; a change has its own as its name."""
     shaped = bson.encode({"ns": {"db": "a", "coll": "b"}, "documentKey": {"_id": 1}})
     first, again = make_token(T, 7, 1), make_token(Timestamp(T.time + 9, 1), 9, 5)
-    assert letter_name(first, event_bytes(shaped, first)) == letter_name(again, event_bytes(shaped, again)) < first
-    assert letter_name(first, b"broken") == first
-    assert letter_name("82AA", event_bytes(shaped, first)) == "82AA"
+    assert (
+        dead_letter_name(first, event_bytes(shaped, first))
+        == dead_letter_name(again, event_bytes(shaped, again))
+        < first
+    )
+    assert dead_letter_name(first, b"broken") == first
+    assert dead_letter_name("82AA", event_bytes(shaped, first)) == "82AA"
 
 
 @pytest.mark.parametrize("words", [["--list", "--stop", "a"], ["--stop", "a", "--rate", "5"], ["--list", "--dry-run"]])

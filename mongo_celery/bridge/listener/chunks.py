@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 READ_SECONDS = 10.0
 """Seconds that the reading of a chunk may take."""
 
-_LOOK_SECONDS = 3.0
+_CHECK_SECONDS = 3.0
 _BOUND = "_id"
 _SPLITS = "$changeStreamSplitLargeEvent"
 _OF_NO_DOCUMENT = frozenset({
@@ -198,7 +198,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
         PyMongoError: also without the right to list collections.
     """
     database, _, name = source.partition(".")
-    with pymongo.timeout(_LOOK_SECONDS):
+    with pymongo.timeout(_CHECK_SECONDS):
         command = {"listCollections": 1, "filter": {"name": name}}
         types: CodecOptions[Any] = CodecOptions()  # by the client's a UUID might be another type
         answer: Any = client[database].command(command, codec_options=types)
@@ -220,7 +220,7 @@ def estimate(client: MongoClient[Any], source: str) -> int | None:
     """Return the number of documents of a collection, by its metadata; None without an answer."""
     database, _, name = source.partition(".")
     try:
-        with pymongo.timeout(_LOOK_SECONDS):
+        with pymongo.timeout(_CHECK_SECONDS):
             return int(strict(client[database][name]).estimated_document_count())
     except PyMongoError:
         return None

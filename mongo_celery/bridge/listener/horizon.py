@@ -43,7 +43,7 @@ SERIOUS = 0.9
 _SLACK = 0.05
 _LONGEST_PAUSE = 10.0
 _SHORTEST_PAUSE = 0.5
-_LOOKS_A_WINDOW = 40
+_READINGS_A_WINDOW = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,5 +226,5 @@ def _state(partition: Partition) -> str:
 
 def _pause(oplog: Oplog | None) -> float:
     """Seconds to the next reading of the oplog: often in a window, and seldom by the clock."""
-    window = oplog.window_seconds if oplog is not None else _LONGEST_PAUSE * _LOOKS_A_WINDOW
-    return min(max(window / _LOOKS_A_WINDOW, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+    window = oplog.window_seconds if oplog is not None else _LONGEST_PAUSE * _READINGS_A_WINDOW
+    return min(max(window / _READINGS_A_WINDOW, _SHORTEST_PAUSE), _LONGEST_PAUSE)

@@ -245,7 +245,7 @@ class Listener:
             "standing by: another listener leads (process %s on %s)%s",
             lease["pid"],
             lease["host"],
-            f"; it does not have {', '.join(lacking)}, which nobody handles until it ends" if lacking else "",
+            f"; it does not have {', '.join(lacking)}, which no listener handles until it ends" if lacking else "",
             extra={"event": "standing_by"},
         )
 

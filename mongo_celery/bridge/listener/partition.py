@@ -38,7 +38,7 @@ _DOUBLINGS = 16
 _NEVER = math.inf
 _PASSING = {"live", "due_in"}
 _essence = attrgetter(*(each.name for each in fields(Image) if each.compare and each.name not in _PASSING))
-"""What changes only when somebody writes: all of an image but what passes with time alone."""
+"""The fields of an image that change by a write only, and not with time."""
 
 
 class Step(Enum):

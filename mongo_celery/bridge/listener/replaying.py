@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _PAUSE_SECONDS = 5.0
 _INDEX_PAUSE_SECONDS = 600.0
 
@@ -49,7 +49,7 @@ class Replaying:
         self._line = line
         self._replays = replays
         self._concern = concern
-        self._look_at = 0.0
+        self._poll_at = 0.0
         self._index_at = 0.0
         self._indexing: threading.Thread | None = None
         self._has_said = False
@@ -57,7 +57,7 @@ class Replaying:
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
         """Read the requests: every second, and immediately if something has ended in a partition that has more."""
         ended = [each for each in subscriptions.values() if each.has_ended_replay]
-        if now < self._look_at and not ended:
+        if now < self._poll_at and not ended:
             return
         for each in subscriptions.values():
             each.has_ended_replay = False
@@ -67,9 +67,9 @@ class Replaying:
         self._begin_index(now)
         try:
             self._read(subscriptions)
-            self._look_at = now + _LOOK_SECONDS
+            self._poll_at = now + _POLL_SECONDS
         except PyMongoError as error:  # nothing else waits for it
-            self._look_at = now + _PAUSE_SECONDS
+            self._poll_at = now + _PAUSE_SECONDS
             logger.warning(
                 "reading which dead letters are to be replayed failed, trying again: %s",
                 explain_error(error, self._concern) or short(error),

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _PASS_SECONDS = 0.5
 _ROUNDS_MAX = 20
 """Number of times that documents of one chunk are read again before the chunk counts as failed."""
@@ -71,7 +71,7 @@ class SnapshotThread:
         reading: the chunk that is being read, or waits to be handed over.
         appended: chunks that were handed over, by the id of their snapshot.
         gone: ids of snapshots whose collection was dropped or renamed.
-        has_looked: whether it has polled snapshots once.
+        has_polled: whether it has polled snapshots once.
     """
 
     def __init__(self, wiring: Wiring, room: int, wake: Callable[[], None]) -> None:
@@ -80,7 +80,7 @@ class SnapshotThread:
         self.reading: Chunk | None = None
         self.appended: dict[str, Chunk] = {}
         self.gone: set[str] = set()
-        self.has_looked = False
+        self.has_polled = False
         self._wiring = wiring
         self._store = wiring.store.snapshots
         self._room = room
@@ -89,7 +89,7 @@ class SnapshotThread:
         self._version = 0
         self._allowed: frozenset[str] = frozenset()
         self._last_begun = ""
-        self._look_at = 0.0
+        self._poll_at = 0.0
         self._gate = RetryGate()
         self._changed = threading.Event()
         self._is_closed = False
@@ -111,9 +111,9 @@ class SnapshotThread:
         """End the thread's wait."""
         self._changed.set()
 
-    def look_now(self) -> None:
+    def poll_now(self) -> None:
         """Have it poll snapshots."""
-        self._look_at = 0.0
+        self._poll_at = 0.0
         self.notify()
 
     def allow(self, names: frozenset[str]) -> None:
@@ -176,7 +176,7 @@ class SnapshotThread:
     def _find_next_time(self) -> float:
         now = time.monotonic()
         rests = [at for name in self.records if (at := self._pace(name).ready_at) > now]
-        return max(min([self._look_at, *rests]), self._gate.opens_at)
+        return max(min([self._poll_at, *rests]), self._gate.opens_at)
 
     def _await_change(self, seconds: float) -> None:
         self._changed.wait(max(seconds, 0.0))
@@ -192,14 +192,14 @@ class SnapshotThread:
             for chunk in list(self.appended.values()):
                 if not chunk.ends:
                     self._move(chunk)
-            if time.monotonic() >= self._look_at:
-                self._look()
+            if time.monotonic() >= self._poll_at:
+                self._poll()
         except Exception as error:  # noqa: BLE001 - whatever the driver raises: it is tried again
             self._note_unread(error)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Find the snapshots of this term that run; those that are owed are asked for, and nobody's taken over."""
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._poll_at = time.monotonic() + _POLL_SECONDS
         self._initial.request()
         found = self._store.read(running=True)
         if any(each.term < self._version for each in found):
@@ -208,14 +208,14 @@ class SnapshotThread:
         mine = [each for each in found if each.term == self._version and each.subscription in self._led]
         was_active, self.records = bool(self.records), {each.id: each for each in mine}
         self.paces = {name: pace for name, pace in self.paces.items() if name in self.records}
-        self.has_looked = True
+        self.has_polled = True
         if self.records and not was_active:
             self._wake()  # it says who may begin
 
     def _forget(self, snapshot_id: str) -> None:
         """Let go of a record that does not run any more."""
         self.records = {name: each for name, each in self.records.items() if name != snapshot_id}
-        self._look_at = 0.0
+        self._poll_at = 0.0
 
     # -- a chunk -----------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class SnapshotThread:
             self._pace(record.id).note_handled(chunk)
             self.drop(record.id)
             if not is_moved:  # recorded already, or not mine: the next begin finds out which
-                self._look_at = 0.0
+                self._poll_at = 0.0
         elif chunk.is_there:
             if self._finish(record, chunk.begun):
                 self._forget(record.id)

@@ -85,9 +85,9 @@ class Snapshotting:
         self._led = led
         self._thread.start(led, version, InitialSnapshots(self._wiring, owed))
 
-    def look_now(self) -> None:
+    def poll_now(self) -> None:
         """Have the thread find what was asked for, whenever that would have been due."""
-        self._thread.look_now()
+        self._thread.poll_now()
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -96,7 +96,7 @@ class Snapshotting:
     @property
     def is_idle(self) -> bool:
         """Return True if the thread has polled, and no snapshot is under way or was asked for by then."""
-        return self._thread.has_looked and not self._thread.records
+        return self._thread.has_polled and not self._thread.records
 
     @property
     def is_active(self) -> bool:

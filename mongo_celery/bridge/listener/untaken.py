@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _ASK_SECONDS = 30.0
 _ANSWER_SECONDS = 1.5
 _NAMED = 4
@@ -50,7 +50,7 @@ class UntakenQueues:
         self._is_unclaimed = False
         self._answered: bool | None = None
         self._is_told = False
-        self._looked_at = self._asked_at = -math.inf
+        self._polled_at = self._asked_at = -math.inf
         self._is_asking = self._has_asked = False
         self._consumed: Mapping[str, set[str]] | None = None
         self._job = housekeeping.add(self.ask_workers)
@@ -68,9 +68,9 @@ class UntakenQueues:
 
     def turn(self, subscriptions: Collection[Subscription], now: float) -> None:
         """Find out who should take what has waited for longer than the grace; log it once until it is taken."""
-        if now - self._looked_at < _LOOK_SECONDS:
+        if now - self._polled_at < _POLL_SECONDS:
             return
-        self._looked_at = now
+        self._polled_at = now
         self._note_waiting(subscriptions)
         late = {queue for queue, since in self._since.items() if now - since >= self._grace}
         if not late:

@@ -17,7 +17,7 @@ from pymongo.errors import DocumentTooLarge, OperationFailure
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import describe, token_data
-from mongo_celery.bridge.existing import letter_name
+from mongo_celery.bridge.existing import dead_letter_name
 from mongo_celery.bridge.operations.acts import audited
 from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, iterate_forms
 from mongo_celery.bridge.state.partitions import Image, Partitions, visible_state
@@ -180,7 +180,7 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
                 attempts=int(image.retries + image.crashes) + (change.refusal is None),
                 place=place,
                 cause=cause,
-                name=letter_name(data, change.raw),
+                name=dead_letter_name(data, change.raw),
                 passed_over=(image.retry or {}).get("passedOver"),
             )
             try:

@@ -4,7 +4,7 @@ Dead letters: changes that were set aside with their error, for a person to look
 A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
 `partitions.set_aside` for a command); it is never lost and never there twice, since its `_id` is made of bridge,
 subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
-of an existing document has its key there in the place of its token (see `letter_name`): its place is `resumeToken`.
+of an existing document has its key there instead of its token (see `dead_letter_name`): its place is `resumeToken`.
 
 It keeps the place of its change: `partitioningTerm`, `partition`, `seq` (its number), and `fencingToken`, the last one
 under which it was tried. Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are
@@ -535,7 +535,7 @@ def dead_letter(
     One with the cause `parked` or `parked_behind` waits for its key.
 
     Args:
-        name: of `letter_name`; the place of the token by default.
+        name: of `dead_letter_name`; the place of the token by default.
         passed_over: as the claim has it: changes for which it stands.
     """
     hash_ = Int64(to_signed(place.hash))

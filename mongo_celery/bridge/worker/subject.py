@@ -23,7 +23,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change, describe, token_data
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
-from mongo_celery.bridge.existing import is_existing, is_unread, letter_name
+from mongo_celery.bridge.existing import dead_letter_name, is_existing, is_unread
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import make_origin
 from mongo_celery.bridge.state.backlog import StoredChange
@@ -411,7 +411,7 @@ class RunSubject(Subject):
             attempts=count_attempts(claim, error) if error is not None else 0,
             place=Place(run.generation, run.index, claim.first, claim.fence, run.hash_at(outcome.offset)),
             cause=outcome.cause,
-            name=letter_name(token_data(token), raw),
+            name=dead_letter_name(token_data(token), raw),
             passed_over=claim.passed_over,
         )
         self.runtime.ensure_indexes()
