@@ -124,7 +124,7 @@ class Claim:
     The right of one execution to run a run.
 
     Attributes:
-        fence: the fencing token of this execution.
+        fencing_token: the fencing token of this execution.
         retries: attempts of the first change that asked for a retry.
         crashes: attempts of the run that ended without an outcome.
         waits: how often in a row its first change has waited for MongoDB or the broker.
@@ -141,7 +141,7 @@ class Claim:
     owner: str
     first: int
     last: int
-    fence: int
+    fencing_token: int
     retries: int
     crashes: int
     waits: int = 0
@@ -503,7 +503,7 @@ class Claims:
 
         def both(session: ClientSession) -> bool:
             guard, change = own(claim), _build_skip(claim, token)
-            change["$set"]["fencingToken"] = Int64(claim.fence + REPLAYS_MAX)
+            change["$set"]["fencingToken"] = Int64(claim.fencing_token + REPLAYS_MAX)
             if parks:
                 key = dead_letter["key"][:_PARKED_CHARS]
                 change["$addToSet"] = {"parkedKeys": {"key": key, "hash": dead_letter["parked"]}}
@@ -575,7 +575,7 @@ def own(claim: Claim) -> dict[str, Any]:
     """The guard of every write of an execution."""
     return {
         "_id": claim.partition_id,
-        "fencingToken": claim.fence,
+        "fencingToken": claim.fencing_token,
         "claim.owner": claim.owner,
         "committed": claim.first - 1,
         "handled": None,
@@ -649,7 +649,7 @@ _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1
 
 def _is_held(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
     """Return True if the partition of a claim is among these documents, and matches `own`."""
-    found = documents.get((claim.partition_id, claim.fence, claim.owner))
+    found = documents.get((claim.partition_id, claim.fencing_token, claim.owner))
     return found is not None and found["committed"] == claim.first - 1 and "handled" not in found
 
 

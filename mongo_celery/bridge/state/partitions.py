@@ -89,7 +89,7 @@ class Image:
     committed: int
     token: Mapping[str, Any] | None
     data: str
-    fence: int
+    fencing_token: int
     state: str
     claim: Mapping[str, Any] | None
     live: bool
@@ -118,11 +118,11 @@ class Seen(NamedTuple):
     Last observed state of a partition with a run in flight. If it is unchanged, a poll can skip the partition.
 
     Attributes:
-        fence: raised by every claim, and by every command that moves a position.
+        fencing_token: raised by every claim, and by every command that moves a position.
         claimed: whether a claim stood, and nothing was handled; else nobody had claimed what is out.
     """
 
-    fence: int
+    fencing_token: int
     claimed: bool
 
 
@@ -373,7 +373,7 @@ class Partitions:
             letters: where it is stored.
         """
         guard, change = self._guard(image, generation, "halted"), _build_skip(image)
-        change["fencingToken"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fencingToken")]}
+        change["fencingToken"] = {"$max": [Int64(image.fencing_token + REPLAYS_MAX), next_number("fencingToken")]}
 
         def both(session: ClientSession) -> bool:
             keys = {"parkedKeys.hash": 1}
@@ -393,7 +393,7 @@ class Partitions:
         return {
             "_id": self.partition_id(image.subscription, generation, image.index),
             "committed": image.committed,
-            "fencingToken": image.fence,
+            "fencingToken": image.fencing_token,
             "state": state,
             "handled": None,
         }
@@ -461,7 +461,7 @@ def build_image(document: Mapping[str, Any]) -> Image:
         committed=document["committed"],
         token=token,
         data=token["_data"] if token else "",
-        fence=document["fencingToken"],
+        fencing_token=document["fencingToken"],
         state=document["state"],
         claim=document.get("claim"),
         live=bool(document["live"]),
@@ -531,7 +531,7 @@ def _unlike(seen: Mapping[str, Seen | None]) -> dict[str, Any]:
 
 
 def _as_seen(seen: Seen, ids: list[str]) -> dict[str, Any]:
-    same: dict[str, Any] = {"fencingToken": seen.fence, "_id": {"$in": ids}}
+    same: dict[str, Any] = {"fencingToken": seen.fencing_token, "_id": {"$in": ids}}
     return {**same, "claim": {"$ne": None}, "handled": None} if seen.claimed else same
 
 

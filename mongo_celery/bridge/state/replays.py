@@ -174,7 +174,7 @@ class Replays:
         if replay.state != STARTED:
             return False
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
-        mine = {"_id": partition_id, "fencingToken": replay.fence, "claim.replay": replay.letter}
+        mine = {"_id": partition_id, "fencingToken": replay.fencing_token, "claim.replay": replay.letter}
         has_lapsed = {"$expr": {"$lte": ["$claim.until", "$$NOW"]}}
         end = [{"$set": {"fencingToken": next_number("fencingToken"), "claim": REMOVED}}]
         return not self._partitions.update({**mine, **has_lapsed}, end) and bool(self._partitions.find_one(mine))
@@ -197,7 +197,7 @@ class Replays:
             "replay": {
                 "state": STARTED,
                 "crashes": {"$add": [{"$ifNull": ["$replay.crashes", 0]}, is_again]},
-                "fencingToken": Int64(claim.fence),
+                "fencingToken": Int64(claim.fencing_token),
                 "notBefore": REMOVED,
             },
         }
@@ -419,7 +419,7 @@ def _as_seen(letter: Letter) -> dict[str, Any]:
     """Return a guard for a dead letter that was not started since it was read, and waits for the same key."""
     start: dict[str, Any] = {"replay.state": {"$ne": STARTED}}
     if letter.replay is not None and letter.replay.state == STARTED:
-        start = {"replay.fencingToken": letter.replay.fence}
+        start = {"replay.fencingToken": letter.replay.fencing_token}
     waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(to_signed(letter.parked))
     return {**start, "parked": waits}
 
