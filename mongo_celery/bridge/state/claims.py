@@ -11,12 +11,12 @@ The partition's document is the authority on who may run what::
        |<--- wait (the same, not counted) -+  |
        |<--- claim lapses: crash + 1 (*) -----+--- dead letter or discard --> waiting (committed + 1)
 
-1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fence.
+1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fencing token.
    With the term alone as fencing token a redelivered change runs twice under one number,
    and the second writes after the successor has.
 2. A claim matches `term` for equality: "at least" would let a forged or foreign one poison it.
-3. Every later write matches fence, owner and `committed`. A refusal is final; a retry that reads the
-   state again would beat the fence by waiting.
+3. Every later write matches fencing token, owner and `committed`. A refusal is final: a retry that reads the
+   state again would beat the fencing token by waiting.
 4. A commit takes its values from `handled`, which was fenced when it was written; so whoever commits is
    right, and the commit message carries no authority.
 5. (*) A crash is charged in the name of its owner, by whoever replaces the lapsed claim, and kept in
@@ -602,7 +602,7 @@ def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str,
     """
     The guard of a position that is written inline: that of every write, or it is there already.
 
-    Nobody else can have moved it there under this fence: every claim, and every command that moves one, raises it.
+    Nobody else can have moved it there under this token: every claim, and every command that moves one, raises it.
     """
     guard = own(claim)
     which = {"_id": guard.pop("_id"), "fencingToken": guard.pop("fencingToken")}

@@ -460,7 +460,7 @@ def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     is_sound = all(isinstance(replay.get(name), kind) for name, kind in _REQUEST_KINDS.items())
     if not is_sound or replay.get("state") not in (REQUESTED, STARTED, REPLAY_FAILED):
         return None
-    token, document_id, fence = document.get("resumeToken"), str(document["_id"]), replay.get("fencingToken")
+    token, document_id, fencing_token = document.get("resumeToken"), str(document["_id"]), replay.get("fencingToken")
     error, due = replay.get("error"), document.get("due")
     return ReplayRequest(
         letter=document_id,
@@ -474,7 +474,7 @@ def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         over_newer=replay["overNewer"],
         starts=_number(document.get("replays")),
         crashes=_number(replay.get("crashes")),
-        fencing_token=fence if isinstance(fence, int) else None,
+        fencing_token=fencing_token if isinstance(fencing_token, int) else None,
         retries=_number(replay.get("retries")),
         waits=_number(replay.get("waits")),
         doubts=_number(replay.get("doubts")),

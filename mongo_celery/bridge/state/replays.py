@@ -11,14 +11,14 @@ every second. It is there from the command until the dead letter is gone or has 
        |<--- started again after a lapse: crash + 1 -+       withdraws the requests after it, and then this one
 
 1. A replay runs under a claim of the partition to which its key belongs now, as a change does: nothing else of that
-   partition runs meanwhile, and each start has a fence of its own. Its outcome is written in one transaction with the
-   end of that claim, so one that was replaced writes none.
+   partition runs meanwhile, and each start has its own fencing token. Its outcome is written in one transaction with
+   the end of that claim, so one that was replaced writes none.
 2. The claim counts on no change: it is marked as one whose lapse is charged to nobody, and what the first change of
    the partition has counted is left alone. What is counted of the dead letter stands in the request.
 3. The fencing token for targets is not the claim's. It is the next of those that were kept free after the attempts of
    the change (see `dead_letters`), in the layout of that time: so a target refuses an older attempt of the same dead
    letter, and refuses the dead letter where a change has written that was handled after it was set aside. With the
-   claim's own, which is the newest of all, older data would go over newer, and no fence would see it. `over_newer`
+   claim's own, which is the newest of all, older data would go over newer, and no token would see it. `over_newer`
    asks for that.
 4. `replays`, the number of starts, is in the message: of two messages of one attempt only the first is taken. A start
    is one write of the dead letter, before the handler begins. So its number is never used again, also where the
