@@ -92,7 +92,7 @@ def test_an_election_that_takes_a_position_back_costs_one_start(
     assert rig.image.committed == 0
     rig.lapse()
     again = rig.claim(inline=True)
-    assert again.fence > claim.fence
+    assert again.fencing_token > claim.fencing_token
     assert not rig.claims.handle(claim, 1, token(1))
     assert rig.claims.handle(again, 1, token(1))
     wait_for(lambda: rig.image.committed == 1)

@@ -49,7 +49,7 @@ _IMAGE = image(
     data=token_data(7),
     claim={"owner": "a", "first": 8, "last": 8, "ttl": 30_000, "until": datetime(2024, 1, 1, tzinfo=UTC)},
     live=True,
-    fence=8,
+    fencing_token=8,
     term=1,
 )
 

@@ -64,7 +64,7 @@ def test_a_claim_stores_owner_run_and_expiry(rig: Rig) -> None:
     stored = rig.document
     assert (stored["claim"]["owner"], stored["claim"]["first"], stored["claim"]["last"]) == ("me", 1, 3)
     assert stored["claim"]["ttl"] == TTL * 1000
-    assert (stored["fencingToken"], claim.retries, claim.crashes) == (claim.fence, 0, 0)
+    assert (stored["fencingToken"], claim.retries, claim.crashes) == (claim.fencing_token, 0, 0)
 
 
 def test_every_claim_raises_the_fence_to_at_least_the_cluster_time(
@@ -74,7 +74,7 @@ def test_every_claim_raises_the_fence_to_at_least_the_cluster_time(
     seconds = mongo_client.admin.command("ping")["operationTime"].time
     fences = []
     for number in range(5):
-        fences.append(rig.claim(owner=f"o{number}").fence)
+        fences.append(rig.claim(owner=f"o{number}").fencing_token)
         rig.claims.relinquish(rig.where, f"o{number}")
     assert fences == sorted(set(fences))
     assert fences[0] >= seconds * SHIFT
@@ -83,7 +83,7 @@ def test_every_claim_raises_the_fence_to_at_least_the_cluster_time(
 def test_a_fence_that_is_ahead_of_the_clock_still_grows(rig: Rig) -> None:
     """P4: the larger one of old + 1 and the clock."""
     rig.spoil(fencingToken=1 << 60)
-    assert rig.claim().fence == (1 << 60) + 1
+    assert rig.claim().fencing_token == (1 << 60) + 1
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
@@ -306,7 +306,7 @@ def test_relinquishing_counts_nothing_and_touches_nobody_elses_claim(rig: Rig) -
     assert rig.claims.relinquish(rig.where, "me")
     again = rig.claim(owner="again")
     assert (again.crashes, again.retries) == (0, 0)
-    assert again.fence > claim.fence
+    assert again.fencing_token > claim.fencing_token
     assert rig.document["single"] is None
     assert rig.claims.handle(again, 1, token(1))
     rig.claims.relinquish(rig.where, "again")
@@ -517,7 +517,7 @@ def test_a_commit_takes_its_values_from_handled(rig: Rig) -> None:
     stored = rig.document
     assert (stored["committed"], stored["resumeToken"]) == (4, token(4))
     assert stored["claim"] is stored["handled"] is stored["retry"] is None
-    assert stored["fencingToken"] == claim.fence
+    assert stored["fencingToken"] == claim.fencing_token
 
 
 def test_a_commit_without_handled_changes_nothing(rig: Rig) -> None:
@@ -563,7 +563,7 @@ def test_a_position_that_is_written_inline_is_what_a_commit_would_make_it(rig: R
         ran = stored.pop("lastRun")
         assert (ran["last"], type(ran["took"])) == (3, Int64)
         assert ran["claimed"] <= ran["at"]
-        assert stored.pop("fencingToken") == claim.fence
+        assert stored.pop("fencingToken") == claim.fencing_token
         found.append(stored)
     assert found[0] == found[1]
     assert (found[1]["committed"], found[1]["resumeToken"]) == (3, token(3))

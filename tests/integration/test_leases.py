@@ -164,8 +164,8 @@ def test_a_fence_does_not_start_again_after_the_database_was_dropped(
         for number in range(5):
             claim = store.claims.take(where, owner=f"o{number}", term=version, first=1, last=1, token="82")
             assert claim is not None
-            assert claim.fence > largest
-            largest = claim.fence
+            assert claim.fencing_token > largest
+            largest = claim.fencing_token
             store.claims.relinquish(where, claim.owner)
         mongo_client.drop_database(state_database)
 

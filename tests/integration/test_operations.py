@@ -188,7 +188,7 @@ def test_the_status_follows_a_partition(led: Led) -> None:
     shown = led.partition()
     assert shown["claim"]["live"] is True
     assert shown["claim"]["owner"] == claim.owner
-    assert shown["fencing_token"] == claim.fence
+    assert shown["fencing_token"] == claim.fencing_token
     assert read_status(led.bridge.wiring)["outstanding"] == 1
     assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
     shown = led.partition()

@@ -393,7 +393,7 @@ def test_a_letter_that_gave_way_uses_no_token_a_second_time(parking: Parking) ->
         parking.replay()
     parking.drain()
     assert parking.got == [("bad", 1), ("bad", 2)]
-    assert parking.started[-1] == ("bad", 2, last.place.fence + 2)
+    assert parking.started[-1] == ("bad", 2, last.place.fencing_token + 2)
 
 
 def test_what_follows_a_replay_over_newer_data_goes_over_it_too_also_where_it_was_asked_for_before(
@@ -446,7 +446,7 @@ def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: Parking
         assert (each.error, each.traceback, each.attempts) == ("WantedError: as asked", before.traceback, 1)
     assert before.place is not None
     assert again.place is not None
-    assert again.place.fence > before.place.fence
+    assert again.place.fencing_token > before.place.fencing_token
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 2, 3)]
     assert (parking.letters, parking.keys) == ([], frozenset())

@@ -44,7 +44,7 @@ def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
     assert rig.document == before
     others = [image for image in rig.partitions.of({SUBSCRIPTION: 0}) if image.index]
     assert [(image.index, image.token) for image in others] == [(1, token(9)), (2, token(9))]
-    assert all(image.fence == LATER for image in others)
+    assert all(image.fencing_token == LATER for image in others)
 
 
 def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
@@ -158,11 +158,11 @@ def test_a_look_sees_every_claim_and_every_outcome_and_nothing_twice(
     rig: Rig, act: Callable[[Rig, Claim], Any]
 ) -> None:
     """P1: of a run that nobody has claimed, and of one that runs, whatever its execution says."""
-    awaited = Seen(rig.image.fence, claimed=False)
+    awaited = Seen(rig.image.fencing_token, claimed=False)
     assert not _has_changed(rig, awaited)
     claim = rig.claim()
     assert _has_changed(rig, awaited)
-    running = Seen(claim.fence, claimed=True)
+    running = Seen(claim.fencing_token, claimed=True)
     assert rig.claims.extend([claim]) == []
     assert not _has_changed(rig, running)
     act(rig, claim)
@@ -182,7 +182,7 @@ def test_a_look_sees_what_others_do_to_a_claim(rig: Rig, act: Act) -> None:
     """P1: each of them raises the fence. That it has lapsed by itself the sweep sees."""
     rig.claim()
     rig.lapse()
-    running = Seen(rig.image.fence, claimed=True)
+    running = Seen(rig.image.fencing_token, claimed=True)
     assert not _has_changed(rig, running)
     act(rig)
     assert _has_changed(rig, running)
@@ -251,7 +251,7 @@ def test_retrying_a_halted_partition_starts_its_change_again_with_its_counts_at_
     assert rig.partitions.retry(image, 0)
     stored = rig.document
     assert (stored["state"], stored["retry"], stored["halted"], stored["claim"]) == ("flowing", None, None, None)
-    assert stored["fencingToken"] > image.fence
+    assert stored["fencingToken"] > image.fencing_token
     assert stored["committed"] == image.committed
     claim = rig.claim()
     assert (claim.retries, claim.crashes) == (0, 0)
@@ -271,7 +271,7 @@ def test_skipping_passes_over_the_head(rig: Rig) -> None:
     stored = rig.document
     assert (stored["committed"], stored["resumeToken"], stored["state"]) == (1, token(1), "flowing")
     assert stored["halted"] is stored["retry"] is stored["claim"] is None
-    assert stored["fencingToken"] > image.fence
+    assert stored["fencingToken"] > image.fencing_token
 
 
 Command = Callable[[Rig, Image], bool]

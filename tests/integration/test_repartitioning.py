@@ -61,7 +61,7 @@ def test_each_change_is_handled_once_in_the_order_of_its_key(shop: Shop, partiti
     assert new.key.endswith(":region" if rule else ":_id")
     shop.check()
     assert shop.generations() == {new.generation}
-    tokens = [image.fence for image in shop.images(term).values()]
+    tokens = [image.fencing_token for image in shop.images(term).values()]
     assert min(tokens) > old.generation
 
 
@@ -96,7 +96,7 @@ def test_new_partitions_begin_at_the_watermark_above_all_fencing_tokens(shop: Sh
     (run,) = term.runs().values()
     later = term.claim(run)
     assert later is not None
-    assert later.fence > claim.fence
+    assert later.fencing_token > claim.fencing_token
     assert term.rig.store.backlog.next_partition() is None
 
 

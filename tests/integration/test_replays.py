@@ -97,7 +97,7 @@ class Aside(Rig):
     def set_aside(self, number: int, **options: Any) -> Letter:
         """Let one change fail for good."""
         claim = self.claim(number)
-        assert self.claims.set_aside(claim, token(number), letter_of(number, claim.fence, **options))
+        assert self.claims.set_aside(claim, token(number), letter_of(number, claim.fencing_token, **options))
         (found,) = self.found(ids=[options.get("name") or token(number)["_data"]])
         return found
 
@@ -159,16 +159,16 @@ def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside
     first = rig.set_aside(1)
     follower = rig.claim(2)
     assert first.place is not None
-    assert follower.fence > first.place.fence + REPLAYS_MAX
+    assert follower.fencing_token > first.place.fencing_token + REPLAYS_MAX
 
     assert rig.claims.halt(follower, token(2), "key", "e")
     image = rig.image
-    letter = {**letter_of(2, image.fence), "cause": SET_ASIDE}
+    letter = {**letter_of(2, image.fencing_token), "cause": SET_ASIDE}
     assert rig.partitions.set_aside(image, 0, letter, rig.store.dead_letters.collection)
     second = rig.found()[1]
     assert (second.cause, rig.image.committed, rig.image.state) == (SET_ASIDE, 2, "flowing")
     assert second.place is not None
-    assert rig.claim(3).fence > second.place.fence + REPLAYS_MAX
+    assert rig.claim(3).fencing_token > second.place.fencing_token + REPLAYS_MAX
 
 
 def test_a_command_that_has_seen_another_partition_sets_nothing_aside(rig: Aside) -> None:
@@ -176,7 +176,7 @@ def test_a_command_that_has_seen_another_partition_sets_nothing_aside(rig: Aside
     assert rig.claims.halt(rig.claim(), token(1), "key", "e")
     image = rig.image
     assert rig.partitions.retry(image, 0)
-    assert not rig.partitions.set_aside(image, 0, letter_of(1, image.fence), rig.store.dead_letters.collection)
+    assert not rig.partitions.set_aside(image, 0, letter_of(1, image.fencing_token), rig.store.dead_letters.collection)
     assert (rig.found(), rig.image.committed) == ([], 0)
 
 
@@ -197,7 +197,7 @@ def test_of_two_messages_of_one_attempt_only_the_first_starts(rig: Aside) -> Non
     letter = rig.set_aside(1)
     rig.request(letter)
     claim, replay = rig.start(letter)
-    assert (replay.starts, replay.crashes, replay.fence) == (1, 0, claim.fence)
+    assert (replay.starts, replay.crashes, replay.fencing_token) == (1, 0, claim.fencing_token)
     assert rig.store.replays.start(claim, letter.document_id, 0) is None
     assert rig.store.replays.succeed(claim, letter.document_id)
     assert (rig.found(), rig.store.replays.read(), rig.image.claim) == ([], [], None)
@@ -259,7 +259,12 @@ def test_what_waits_for_its_time_keeps_its_counts(rig: Aside) -> None:
     assert replays.retry_later(claim, id_, "ConnectionError: $x", delay=60.0, not_before=None)
     found = replays.find(id_)
     assert found is not None
-    assert (found.retries, found.fence, found.error, 55 < found.due_in <= 60) == (1, None, "ConnectionError: $x", True)
+    assert (found.retries, found.fencing_token, found.error, 55 < found.due_in <= 60) == (
+        1,
+        None,
+        "ConnectionError: $x",
+        True,
+    )
     claim, replay = rig.start(letter, starts=1)
     assert (replay.retries, replay.crashes) == (1, 0)
     assert replays.wait(claim, id_, "primary away", delay=0.0, doubtful=True)
@@ -299,7 +304,7 @@ def test_a_change_that_is_set_aside_once_more_keeps_its_request_and_no_message_o
     letter = rig.set_aside(1, name=f"{LETTER}AB")
     rig.request(letter)
     claim = rig.claim(2)
-    assert rig.claims.set_aside(claim, token(2), letter_of(2, claim.fence, name=f"{LETTER}AB"))
+    assert rig.claims.set_aside(claim, token(2), letter_of(2, claim.fencing_token, name=f"{LETTER}AB"))
     again = rig.take(letter)
     assert rig.store.replays.start(again, letter.document_id, 0) is None, "as the message said"
     (asked,) = rig.store.replays.read()

@@ -148,7 +148,7 @@ def test_an_execution_of_before_is_refused(stage: Stage) -> None:
     assert stage.store.claims.extend([claim]) == [claim]
     assert stage.claim(event) is None, "a message of before is not claimed"
     stage.lead()
-    assert stage.claims_at(stage.of(0)[0]).fence > claim.fence
+    assert stage.claims_at(stage.of(0)[0]).fencing_token > claim.fencing_token
 
 
 def test_what_was_handled_counts_before_it_goes_back(stage: Stage) -> None:

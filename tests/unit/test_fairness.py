@@ -105,12 +105,14 @@ class Simulation:
             place = each.led.name, each.index
             if each.claimed_at <= self.now and not self.images[place].live and each.ended_at > self.now:
                 known = self.images[place]
-                self.images[place] = replace(known, claim=_CLAIM, live=True, fence=known.fence + _FENCES)
+                self.images[place] = replace(
+                    known, claim=_CLAIM, live=True, fencing_token=known.fencing_token + _FENCES
+                )
             if each.ended_at <= self.now:
                 known = self.images[place]
-                taken = known.fence + _FENCES * (not known.live)
+                taken = known.fencing_token + _FENCES * (not known.live)
                 done = known.committed + 1
-                self.images[place] = replace(known, claim=None, live=False, fence=taken, committed=done)
+                self.images[place] = replace(known, claim=None, live=False, fencing_token=taken, committed=done)
                 each.led.done += 1
                 each.ended_at = math.inf
             if each.free_at <= self.now:

@@ -29,10 +29,10 @@ CLAIM: dict[str, Any] = {"owner": "a", "first": 1, "last": 1, "ttl": 10_000, "un
 HANDLED: dict[str, Any] = {"owner": "a", "last": 1, "resumeToken": {"_data": "8201"}}
 
 FLOWING = image()
-CLAIMED = image(claim=CLAIM, live=True, fence=11)
+CLAIMED = image(claim=CLAIM, live=True, fencing_token=11)
 LAPSED = replace(CLAIMED, live=False)
-DONE = image(claim=CLAIM, handled=HANDLED, fence=11, live=True)
-COMMITTED = image(committed=1, data="8201", token={"_data": "8201"}, fence=11)
+DONE = image(claim=CLAIM, handled=HANDLED, fencing_token=11, live=True)
+COMMITTED = image(committed=1, data="8201", token={"_data": "8201"}, fencing_token=11)
 
 
 def make_partition(seen: Image = FLOWING, now: float = START) -> Partition:
@@ -55,13 +55,13 @@ def is_ready(partition: Partition, now: float) -> bool:
 def test_a_look_leaves_out_what_nobody_has_claimed_and_what_runs_under_a_claim_that_stands() -> None:
     """Each by what was seen of it: the fence, and whether somebody has it."""
     partition = dispatched()
-    assert partition.seen == Seen(FLOWING.fence, claimed=False)
+    assert partition.seen == Seen(FLOWING.fencing_token, claimed=False)
     partition.observe(CLAIMED, START + 1)
-    assert partition.seen == Seen(CLAIMED.fence, claimed=True)
+    assert partition.seen == Seen(CLAIMED.fencing_token, claimed=True)
     partition.observe(COMMITTED, START + 2)
     partition.note_sent(START + 3)
-    assert partition.seen == Seen(COMMITTED.fence, claimed=False)
-    assert make_partition(CLAIMED).seen == Seen(CLAIMED.fence, claimed=True), "also what an older term has sent"
+    assert partition.seen == Seen(COMMITTED.fencing_token, claimed=False)
+    assert make_partition(CLAIMED).seen == Seen(CLAIMED.fencing_token, claimed=True), "also what an older term has sent"
 
 
 @pytest.mark.parametrize("seen", [LAPSED, DONE], ids=["lapsed", "handled"])
@@ -185,7 +185,7 @@ def test_a_run_that_was_committed_in_part_has_ended_too() -> None:
 def test_a_position_that_went_back_ends_the_run() -> None:
     """P4: a rewind is the one exception, and the run was numbered against the old position."""
     partition = dispatched(image(committed=4))
-    assert partition.observe(image(committed=2, fence=99), START + 1) is Step.ENDED
+    assert partition.observe(image(committed=2, fencing_token=99), START + 1) is Step.ENDED
     assert partition.next_sequence == 3
 
 
@@ -199,7 +199,7 @@ def test_a_run_that_ended_in_a_halt_leaves_nothing_ready() -> None:
 def test_a_commit_whose_successor_is_claimed_already_is_adopted() -> None:
     """P6: a message of ours for the next change cannot exist, but an operator's retry may."""
     partition = dispatched()
-    assert partition.observe(replace(COMMITTED, claim=CLAIM, live=True, fence=12), START + 1) is Step.ENDED
+    assert partition.observe(replace(COMMITTED, claim=CLAIM, live=True, fencing_token=12), START + 1) is Step.ENDED
     assert partition.in_flight is not None
     assert partition.in_flight.first == 2
 
@@ -282,10 +282,10 @@ def test_any_change_of_the_document_prolongs_the_grace() -> None:
     """Sweep 3: somebody was there a moment ago."""
     partition = dispatched()
     partition.observe(LAPSED, START + 1)
-    partition.observe(replace(LAPSED, fence=12, crashes=1), START + 7)
-    partition.observe(replace(LAPSED, fence=12, crashes=1), START + 1 + GRACE)
+    partition.observe(replace(LAPSED, fencing_token=12, crashes=1), START + 7)
+    partition.observe(replace(LAPSED, fencing_token=12, crashes=1), START + 1 + GRACE)
     assert partition.in_flight is not None
-    partition.observe(replace(LAPSED, fence=12, crashes=1), START + 7 + GRACE)
+    partition.observe(replace(LAPSED, fencing_token=12, crashes=1), START + 7 + GRACE)
     assert is_ready(partition, START + 7 + GRACE)
 
 
@@ -350,10 +350,10 @@ def test_the_next_change_has_the_first_grace_again() -> None:
 def test_a_partition_that_was_stopped_meanwhile_is_given_up(state: str) -> None:
     """P9: its message will be refused; when the partition flows again the change is dispatched at once."""
     partition = dispatched()
-    assert partition.observe(image(state=state, fence=12), START + 1) is Step.WAIT
+    assert partition.observe(image(state=state, fencing_token=12), START + 1) is Step.WAIT
     assert partition.in_flight is None
     assert partition.ready_at == math.inf
-    partition.observe(image(fence=12), START + 2)
+    partition.observe(image(fencing_token=12), START + 2)
     assert is_ready(partition, START + 2)
 
 
@@ -371,7 +371,7 @@ def test_a_retry_is_dispatched_when_it_is_due() -> None:
     """Sweep 4: the message was used up by the claim, so there is nothing to wait for but the time."""
     partition = dispatched()
     partition.observe(CLAIMED, START + 1)
-    assert partition.observe(image(fence=11, retries=1, due_in=30.0), START + 2) is Step.WAIT
+    assert partition.observe(image(fencing_token=11, retries=1, due_in=30.0), START + 2) is Step.WAIT
     assert partition.in_flight is None
     assert partition.ready_at == START + 2 + 30
 
@@ -379,7 +379,7 @@ def test_a_retry_is_dispatched_when_it_is_due() -> None:
 def test_a_retry_that_was_never_seen_claimed_is_recognised_by_its_fence() -> None:
     """Sweep 4: claim and retry may both fall between two reads."""
     partition = dispatched()
-    partition.observe(image(fence=11, retries=1), START + 0.5)
+    partition.observe(image(fencing_token=11, retries=1), START + 0.5)
     assert is_ready(partition, START + 0.5)
 
 
@@ -388,9 +388,9 @@ def test_a_retry_begins_with_the_first_grace_again() -> None:
     partition = make_partition()
     waits(partition, 5)
     partition.note_sent(START)
-    partition.observe(image(fence=11, retries=1), START + 1)
+    partition.observe(image(fencing_token=11, retries=1), START + 1)
     partition.note_sent(START + 1)
-    partition.observe(image(fence=11, retries=1), START + 1 + GRACE)
+    partition.observe(image(fencing_token=11, retries=1), START + 1 + GRACE)
     assert is_ready(partition, START + 1 + GRACE)
 
 
@@ -410,7 +410,7 @@ def test_a_live_claim_of_an_earlier_term_is_adopted() -> None:
 def test_an_adopted_execution_that_is_retried_is_dispatched_when_due() -> None:
     """Sweep 4: its message is of an older term and used up; no grace is owed."""
     partition = make_partition(CLAIMED)
-    partition.observe(image(fence=11, retries=1, due_in=5.0), START + 1)
+    partition.observe(image(fencing_token=11, retries=1, due_in=5.0), START + 1)
     assert partition.in_flight is None
     assert partition.ready_at == START + 6
 
@@ -458,7 +458,7 @@ def test_another_epoch_means_that_this_term_is_over(seen: Image, epoch: int) -> 
 images = st.builds(
     image,
     committed=st.integers(0, 2),
-    fence=st.integers(10, 13),
+    fencing_token=st.integers(10, 13),
     state=st.sampled_from(["flowing", "halted", "paused"]),
     claim=st.none() | st.just(CLAIM),
     handled=st.none() | st.just(HANDLED),

@@ -100,7 +100,7 @@ def change(number: int, index: int = 0, ns: str = "shop.orders", **fields: Any) 
 def committed(index: int, count: int, number: int, **changes: Any) -> Image:
     """A partition that has so many committed changes, the last at this place."""
     data = token_data(number)
-    return image(index=index, committed=count, token={"_data": data}, data=data, fence=11, **changes)
+    return image(index=index, committed=count, token={"_data": data}, data=data, fencing_token=11, **changes)
 
 
 def due(one: Subscription, now: float = NOW) -> list[Dispatch]:
@@ -412,7 +412,7 @@ def test_a_handler_that_may_send_one_run_at_a_time_serves_all_its_partitions() -
 
 def test_numbers_are_given_at_dispatch_against_what_is_committed_then() -> None:
     """P2, P4: a change that was finished elsewhere between reading and dispatch takes its number with it."""
-    one = subscription(images={0: image(index=0, claim={"owner": "a"}, live=True, fence=11)})
+    one = subscription(images={0: image(index=0, claim={"owner": "a"}, live=True, fencing_token=11)})
     for number in (1, 2, 3):
         one.ingest_item(change(number))
     assert due(one) == []
@@ -493,7 +493,7 @@ def test_a_run_whose_claim_has_lapsed_is_sent_again_change_by_change() -> None:
         one.ingest_item(change(number))
     assert numbers(due(one)[0]) == [1, 2, 3, 4]
 
-    lapsed = image(index=0, fence=11, claim={"owner": "x", "first": 1, "last": 4, "ttl": 10_000, "until": None})
+    lapsed = image(index=0, fencing_token=11, claim={"owner": "x", "first": 1, "last": 4, "ttl": 10_000, "until": None})
     one.observe(lapsed, NOW + 1)
     one.observe(lapsed, NOW + 60)
 
@@ -552,7 +552,7 @@ def test_a_retry_waits_for_its_time_and_says_when() -> None:
     one.ingest_item(change(1))
     one.ingest_item(change(2, index=1))
     due(one)
-    one.observe(image(index=0, fence=11, retries=1, due_in=30.0), NOW + 1)
+    one.observe(image(index=0, fencing_token=11, retries=1, due_in=30.0), NOW + 1)
     assert due(one, NOW + 30.9) == []
     assert one.next_due() == NOW + 31
     assert [numbers(run) for run in due(one, NOW + 31)] == [[1]]

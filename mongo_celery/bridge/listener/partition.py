@@ -66,7 +66,7 @@ class InFlight:
     """
 
     first: int
-    fence: int
+    fencing_token: int
     sent_at: float
     lapsed_at: float | None = None
     handled_at: float | None = None
@@ -232,8 +232,8 @@ class Partition:
         if run is None or not self.won or image.handled is not None:
             return None
         if image.claim is None:
-            return Seen(image.fence, claimed=False) if image.fence == run.fence else None
-        return Seen(image.fence, claimed=True) if image.live else None
+            return Seen(image.fencing_token, claimed=False) if image.fencing_token == run.fencing_token else None
+        return Seen(image.fencing_token, claimed=True) if image.live else None
 
     @property
     def is_unclaimed(self) -> bool:
@@ -241,7 +241,7 @@ class Partition:
         run, image = self.in_flight, self.image
         if run is None or not self.won:
             return False
-        return image.fence == run.fence and image.handled is None and not image.live
+        return image.fencing_token == run.fencing_token and image.handled is None and not image.live
 
     @property
     def is_repeated(self) -> bool:
@@ -268,7 +268,7 @@ class Partition:
         """Note that a run of so many changes that begins with `next_sequence` was published; of none, a dead letter."""
         if count:
             self.sent = range(self.next_sequence, self.next_sequence + count), now
-        self.in_flight = InFlight(self.next_sequence, self.image.fence, now)
+        self.in_flight = InFlight(self.next_sequence, self.image.fencing_token, now)
         self.ready_at = _NEVER
         self.rejection = None
         self.attempt += 1
@@ -308,7 +308,9 @@ class Partition:
     def _note_move(self, run: InFlight, before: Image, now: float) -> Step:
         """The position is another one: the run is over, unless it moved under a claim of the current run."""
         image = self.image
-        of_it = image.fence == run.fence + 1 or (before.live and image.fence == before.fence)
+        of_it = image.fencing_token == run.fencing_token + 1 or (
+            before.live and image.fencing_token == before.fencing_token
+        )
         if of_it and image.live and image.handled is None and image.committed >= run.first:
             run.first = image.committed + 1
             return Step.MOVED
@@ -319,7 +321,7 @@ class Partition:
     def _note_claim(self, run: InFlight, now: float) -> None:
         """Note when a run was first seen to be claimed, and when to have left its worker."""
         image = self.image
-        if run.taken_at is None and (image.fence > run.fence or image.committed >= run.first):
+        if run.taken_at is None and (image.fencing_token > run.fencing_token or image.committed >= run.first):
             run.taken_at = self.taken_at = now
             self.taken_sent_at = run.sent_at
         if run.taken_at is not None and run.left_at is None and not (image.live and image.handled is None):
@@ -338,14 +340,14 @@ class Partition:
         if self.won:
             self._without_run(image, now)
             return Step.ENDED
-        self.in_flight = InFlight(image.committed + 1, image.fence, now)
+        self.in_flight = InFlight(image.committed + 1, image.fencing_token, now)
         return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
 
     def _without_run(self, image: Image, now: float) -> Step:
         """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
         if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
             # One less than its fence: the message of a claim that exists is used up.
-            self.in_flight = InFlight(image.committed + 1, image.fence - 1, now)
+            self.in_flight = InFlight(image.committed + 1, image.fencing_token - 1, now)
             self.ready_at = _NEVER
         else:
             due = max(now + max(image.due_in, 0.0), self.rejection.until if self.rejection else 0.0)
@@ -354,7 +356,7 @@ class Partition:
 
     def _is_given_up(self, image: Image) -> bool:
         """A lapsed claim whose grace has passed is waited for only once, also if the broker is down meanwhile."""
-        return not image.live and image.fence == self._given_up
+        return not image.live and image.fencing_token == self._given_up
 
     def _note_handled(self, run: InFlight, now: float) -> Step:
         run.handled_at = run.handled_at or now
@@ -365,7 +367,7 @@ class Partition:
             self._give_up()
             self.ready_at = _NEVER
             return Step.WAIT
-        if image.claim is None and image.fence > run.fence:
+        if image.claim is None and image.fencing_token > run.fencing_token:
             self._give_up()
             self.repeats = 0
             self.ready_at = now + max(image.due_in, 0.0)
@@ -382,4 +384,4 @@ class Partition:
 
     def _give_up(self) -> None:
         self.in_flight = None
-        self._given_up = self.image.fence
+        self._given_up = self.image.fencing_token

@@ -322,9 +322,9 @@ class Repartitioning:
         if not store.subscriptions.activate_layout(name, layout, self._version):
             raise LeaseLostError
         fence = max(
-            [given, *(partition.image.fence for partition in old.partitions.values())]
+            [given, *(partition.image.fencing_token for partition in old.partitions.values())]
         )  # no token is given twice
-        store.partitions.prepare({name: token}, {name: layout}, self._version, fence=fence)
+        store.partitions.prepare({name: token}, {name: layout}, self._version, fencing_token=fence)
         images = store.partitions.of({name: layout.generation}, self._session)
         if len(images) != layout.partitions or any(image.term != self._version for image in images):
             raise LeaseLostError

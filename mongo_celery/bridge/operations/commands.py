@@ -165,7 +165,7 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
             words = (image.subscription, "--partition", str(image.index), "--discard")
             command = wiring.line.changes("skip", *words)
             raise CommandRefusedError(sentence_on(image, _NOT_STORED.format(command=command)))
-        place = Place(generation, image.index, image.committed + 1, image.fence, change.hash)
+        place = Place(generation, image.index, image.committed + 1, image.fencing_token, change.hash)
         *fuller, last = iterate_forms(change.raw)
         for form in (*fuller, last):
             found = form()

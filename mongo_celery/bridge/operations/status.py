@@ -496,7 +496,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
         "committed": int(image.committed),
         "token": image.data or None,
         "term": int(image.term),
-        "fencing_token": int(image.fence),
+        "fencing_token": int(image.fencing_token),
         "claim": _claim(image, facts.now),
         "handled": int(image.handled["last"]) if image.handled else None,
         "retry": _retry(image),

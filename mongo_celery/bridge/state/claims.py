@@ -11,12 +11,12 @@ The partition's document is the authority on who may run what::
        |<--- wait (the same, not counted) -+  |
        |<--- claim lapses: crash + 1 (*) -----+--- dead letter or discard --> waiting (committed + 1)
 
-1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fence.
+1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fencing token.
    With the term alone as fencing token a redelivered change runs twice under one number,
    and the second writes after the successor has.
 2. A claim matches `term` for equality: "at least" would let a forged or foreign one poison it.
-3. Every later write matches fence, owner and `committed`. A refusal is final; a retry that reads the
-   state again would beat the fence by waiting.
+3. Every later write matches fencing token, owner and `committed`. A refusal is final: a retry that reads the
+   state again would beat the fencing token by waiting.
 4. A commit takes its values from `handled`, which was fenced when it was written; so whoever commits is
    right, and the commit message carries no authority.
 5. (*) A crash is charged in the name of its owner, by whoever replaces the lapsed claim, and kept in
@@ -124,7 +124,7 @@ class Claim:
     The right of one execution to run a run.
 
     Attributes:
-        fence: the fencing token of this execution.
+        fencing_token: the fencing token of this execution.
         retries: attempts of the first change that asked for a retry.
         crashes: attempts of the run that ended without an outcome.
         waits: how often in a row its first change has waited for MongoDB or the broker.
@@ -141,7 +141,7 @@ class Claim:
     owner: str
     first: int
     last: int
-    fence: int
+    fencing_token: int
     retries: int
     crashes: int
     waits: int = 0
@@ -503,7 +503,7 @@ class Claims:
 
         def both(session: ClientSession) -> bool:
             guard, change = own(claim), _build_skip(claim, token)
-            change["$set"]["fencingToken"] = Int64(claim.fence + REPLAYS_MAX)
+            change["$set"]["fencingToken"] = Int64(claim.fencing_token + REPLAYS_MAX)
             if parks:
                 key = dead_letter["key"][:_PARKED_CHARS]
                 change["$addToSet"] = {"parkedKeys": {"key": key, "hash": dead_letter["parked"]}}
@@ -575,7 +575,7 @@ def own(claim: Claim) -> dict[str, Any]:
     """The guard of every write of an execution."""
     return {
         "_id": claim.partition_id,
-        "fencingToken": claim.fence,
+        "fencingToken": claim.fencing_token,
         "claim.owner": claim.owner,
         "committed": claim.first - 1,
         "handled": None,
@@ -602,7 +602,7 @@ def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str,
     """
     The guard of a position that is written inline: that of every write, or it is there already.
 
-    Nobody else can have moved it there under this fence: every claim, and every command that moves one, raises it.
+    Nobody else can have moved it there under this token: every claim, and every command that moves one, raises it.
     """
     guard = own(claim)
     which = {"_id": guard.pop("_id"), "fencingToken": guard.pop("fencingToken")}
@@ -649,7 +649,7 @@ _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1
 
 def _is_held(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
     """Return True if the partition of a claim is among these documents, and matches `own`."""
-    found = documents.get((claim.partition_id, claim.fence, claim.owner))
+    found = documents.get((claim.partition_id, claim.fencing_token, claim.owner))
     return found is not None and found["committed"] == claim.first - 1 and "handled" not in found
 
 

@@ -114,14 +114,14 @@ class Place:
     Attributes:
         generation: of the partition layout.
         seq: number of the change in its partition.
-        fence: the last one under which it was tried.
+        fencing_token: the last one under which it was tried.
         hash: of its partition key, from 0 to 2^64 - 1.
     """
 
     generation: int
     partition: int
     seq: int
-    fence: int
+    fencing_token: int
     hash: int
 
 
@@ -141,7 +141,7 @@ class ReplayRequest:
         over_newer: whether it may write over what newer changes have written.
         starts: how often the dead letter was started, all its replays together.
         crashes: how many of these ended without an outcome, in this replay.
-        fence: fencing token of the claim under which it was started; None after an outcome.
+        fencing_token: fencing token of the claim under which it was started; None after an outcome.
         retries: attempts of this replay that asked for a retry.
         waits: how often in a row it has waited for MongoDB or the broker, `doubts` of these in doubt.
         due_in: seconds until it may run again; 0 or less when it may.
@@ -160,7 +160,7 @@ class ReplayRequest:
     over_newer: bool
     starts: int
     crashes: int
-    fence: int | None
+    fencing_token: int | None
     retries: int
     waits: int
     doubts: int
@@ -460,7 +460,7 @@ def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     is_sound = all(isinstance(replay.get(name), kind) for name, kind in _REQUEST_KINDS.items())
     if not is_sound or replay.get("state") not in (REQUESTED, STARTED, REPLAY_FAILED):
         return None
-    token, document_id, fence = document.get("resumeToken"), str(document["_id"]), replay.get("fencingToken")
+    token, document_id, fencing_token = document.get("resumeToken"), str(document["_id"]), replay.get("fencingToken")
     error, due = replay.get("error"), document.get("due")
     return ReplayRequest(
         letter=document_id,
@@ -474,7 +474,7 @@ def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         over_newer=replay["overNewer"],
         starts=_number(document.get("replays")),
         crashes=_number(replay.get("crashes")),
-        fence=fence if isinstance(fence, int) else None,
+        fencing_token=fencing_token if isinstance(fencing_token, int) else None,
         retries=_number(replay.get("retries")),
         waits=_number(replay.get("waits")),
         doubts=_number(replay.get("doubts")),
@@ -547,7 +547,7 @@ def dead_letter(
         "partition": place.partition,
         "partitioningTerm": Int64(place.generation),
         "seq": Int64(place.seq),
-        "fencingToken": Int64(place.fence),
+        "fencingToken": Int64(place.fencing_token),
         "hash": hash_,
         "resumeToken": dict(token),
         "key": key,

@@ -2,8 +2,8 @@
 The partitions as the listener and the operator see them.
 
 A take-over raises every `term` to the new one in one bulk update, commits what is handled on the
-spot, and leaves live claims alone with their fences: their executions may finish, because they prove
-themselves by fence and owner. So neither a deploy nor a crash of the listener repeats handlers that
+spot, and leaves live claims alone with their fencing tokens: their executions may finish, because they prove
+themselves by fencing token and owner. So neither a deploy nor a crash of the listener repeats handlers that
 are running. A partition that an open transaction has written (a client that died before it could commit) keeps
 the term that it has: messages of the older term may still claim there, as before, and nobody else's can. It is
 won when it is free.
@@ -11,7 +11,7 @@ won when it is free.
 `committed` and `resumeToken` are always taken from one image of the document: a number from one
 reading and a token from another could pass a change.
 
-An operator's command compares `committed` and `fence` as seen, raises the fence and clears the claim.
+An operator's command compares `committed` and `fencingToken` as seen, raises the token and clears the claim.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Image:
     committed: int
     token: Mapping[str, Any] | None
     data: str
-    fence: int
+    fencing_token: int
     state: str
     claim: Mapping[str, Any] | None
     live: bool
@@ -118,11 +118,11 @@ class Seen(NamedTuple):
     Last observed state of a partition with a run in flight. If it is unchanged, a poll can skip the partition.
 
     Attributes:
-        fence: raised by every claim, and by every command that moves a position.
+        fencing_token: raised by every claim, and by every command that moves a position.
         claimed: whether a claim stood, and nothing was handled; else nobody had claimed what is out.
     """
 
-    fence: int
+    fencing_token: int
     claimed: bool
 
 
@@ -143,7 +143,7 @@ class Partitions:
         layouts: Mapping[str, Layout],
         term: int,
         *,
-        fence: int = 0,
+        fencing_token: int = 0,
     ) -> None:
         """
         Create the partitions of some subscriptions that are missing in their layouts, positioned at each one's token.
@@ -153,7 +153,7 @@ class Partitions:
         of calls does not depend on that of subscriptions.
 
         Args:
-            fence: the largest that partitions have given which this term has removed.
+            fencing_token: the largest of the partitions that this term has removed.
         """
         if not positions:
             return
@@ -175,7 +175,7 @@ class Partitions:
                         "partition": index,
                         "state": "flowing",
                         "term": Int64(term),
-                        "fencingToken": Int64(max(term, fence)),
+                        "fencingToken": Int64(max(term, fencing_token)),
                         "committed": Int64(0),
                         **(position_fields(token) if token else {}),
                     }
@@ -373,7 +373,7 @@ class Partitions:
             letters: where it is stored.
         """
         guard, change = self._guard(image, generation, "halted"), _build_skip(image)
-        change["fencingToken"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fencingToken")]}
+        change["fencingToken"] = {"$max": [Int64(image.fencing_token + REPLAYS_MAX), next_number("fencingToken")]}
 
         def both(session: ClientSession) -> bool:
             keys = {"parkedKeys.hash": 1}
@@ -393,14 +393,14 @@ class Partitions:
         return {
             "_id": self.partition_id(image.subscription, generation, image.index),
             "committed": image.committed,
-            "fencingToken": image.fence,
+            "fencingToken": image.fencing_token,
             "state": state,
             "handled": None,
         }
 
     def _command(self, image: Image, generation: int, change: Mapping[str, Any], state: str) -> bool:
         guard = self._guard(image, generation, state)
-        if "fencingToken" not in change:  # pausing leaves a running execution alone, whatever its fence
+        if "fencingToken" not in change:  # pausing leaves a running execution alone, whatever its token
             del guard["fencingToken"], guard["committed"], guard["handled"]
         return self._table.update(guard, [{"$set": dict(change)}])
 
@@ -461,7 +461,7 @@ def build_image(document: Mapping[str, Any]) -> Image:
         committed=document["committed"],
         token=token,
         data=token["_data"] if token else "",
-        fence=document["fencingToken"],
+        fencing_token=document["fencingToken"],
         state=document["state"],
         claim=document.get("claim"),
         live=bool(document["live"]),
@@ -531,7 +531,7 @@ def _unlike(seen: Mapping[str, Seen | None]) -> dict[str, Any]:
 
 
 def _as_seen(seen: Seen, ids: list[str]) -> dict[str, Any]:
-    same: dict[str, Any] = {"fencingToken": seen.fence, "_id": {"$in": ids}}
+    same: dict[str, Any] = {"fencingToken": seen.fencing_token, "_id": {"$in": ids}}
     return {**same, "claim": {"$ne": None}, "handled": None} if seen.claimed else same
 
 

@@ -3,8 +3,8 @@ Positions that a person moves: a subscription is sent back or forward, or over h
 
 A rewind (`move`) is a term of its own: it takes the lease's next term while nobody leads, and writes that term
 into what it moves. So no listener of before moves anything back, no message of before is claimed, and an execution of
-before is refused by its fence. `pass_gap` takes no term, since a listener may lead meanwhile. The audit record of a
-move is stored in its transaction.
+before is refused by its fencing token. `pass_gap` takes no term, since a listener may lead meanwhile. The audit record
+of a move is stored in its transaction.
 
 A rewind is one transaction, so it is killed at no point between. Its rules were found by a search of schedules
 (`tests/property/spill_faults.py`, `snapshot_faults.py`), which has each of them as a broken variant:

@@ -11,14 +11,14 @@ every second. It is there from the command until the dead letter is gone or has 
        |<--- started again after a lapse: crash + 1 -+       withdraws the requests after it, and then this one
 
 1. A replay runs under a claim of the partition to which its key belongs now, as a change does: nothing else of that
-   partition runs meanwhile, and each start has a fence of its own. Its outcome is written in one transaction with the
-   end of that claim, so one that was replaced writes none.
+   partition runs meanwhile, and each start has its own fencing token. Its outcome is written in one transaction with
+   the end of that claim, so one that was replaced writes none.
 2. The claim counts on no change: it is marked as one whose lapse is charged to nobody, and what the first change of
    the partition has counted is left alone. What is counted of the dead letter stands in the request.
 3. The fencing token for targets is not the claim's. It is the next of those that were kept free after the attempts of
    the change (see `dead_letters`), in the layout of that time: so a target refuses an older attempt of the same dead
    letter, and refuses the dead letter where a change has written that was handled after it was set aside. With the
-   claim's own, which is the newest of all, older data would go over newer, and no fence would see it. `over_newer`
+   claim's own, which is the newest of all, older data would go over newer, and no token would see it. `over_newer`
    asks for that.
 4. `replays`, the number of starts, is in the message: of two messages of one attempt only the first is taken. A start
    is one write of the dead letter, before the handler begins. So its number is never used again, also where the
@@ -174,7 +174,7 @@ class Replays:
         if replay.state != STARTED:
             return False
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
-        mine = {"_id": partition_id, "fencingToken": replay.fence, "claim.replay": replay.letter}
+        mine = {"_id": partition_id, "fencingToken": replay.fencing_token, "claim.replay": replay.letter}
         has_lapsed = {"$expr": {"$lte": ["$claim.until", "$$NOW"]}}
         end = [{"$set": {"fencingToken": next_number("fencingToken"), "claim": REMOVED}}]
         return not self._partitions.update({**mine, **has_lapsed}, end) and bool(self._partitions.find_one(mine))
@@ -197,7 +197,7 @@ class Replays:
             "replay": {
                 "state": STARTED,
                 "crashes": {"$add": [{"$ifNull": ["$replay.crashes", 0]}, is_again]},
-                "fencingToken": Int64(claim.fence),
+                "fencingToken": Int64(claim.fencing_token),
                 "notBefore": REMOVED,
             },
         }
@@ -419,7 +419,7 @@ def _as_seen(letter: Letter) -> dict[str, Any]:
     """Return a guard for a dead letter that was not started since it was read, and waits for the same key."""
     start: dict[str, Any] = {"replay.state": {"$ne": STARTED}}
     if letter.replay is not None and letter.replay.state == STARTED:
-        start = {"replay.fencingToken": letter.replay.fence}
+        start = {"replay.fencingToken": letter.replay.fencing_token}
     waits = {"$not": {"$type": "number"}} if letter.parked is None else Int64(to_signed(letter.parked))
     return {**start, "parked": waits}
 

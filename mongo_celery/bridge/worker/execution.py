@@ -661,7 +661,7 @@ class Execution:
             "%s of %s (fencing token %d) was refused: a newer execution decides",
             outcome,
             self.claim.partition_id,
-            self.claim.fence,
+            self.claim.fencing_token,
             extra={"event": "outcome_refused", "outcome": outcome},
         )
         raise SupersededError

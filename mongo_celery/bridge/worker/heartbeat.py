@@ -211,7 +211,7 @@ class Heartbeats:
         logger.warning(
             "claim of %s (fencing token %d) was taken over while its handler runs",
             beat.claim.partition_id,
-            beat.claim.fence,
+            beat.claim.fencing_token,
             extra={"event": "claim_lost"},
         )
         if not beat.charged:

@@ -129,7 +129,7 @@ class ReplaySubject(Subject):
 
     def token(self, claim: Claim) -> int:
         """Return the token that was kept free for this start; over newer data the claim's own, which is the newest."""
-        return claim.fence if self._request.over_newer else self._place.fence + self._request.starts
+        return claim.fencing_token if self._request.over_newer else self._place.fencing_token + self._request.starts
 
     def fence(self, raw: bytes, rewound: int, change: Change) -> Fence:
         """Return the fence at the place of the change; over newer data that of the claim."""

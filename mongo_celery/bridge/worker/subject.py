@@ -155,7 +155,7 @@ class Subject(ABC):
 
     def token(self, claim: Claim) -> int:
         """Return the fencing token that targets see."""
-        return claim.fence
+        return claim.fencing_token
 
     def fence(self, raw: bytes, rewound: int, change: Change) -> Fence:
         """Return what targets compare: the token, and the place of a change where others may write the same target."""
@@ -409,7 +409,7 @@ class RunSubject(Subject):
             error=error_text(error) if error is not None else _BEHIND,
             traceback=traceback_text(error) if error is not None else "",
             attempts=count_attempts(claim, error) if error is not None else 0,
-            place=Place(run.generation, run.index, claim.first, claim.fence, run.hash_at(outcome.offset)),
+            place=Place(run.generation, run.index, claim.first, claim.fencing_token, run.hash_at(outcome.offset)),
             cause=outcome.cause,
             name=dead_letter_name(token_data(token), raw),
             passed_over=claim.passed_over,
