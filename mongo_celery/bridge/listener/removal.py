@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation, PyMongoError
 
+from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, token_place
 from mongo_celery.mongo.verdicts import brief
 
@@ -65,6 +66,7 @@ class Removal:
         self._wanted: dict[str, Done] = {}
         self._measured = self._added = 0
         self._measured_at = -_MEASURED_SECONDS
+        self._throttles = {"removing": LogThrottle(), "measuring": LogThrottle()}
         self._steps = self._remove_wanted()
 
     @property
@@ -111,23 +113,35 @@ class Removal:
             return next(self._steps)
         except InvalidOperation:
             return math.inf  # the client was closed: nobody is left for whom this is done
-        except PyMongoError as error:
-            logger.warning(
-                "removing or measuring stored changes failed, trying again: %s",
-                brief(error),
-                extra={"event": "removal_failed"},
-            )
-            self._steps = self._remove_wanted()
+        except Exception as error:
+            self._steps = self._remove_wanted()  # one that has raised would give nothing any more
+            if not isinstance(error, PyMongoError):
+                raise
+            self._note_failure("removing", error)
             return _PAUSE_SECONDS
 
     def _measure(self) -> None:
+        """Measure what is stored, if that is due; where it fails, removal goes on, and it is tried again."""
         if time.monotonic() - self._measured_at < _MEASURED_SECONDS:
             return
-        added, size = self._added, self._backlog.size()
-        with self._lock:
-            self._measured = size
-            self._added -= added  # what was stored meanwhile may count twice for a while, and never not at all
+        added = self._added
+        try:
+            size = self._backlog.size()
+        except InvalidOperation:
+            raise
+        except PyMongoError as error:
+            self._note_failure("measuring", error)
+        else:
+            with self._lock:
+                self._measured = size
+                self._added -= added  # what was stored meanwhile may count twice for a while, and never not at all
         self._measured_at = time.monotonic()
+
+    def _note_failure(self, what: str, error: PyMongoError) -> None:
+        if self._throttles[what].may_log():
+            logger.warning(
+                "%s stored changes failed, trying again: %s", what, brief(error), extra={"event": "removal_failed"}
+            )
 
     def _remove_wanted(self) -> Iterator[float]:
         """Remove what is wanted, and walk on when nothing is."""
@@ -141,8 +155,8 @@ class Removal:
                 with self._lock:
                     if self._wanted[partition_id] == done:
                         del self._wanted[partition_id]
-                    if self._last[partition_id] <= token_place(done.passed):
-                        del self._last[partition_id], self._asked[partition_id]
+                        if self._last[partition_id] <= token_place(done.passed):
+                            del self._last[partition_id], self._asked[partition_id]
             yield next(walk)
 
     def _walk(self) -> Iterator[float]:

@@ -1,0 +1,131 @@
+"""
+The removals of one term against a real server, step by step.
+
+P17: whatever comes between two steps, what is done is removed in the end, and what is stored is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.bridge.listener import removal as module
+from mongo_celery.bridge.listener.removal import Removal
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.backlog import Backlog, StoredChange, token_place
+from mongo_celery.bridge.state.store import Store
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import wait_for
+from tests.fixtures.samples import image, raw_event, token_data
+
+APP = "removing"
+TERM = 100
+_SOME = 3
+
+
+def partition_id(index: int = 0, bridge: str = "shop") -> str:
+    """The `_id` of a partition."""
+    return f"{bridge}/record/7/{index}"
+
+
+def store_some(backlog: Backlog, *numbers: int, index: int = 0, bridge: str = "shop", padding: int = 0) -> int:
+    """Store the changes with these numbers of a partition; their bytes."""
+    raws = [raw_event(_id={"_data": token_data(number)}, padding=bytes(padding)) for number in numbers]
+    changes = [StoredChange(token_data(number), raw, 1) for number, raw in zip(numbers, raws, strict=True)]
+    backlog.insert(partition_id(index, bridge), changes, TERM)
+    return sum(map(len, raws))
+
+
+def stored(backlog: Backlog, index: int = 0) -> int:
+    """How many changes are stored of a partition."""
+    return backlog.count(partition_id(index), "", token_data(9999))
+
+
+def ask(removal: Removal, done: int, *, index: int = 0) -> None:
+    """Have removed what a partition has committed, up to this change, where the watermark is far beyond."""
+    images = {partition_id(index): image(index=index, data=token_data(done))}
+    removal.ask(images, {"record": token_data(9999)})
+
+
+@pytest.fixture
+def make_backlog(make_client: MakeClient, state_database: str) -> Callable[..., Backlog]:
+    """Give what makes the backlog of a bridge."""
+    client: MongoClient[dict[str, Any]] = make_client(appName=APP)
+
+    def made(bridge: str = "shop") -> Backlog:
+        return Store(client, BridgeOptions(name=bridge, database=state_database)).backlog
+
+    return made
+
+
+@pytest.fixture
+def backlog(make_backlog: Callable[..., Backlog]) -> Backlog:
+    """Give the backlog of a bridge, which is empty."""
+    return make_backlog()
+
+
+def test_what_is_done_while_a_partition_is_removed_is_removed_next(backlog: Backlog) -> None:
+    """P17: a partition that has ended its backlog goes on, and is swept again between two steps of its removal."""
+    store_some(backlog, *range(1, _SOME + 1))
+    removal = Removal(backlog, TERM)
+    removal.note(partition_id(), token_place(token_data(_SOME)))
+    ask(removal, _SOME)
+    removal.work()
+    ask(removal, _SOME + 1)
+    for number in range(1, _SOME + 1):
+        store_some(backlog, number, index=1)
+        removal.note(partition_id(1), token_place(token_data(number)))
+        ask(removal, number, index=1)
+        wait_for(lambda: removal.work() >= 0 and not stored(backlog, 1))
+    assert not stored(backlog)
+
+
+def test_removal_goes_on_where_it_cannot_be_measured(
+    backlog: Backlog, failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P17: collStats may be refused, by rights or by an outage; that is logged now and then, and not each second."""
+    monkeypatch.setattr(module, "_MEASURED_SECONDS", 0.0)
+    store_some(backlog, *range(1, _SOME + 1))
+    removal = Removal(backlog, TERM)
+    removal.note(partition_id(), token_place(token_data(_SOME)), 10)
+    with failpoint(failCommands=["collStats", "aggregate"], errorCode=13, appName=APP):
+        ask(removal, _SOME)
+        wait_for(lambda: removal.work() >= 0 and not stored_by_reading(backlog))
+        for _ in range(_SOME):
+            removal.work()
+    events = [record.__dict__.get("event") for record in caplog.records if record.levelno >= logging.WARNING]
+    assert events == ["removal_failed"]
+    assert removal.size == 10, "as far as it is known"
+    removal.work()
+    assert removal.size == 0, "measured again"
+
+
+def stored_by_reading(backlog: Backlog) -> list[StoredChange]:
+    """The stored changes of the first partition, without counting."""
+    return backlog.read(partition_id(), "", token_data(9999), 10)
+
+
+def test_an_unforeseen_error_ends_no_removal(backlog: Backlog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P17: it is reported by the housekeeping, and the next run begins anew."""
+    store_some(backlog, 1)
+    removal = Removal(backlog, TERM)
+    removal.note(partition_id(), token_place(token_data(1)))
+    ask(removal, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Backlog, "remove", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            removal.work()
+    wait_for(lambda: removal.work() >= 0 and not stored(backlog))
+
+
+def test_a_closed_client_ends_it(backlog: Backlog) -> None:
+    """Nobody is left for whom something is removed or measured."""
+    removal = Removal(backlog, TERM)
+    backlog._table.collection.database.client.close()
+    assert removal.work() == math.inf
