@@ -12,7 +12,7 @@ _TRACEBACK_CHARS = 4 * _ERROR_CHARS
 
 
 def error_text(error: BaseException | None) -> str:
-    """Class and message, of bounded length; one whose message cannot be told shows its class alone."""
+    """Class and message, of bounded length; one whose message cannot be read shows its class alone."""
     name = type(error).__name__
     try:
         return storable(f"{name}: {_words(error)}"[:_ERROR_CHARS])

@@ -2,7 +2,7 @@
 The reason why a change is not given to its handler: it was refused before dispatch.
 
 A change is refused by the listener that reads it, for one subscription, when something between stream and dispatch
-fails on it: the event could not be read as asked for, it cannot be told whether the handler gets it, or it has no
+fails on it: the event could not be read as asked for, it is unknown if the handler gets it, or it has no
 partition key. It keeps its place in the order of a partition, travels with its reason, and a worker applies the
 failure policy to it under a claim of its own, without calling the handler.
 

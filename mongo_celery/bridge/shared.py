@@ -99,10 +99,10 @@ def find_stray_handlers(names: Collection[str]) -> list[tuple[str, str]]:
     """Return the handlers that name a bridge other than these: the function, and the name."""
     with LOCK:
         found = [(each, name) for (_, name), each in _SHARED.items() if name is not None and name not in names]
-    return [(_qualified_name(each), name) for each, name in found]
+    return [(_function_name(each), name) for each, name in found]
 
 
-def _qualified_name(shared: Registration) -> str:
+def _function_name(shared: Registration) -> str:
     return f"{shared.function.__module__}.{shared.function.__qualname__}"
 
 
@@ -112,7 +112,7 @@ def _can_join(shared: Registration, wiring: Wiring) -> bool:
     names = {wiring.name, *(other.name for other in BRIDGES.of(wiring.app))}
     if len(names) > 1:
         raise ConfigurationError(
-            f"shared handler {_qualified_name(shared)} names no bridge, and an app has "
+            f"shared handler {_function_name(shared)} names no bridge, and an app has "
             f"{len(names)} ({', '.join(sorted(names))}): write shared_change(..., bridge='...').",
         )
     return True

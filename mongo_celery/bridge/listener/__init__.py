@@ -3,7 +3,7 @@ The listener: standby -> lease -> take-over -> stream -> window -> dispatch -> w
 
 ::
 
-    standing by --acquire--> taking over --> leading --lease lost, or told to stop--> stepping down
+    standing by --acquire--> taking over --> leading --lease lost, or asked to stop--> stepping down
          ^                                                                               |
          +-------------------------------------------------------------------------------+
 

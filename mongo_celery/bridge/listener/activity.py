@@ -20,7 +20,7 @@ from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state.partitions import Image
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-"""Upper ends of the latencies that are told apart, in seconds."""
+"""Upper ends of the latencies that are counted separately, in seconds."""
 
 STALLED_TTLS = 3
 STALLED_SECONDS = 60.0
