@@ -64,7 +64,7 @@ def resolve_client(given: Made | Callable[[], Made]) -> Made:
     return given if isinstance(given, MongoClient | AsyncMongoClient) else given()
 
 
-def strict(target: Opened, types: CodecOptions[Any] | None = None) -> Opened:
+def with_majority(target: Opened, types: CodecOptions[Any] | None = None) -> Opened:
     """
     The same collection or database with majority writes and majority reads from the primary.
 

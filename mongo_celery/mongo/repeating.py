@@ -39,7 +39,7 @@ class Pauses:
         return whole * (1 - self.jitter * random.random())  # noqa: S311 - jitter, no secret
 
 
-def until_answered(
+def retry_until_answered(
     call: Callable[[], Result],
     *,
     deadline: float,

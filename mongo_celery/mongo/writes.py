@@ -64,7 +64,7 @@ class Target:
         """
         return {"_id": {"$eq": self.id}, **self.rest, "$and": [*self.rest.get("$and", ()), *conditions]}
 
-    def nowhere(self) -> dict[str, Any]:
+    def insert_only_filter(self) -> dict[str, Any]:
         """
         A filter that matches nothing and, in an upsert, creates this document.
 

@@ -17,7 +17,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, strict
+from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, with_majority
 from mongo_celery.outbox import index, signing, swept
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.commands import COMMAND_SECONDS
@@ -113,12 +113,12 @@ class Backing:
     @per_process
     def collection(self) -> Collection[Any]:
         """The user's collection with its own types, majority writes and majority reads from the primary."""
-        return strict(resolve_collection(self._source))
+        return with_majority(resolve_collection(self._source))
 
     @per_process
     def plain(self) -> Collection[dict[str, Any]]:
         """The same with plain dicts, whatever types the user's collection decodes to."""
-        return strict(self.collection, plain_types(self.collection))
+        return with_majority(self.collection, plain_types(self.collection))
 
     @per_process
     def latest(self) -> Collection[dict[str, Any]]:
@@ -189,13 +189,15 @@ class Backing:
         """What could not be published."""
         store = self.plain.database.client[self._options.database][COLLECTION]
         retention = self._options.dead_letter_retention
-        return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name, retention)
+        return OutboxDeadLetters(with_majority(store, self.plain.codec_options), self.collection.full_name, retention)
 
     @per_process
     def signer(self) -> EntrySigner:
         """Signs and verifies entries."""
         keys = self.plain.database.client[self._options.database][signing.COLLECTION]
-        return EntrySigner(strict(keys, self.plain.codec_options), f"{self.collection.full_name}/{self.field.name}")
+        return EntrySigner(
+            with_majority(keys, self.plain.codec_options), f"{self.collection.full_name}/{self.field.name}"
+        )
 
     @property
     def options(self) -> OutboxOptions:
@@ -208,7 +210,7 @@ class Backing:
         notes = self.plain.database.client[self._options.database][swept.COLLECTION]
         name = f"{self.collection.full_name}/{self.field.name}"
         apps = [app or "" for app in self.publisher.apps]
-        return SweepRecords(strict(notes, self.plain.codec_options), name, self.app.main or "", apps)
+        return SweepRecords(with_majority(notes, self.plain.codec_options), name, self.app.main or "", apps)
 
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
         """

@@ -27,7 +27,7 @@ from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.expressions import after, literal
-from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, strict
+from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, with_majority
 from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
 
 _INDEX = "expires-at"
@@ -102,7 +102,7 @@ class IdempotencyStore:
 
     def _opened(self) -> Collection[dict[str, Any]]:
         given = resolve_collection(self._source)
-        return strict(given, plain_types(given))
+        return with_majority(given, plain_types(given))
 
     def claim(self, identity: Any, owner: ObjectId) -> IdempotencyClaim:
         """Claim an id to run; the same owner may ask again, if it got no answer."""

@@ -45,7 +45,7 @@ from mongo_celery.locking import transactional
 from mongo_celery.mongo.django_connections import connections_in_transaction
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.repeating import Pauses, until_answered
+from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.transaction import Collects, hide_session
 from mongo_celery.mongo.transaction.scopes import Session, innermost_session, scope_of
 from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
@@ -281,7 +281,7 @@ def _record_done(running: RunningClaim, result: str | None) -> None:
 
 def _answered(ask: Callable[[], Result]) -> Result:
     with pymongo.timeout(_ANSWER_SECONDS):
-        return until_answered(ask, deadline=time.monotonic() + _ANSWER_SECONDS, pauses=_PAUSES)
+        return retry_until_answered(ask, deadline=time.monotonic() + _ANSWER_SECONDS, pauses=_PAUSES)
 
 
 def _duplicate(this: _Call, claim: IdempotencyClaim) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from bson import ObjectId
 from pymongo.client_session import ClientSession
 
-from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, strict
+from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, with_majority
 from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
 
 __tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
@@ -99,7 +99,7 @@ def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool =
     """
     identity = identity_of(key, task)
     collection = resolve_collection(marks)
-    found = strict(collection, plain_types(collection)).find_one({"_id": identity})
+    found = with_majority(collection, plain_types(collection)).find_one({"_id": identity})
     state = None if found is None else found["state"]
     if state == ("done" if ran else None):
         return

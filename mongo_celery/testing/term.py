@@ -30,7 +30,7 @@ from mongo_celery.bridge.state.snapshots import DONE, RUNNING
 from mongo_celery.bridge.stream.isolator import find_refused_matches
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import LeaseLostError, StreamRefusedError
-from mongo_celery.mongo.opening import strict
+from mongo_celery.mongo.opening import with_majority
 from mongo_celery.mongo.oplog import check_topology, operation_time
 
 _OF_A_TERM = {f"mongo_celery-{name}" for name in ("reader", "snapshot", "removal", "housekeeping")}
@@ -223,7 +223,7 @@ class SteppedTerm:
         self._documents().update_one(found, [{"$set": {field: {"$subtract": ["$$NOW", 1]}}}])
 
     def _documents(self) -> Collection[dict[str, Any]]:
-        return strict(self._wiring.client[self._wiring.options.database])["partitions"]
+        return with_majority(self._wiring.client[self._wiring.options.database])["partitions"]
 
 
 def has_read_to(leader: Leader, place: Timestamp) -> bool:

@@ -17,7 +17,7 @@ from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.cluster import is_same_cluster
-from mongo_celery.mongo.opening import Client, plain_types, resolve_client, strict
+from mongo_celery.mongo.opening import Client, plain_types, resolve_client, with_majority
 from mongo_celery.twophase.participants import Part
 
 _OPENED_MAX = 1000
@@ -176,4 +176,4 @@ def opened(collection: Collection[Any]) -> Collection[dict[str, Any]]:
 
     A time that Python cannot hold is read all the same, so that one document does not hide others.
     """
-    return strict(collection, plain_types(collection, datetime_conversion=DatetimeConversion.DATETIME_AUTO))
+    return with_majority(collection, plain_types(collection, datetime_conversion=DatetimeConversion.DATETIME_AUTO))

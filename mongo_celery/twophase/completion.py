@@ -20,7 +20,7 @@ from mongo_celery.errors import ConfigurationError, TransactionStateError, Trans
 from mongo_celery.locking.holders import in_words
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.repeating import Pauses, until_answered
+from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.verdicts import explain_error, is_transient
 from mongo_celery.quantities import number
 from mongo_celery.twophase.across import AcrossClusters, begun_fields
@@ -341,7 +341,7 @@ class Completion:
             TransactionTimeoutError: it is.
         """
         try:
-            return until_answered(attempt, deadline=deadline, pauses=_PAUSES, repeatable=_is_repeatable)
+            return retry_until_answered(attempt, deadline=deadline, pauses=_PAUSES, repeatable=_is_repeatable)
         except (PyMongoError, BusyError) as error:
             if not _is_repeatable(error):
                 known = explain_error(error, self._log.concern)

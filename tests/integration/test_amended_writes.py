@@ -112,7 +112,7 @@ def test_an_insertion_carries_the_fields_of_both(target: Collection[Document], b
     document = parse_target({"_id": 1})
     assert document is not None
     kind: Any = ReplaceOne if isinstance(body, Replacement) else UpdateOne
-    target.bulk_write([kind(document.nowhere(), body.insertion(own), upsert=True)])
+    target.bulk_write([kind(document.insert_only_filter(), body.insertion(own), upsert=True)])
     [found] = target.find()
     assert found["left"] == "$price"
     assert found[STAMPS] == stamp(5)

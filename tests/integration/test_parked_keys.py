@@ -12,7 +12,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
 from mongo_celery import Change, CommandRefusedError
-from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, name_session
+from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, record_session
 from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -65,7 +65,7 @@ def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_part
 
     claim = rig.claim(owner="dead", ttl=0.1)
     with rig.documents.database.client.start_session() as session:
-        assert name_session(Table(rig.documents, 1.0), claim, session)
+        assert record_session(Table(rig.documents, 1.0), claim, session)
         session.start_transaction()
         rig.documents.update_one({"_id": rig.where}, {"$set": {"note": 1}}, session=session)
         wait_for(run, message="one message after another comes to nothing, as long as the partition is locked")

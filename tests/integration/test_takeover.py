@@ -22,7 +22,7 @@ from pymongo.monitoring import CommandListener, CommandStartedEvent
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
 from mongo_celery.bridge.listener.watermarks import Watermarks
-from mongo_celery.bridge.state.claims import name_session
+from mongo_celery.bridge.state.claims import record_session
 from mongo_celery.mongo.table import Table
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
@@ -278,7 +278,7 @@ def test_a_partition_that_a_dead_worker_has_locked_is_taken_over_once_its_claim_
     assert claim is not None
     rig = begin()
     with rig.database.client.start_session() as session:
-        assert name_session(Table(rig.partitions, 1.0), claim, session)
+        assert record_session(Table(rig.partitions, 1.0), claim, session)
         session.start_transaction()
         rig.partitions.update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
         locked = LockedPartitions(rig.store, rig.version, trackers_of(rig.take_over()).values())

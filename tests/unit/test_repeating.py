@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from pymongo.errors import AutoReconnect, OperationFailure
 
-from mongo_celery.mongo.repeating import Pauses, until_answered
+from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 
 AT_ONCE = Pauses(first=0.0, longest=0.0)
 LOST, REFUSED = AutoReconnect("no answer"), OperationFailure("refused", 13)
@@ -60,25 +60,28 @@ def test_a_call_is_repeated_until_it_is_answered() -> None:
     """Each error before the next attempt is told."""
     noted: list[Exception] = []
     call = answers(LOST, LOST, "done")
-    assert until_answered(call, deadline=math.inf, pauses=AT_ONCE, note=noted.append) == "done"
+    assert retry_until_answered(call, deadline=math.inf, pauses=AT_ONCE, note=noted.append) == "done"
     assert noted == [LOST, LOST]
 
 
 def test_a_refusal_is_an_answer() -> None:
     """Whatever it is: the same call would be refused again."""
     with pytest.raises(OperationFailure):
-        until_answered(answers(LOST, REFUSED, "too late"), deadline=math.inf, pauses=AT_ONCE)
+        retry_until_answered(answers(LOST, REFUSED, "too late"), deadline=math.inf, pauses=AT_ONCE)
 
 
 def test_what_fails_after_the_deadline_is_not_made_again() -> None:
     """It is made once all the same: who comes late may still be answered."""
     with pytest.raises(AutoReconnect):
-        until_answered(answers(LOST, "too late"), deadline=-math.inf, pauses=AT_ONCE)
-    assert until_answered(answers("done"), deadline=-math.inf, pauses=AT_ONCE) == "done"
+        retry_until_answered(answers(LOST, "too late"), deadline=-math.inf, pauses=AT_ONCE)
+    assert retry_until_answered(answers("done"), deadline=-math.inf, pauses=AT_ONCE) == "done"
 
 
 def test_a_caller_says_what_else_may_pass() -> None:
     """Such as finding a document changed meanwhile."""
     changed = LookupError("changed meanwhile")
     call = answers(changed, "done")
-    assert until_answered(call, deadline=math.inf, pauses=AT_ONCE, repeatable=lambda error: error is changed) == "done"
+    assert (
+        retry_until_answered(call, deadline=math.inf, pauses=AT_ONCE, repeatable=lambda error: error is changed)
+        == "done"
+    )

@@ -89,7 +89,9 @@ class FencedUpdate(FencedWrite[UpdateResult]):
     def insertion(self, target: Target, stamps: Stamps) -> UpdateOne | ReplaceOne[Any]:
         """The statement that creates the document."""
         kind = ReplaceOne if isinstance(self.body, Replacement) else UpdateOne
-        return kind(target.nowhere(), self.body.insertion({FIELD: dict(stamps)}), upsert=True, **self.options)
+        return kind(
+            target.insert_only_filter(), self.body.insertion({FIELD: dict(stamps)}), upsert=True, **self.options
+        )
 
     def attempt(
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
@@ -126,7 +128,7 @@ class FencedFindAndUpdate(FencedWrite[Any]):
     def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> Any:
         """See `FencedWrite`."""
         return into.find_one_and_update(
-            target.nowhere(),
+            target.insert_only_filter(),
             self.body.insertion({FIELD: dict(stamps)}),
             upsert=True,
             session=session,

@@ -44,7 +44,7 @@ from mongo_celery.bridge.existing import (
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.window import Mark, PendingChange
-from mongo_celery.mongo.opening import strict
+from mongo_celery.mongo.opening import with_majority
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, error_code, is_transient, is_unanswered, judge_error
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def estimate(client: MongoClient[Any], source: str) -> int | None:
     database, _, name = source.partition(".")
     try:
         with pymongo.timeout(_CHECK_SECONDS):
-            return int(strict(client[database][name]).estimated_document_count())
+            return int(with_majority(client[database][name]).estimated_document_count())
     except PyMongoError:
         return None
 

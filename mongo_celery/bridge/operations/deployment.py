@@ -23,7 +23,7 @@ from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.findings import Finding, error, ok, warning
-from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence, open_session, strict
+from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence, open_session, with_majority
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import read_rights
@@ -123,7 +123,7 @@ def _roles(client: Client, wiring: Wiring) -> Sequence[str]:
 
 def _refusal(client: Client, database: str, name: str) -> str | None:
     """Why a collection of the state cannot be read and written, by trying it in a transaction that is aborted."""
-    collection = strict(client[database][name])
+    collection = with_majority(client[database][name])
     # No bridge, subscription or partition has such an _id; nothing is stored anyway.
     probe = {"_id": f"/check/{secrets.token_hex(8)}"}
     with pymongo.timeout(ANSWER_SECONDS), open_session(client) as session:

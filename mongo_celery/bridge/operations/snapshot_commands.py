@@ -25,7 +25,7 @@ from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.stream.condition import find_objection
 from mongo_celery.bridge.stream.source import parse_source
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.opening import strict
+from mongo_celery.mongo.opening import with_majority
 from mongo_celery.mongo.verdicts import Verdict, brief, judge_error
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _judge(wiring: Wiring, source: str, condition: str, time: Timestamp) -> None
     database, _, name = source.partition(".")
     shape = build_shape(source, time, [json_util.loads(condition)], ())
     try:
-        list(strict(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
+        list(with_majority(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:
         if judge_error(error) is Verdict.ACCESS:
             return

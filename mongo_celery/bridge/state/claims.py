@@ -370,7 +370,7 @@ class Claims:
         change: dict[str, Any] = {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}
         if leaving:
             change["claim.leaving"] = True
-        matched = self._table.update_each_unretried([own(claim) for claim in claims], [{"$set": change}])
+        matched = self._table.update_each_unretried([claim_filter(claim) for claim in claims], [{"$set": change}])
         if matched == len(claims):
             return []
         standing = self._table.find({"_id": {"$in": [claim.partition_id for claim in claims]}}, _OWN_FIELDS)
@@ -381,7 +381,7 @@ class Claims:
 
     def is_mine(self, claim: Claim) -> bool:
         """Return True if the claim is still in force, by a majority read."""
-        return self._table.find_one(own(claim), {"_id": 1}) is not None
+        return self._table.find_one(claim_filter(claim), {"_id": 1}) is not None
 
     def handle(
         self,
@@ -402,12 +402,12 @@ class Claims:
             session: of a transactional handler.
         """
         if claim.inline:
-            guard, change = _own_or_done(claim, last, token), _build_commit(claim, last, token)
+            guard, change = _claim_or_done_filter(claim, last, token), _build_commit(claim, last, token)
         else:
-            guard, change = _own_or_handled(claim), {"$set": {"handled": _build_handled(claim, last, token)}}
+            guard, change = _claim_or_handled_filter(claim), {"$set": {"handled": _build_handled(claim, last, token)}}
         if session is not None:  # the transaction's own limits hold, and its write concern
             # The effects of a body that is repeated behind its own commit would be there twice.
-            return self._table.collection.update_one(own(claim), change, session=session).matched_count == 1
+            return self._table.collection.update_one(claim_filter(claim), change, session=session).matched_count == 1
         return self._table.update_unretried(guard, change, ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:
@@ -502,7 +502,7 @@ class Claims:
         """
 
         def both(session: ClientSession) -> bool:
-            guard, change = own(claim), _build_skip(claim, token)
+            guard, change = claim_filter(claim), _build_skip(claim, token)
             change["$set"]["fencingToken"] = Int64(claim.fencing_token + REPLAYS_MAX)
             if parks:
                 key = dead_letter["key"][:_PARKED_CHARS]
@@ -516,7 +516,7 @@ class Claims:
             return True
 
         with self._table.session() as session:
-            named = name_session(self._table, claim, session)
+            named = record_session(self._table, claim, session)
             return named and session.with_transaction(both)
 
     def advance(
@@ -543,14 +543,14 @@ class Claims:
             session: of a transactional handler.
         """
         # Not in a transaction: the effects of a body that is repeated behind its own commit would be there twice.
-        guard = own(claim)
+        guard = claim_filter(claim)
         change: Any = _build_advance(last, token, of, passed_over)
         if ends:
             change = _build_commit(claim, last, token)
         if session is not None:
             return self._table.collection.update_one(guard, change, session=session).matched_count == 1
         if ends:
-            return self._table.update(_own_or_done(claim, last, token), change)
+            return self._table.update(_claim_or_done_filter(claim, last, token), change)
         return self._table.update({**guard, "committed": {"$in": [claim.first - 1, last]}}, change)
 
     def single_out(self, claim: Claim) -> bool:
@@ -558,20 +558,20 @@ class Claims:
         return self._write(claim, [{"$set": {"claim": REMOVED, "single": {"$max": ["$single", Int64(claim.last)]}}}])
 
     def _write(self, claim: Claim, change: Any) -> bool:
-        return self._table.update(own(claim), change)
+        return self._table.update(claim_filter(claim), change)
 
 
-def name_session(partitions: Table, claim: Claim, session: ClientSession) -> bool:
+def record_session(partitions: Table, claim: Claim, session: ClientSession) -> bool:
     """
     Say in a claim in which session a transaction is to end it; see `Claims.end_transactions`.
 
     Returns:
         False where a newer execution decides.
     """
-    return partitions.update(own(claim), {"$set": {"claim.session": session.session_id["id"]}})
+    return partitions.update(claim_filter(claim), {"$set": {"claim.session": session.session_id["id"]}})
 
 
-def own(claim: Claim) -> dict[str, Any]:
+def claim_filter(claim: Claim) -> dict[str, Any]:
     """The guard of every write of an execution."""
     return {
         "_id": claim.partition_id,
@@ -587,9 +587,9 @@ def collect_parked_hashes(document: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(to_unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
 
 
-def _own_or_handled(claim: Claim) -> dict[str, Any]:
+def _claim_or_handled_filter(claim: Claim) -> dict[str, Any]:
     """The guard of `handled`: that of every write, or it is there already."""
-    guard = own(claim)
+    guard = claim_filter(claim)
     del guard["handled"]
     return {**guard, "$or": [{"handled": None}, {"handled.owner": claim.owner}]}
 
@@ -598,13 +598,13 @@ def _build_handled(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[st
     return {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": _took(claim)}
 
 
-def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+def _claim_or_done_filter(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
     """
     The guard of a position that is written inline: that of every write, or it is there already.
 
     Nobody else can have moved it there under this token: every claim, and every command that moves one, raises it.
     """
-    guard = own(claim)
+    guard = claim_filter(claim)
     which = {"_id": guard.pop("_id"), "fencingToken": guard.pop("fencingToken")}
     return {**which, "$or": [guard, {"committed": last, "claim": None, "resumeToken._data": token["_data"]}]}
 
@@ -648,7 +648,7 @@ _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1
 
 
 def _is_held(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
-    """Return True if the partition of a claim is among these documents, and matches `own`."""
+    """Return True if the partition of a claim is among these documents, and matches `claim_filter`."""
     found = documents.get((claim.partition_id, claim.fencing_token, claim.owner))
     return found is not None and found["committed"] == claim.first - 1 and "handled" not in found
 

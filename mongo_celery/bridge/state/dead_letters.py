@@ -609,7 +609,7 @@ def keep_change(change: bytes) -> KeptChange:
     try:
         bson.decode(change)
         if _is_unread(change):
-            return KeptChange(naming(change), "name")
+            return KeptChange(naming_fields(change), "name")
         if len(change) <= CHANGE_BYTES:
             return KeptChange(RawBSONDocument(change), "event")
     except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
@@ -624,16 +624,16 @@ def _is_unread(change: bytes) -> bool:
 
 
 def _try_naming(change: bytes, *without: str) -> Mapping[str, Any]:
-    """As `naming`, or nothing where that could not be decoded either."""
+    """As `naming_fields`, or nothing where that could not be decoded either."""
     try:
-        found = naming(change, *without)
+        found = naming_fields(change, *without)
         bson.decode(bson.encode(found))
         return found
     except Exception:  # noqa: BLE001 - as above
         return {}
 
 
-def naming(change: bytes, *without: str) -> dict[str, Any]:
+def naming_fields(change: bytes, *without: str) -> dict[str, Any]:
     """Return the fields of an event that name its change."""
     event = wrap_event(change)
     return {name: event[name] for name in _NAMING if name in event and name not in without}

@@ -112,7 +112,7 @@ class Names:
             self._audit.add(record, session)
             return int(lease["term"])
 
-        return self._positions.together(remove)
+        return self._positions.run_transaction(remove)
 
     def remove(self, name: str, term: int, *, letters: bool) -> Iterator[int]:
         """

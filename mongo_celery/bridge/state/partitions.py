@@ -341,7 +341,7 @@ class Partitions:
     def forget_attempts(self, subscription: str, generation: int) -> None:
         """Forget what is counted of changes that are given up, in all partitions of a handler."""
         with self._table.limit():
-            self._table.collection.update_many(*attempts_forgotten(f"{self._bridge}/{subscription}/{generation}"))
+            self._table.collection.update_many(*build_attempt_reset(f"{self._bridge}/{subscription}/{generation}"))
 
     def mark_head(self, image: Image, generation: int) -> bool:
         """
@@ -413,7 +413,7 @@ class Partitions:
         return [build_image(document) for document in self._table.find(query, _PROJECTION, session=session)]
 
 
-def attempts_forgotten(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def build_attempt_reset(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     Return guard and update that forget attempts at changes that are given up, so that the next ones are not charged.
 

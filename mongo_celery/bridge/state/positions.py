@@ -37,7 +37,7 @@ from pymongo.database import Database
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED
-from mongo_celery.bridge.state.partitions import attempts_forgotten, build_move
+from mongo_celery.bridge.state.partitions import build_attempt_reset, build_move
 from mongo_celery.bridge.state.stored import ids_under, range_end
 from mongo_celery.bridge.state.subscriptions import build_start_move, watermark_fields
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
@@ -122,7 +122,7 @@ class Positions:
         def write(session: ClientSession) -> Moved | None:
             term = self.take_term(session, seen=to.term)
             guard = {"_id": subscription, "partitioning.term": to.generation}
-            stages = _subscription_moved(to, Int64(term or 0))
+            stages = _build_handler_move(to, Int64(term or 0))
             if term is None or not self._update("handlers", guard, stages, session):
                 session.abort_transaction()
                 return None
@@ -131,7 +131,7 @@ class Positions:
             self._audit.add({**record, "effect": effect}, session)
             return moved
 
-        return self.together(write)
+        return self.run_transaction(write)
 
     def pass_gap(
         self, subscription: str, lost: Mapping[str, Any], start: Timestamp, policy: str, record: Mapping[str, Any]
@@ -161,11 +161,11 @@ class Positions:
                 session.abort_transaction()
                 return False
             prefix = f"{subscription_id}/{int(found['partitioning']['term'])}"
-            self._database["partitions"].update_many(*attempts_forgotten(prefix), session=session)
+            self._database["partitions"].update_many(*build_attempt_reset(prefix), session=session)
             self._audit.add(record, session)
             return True
 
-        return self.together(write)
+        return self.run_transaction(write)
 
     def _move_partitions(self, prefix: str, to: Move, term: int, session: ClientSession) -> Moved:
         scope = {"_id": ids_under(prefix)}
@@ -240,8 +240,8 @@ class Positions:
     def _update(self, name: str, guard: Mapping[str, Any], change: Any, session: ClientSession) -> bool:
         return bool(self._database[name].update_one(guard, change, session=session).matched_count)
 
-    def together(self, body: Callable[[ClientSession], T]) -> T:
-        """A transaction of the state, repeated for a bounded time."""
+    def run_transaction(self, body: Callable[[ClientSession], T]) -> T:
+        """Run a transaction of the state, repeated for a bounded time."""
         with pymongo.timeout(_SECONDS), open_session(self._database.client) as session:
             return session.with_transaction(body)
 
@@ -273,7 +273,7 @@ def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool
     return own < data if forward else own > data
 
 
-def _subscription_moved(to: Move, term: Int64) -> list[dict[str, Any]]:
+def _build_handler_move(to: Move, term: Int64) -> list[dict[str, Any]]:
     """The stages that move a subscription's watermark, and, where it goes back, its pinned start."""
     # Without a token it stands at a time: what is read from there on has that time or a later one.
     own = {"$max": ["$startAtOperationTime", "$clusterTime"]}

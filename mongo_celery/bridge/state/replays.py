@@ -56,7 +56,7 @@ from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.claims import Claim, name_session, own
+from mongo_celery.bridge.state.claims import Claim, claim_filter, record_session
 from mongo_celery.bridge.state.dead_letters import (
     ASKED,
     PARKED,
@@ -306,13 +306,13 @@ class Replays:
 
     def _settle(self, claim: Claim, write: Callable[[ClientSession], object]) -> bool:
         with self._table.session() as session:
-            named = name_session(self._partitions, claim, session)
+            named = record_session(self._partitions, claim, session)
             return named and session.with_transaction(
                 lambda _: self._end(claim, write, session) or _abort_transaction(session)
             )
 
     def _end(self, claim: Claim, write: Callable[[ClientSession], object], session: ClientSession) -> bool:
-        ended = self._partitions.collection.update_one(own(claim), {"$unset": {"claim": ""}}, session=session)
+        ended = self._partitions.collection.update_one(claim_filter(claim), {"$unset": {"claim": ""}}, session=session)
         if ended.matched_count:
             write(session)
         return bool(ended.matched_count)

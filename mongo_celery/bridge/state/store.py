@@ -24,7 +24,7 @@ from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import Subscriptions
-from mongo_celery.mongo.opening import start_session, strict
+from mongo_celery.mongo.opening import start_session, with_majority
 
 _TYPES: CodecOptions[dict[str, Any]] = CodecOptions(
     unicode_decode_error_handler="replace",
@@ -43,7 +43,7 @@ class Store:
 
     def __init__(self, client: MongoClient[dict[str, Any]], options: BridgeOptions) -> None:
         self._client = client
-        database = strict(client[options.database], _TYPES)
+        database = with_majority(client[options.database], _TYPES)
         bridge = options.name
         self.leases = Leases(database["leases"], bridge, options.lease_ttl)
         self.signing = SigningKeys(database, bridge, options.lease_ttl)

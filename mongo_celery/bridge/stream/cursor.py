@@ -18,7 +18,7 @@ from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.source import Scope
-from mongo_celery.mongo.opening import strict
+from mongo_celery.mongo.opening import with_majority
 
 if TYPE_CHECKING:
     from bson.raw_bson import RawBSONDocument
@@ -70,7 +70,7 @@ def open_cursor(
         unicode_decode_error_handler="replace", datetime_conversion=DatetimeConversion.DATETIME_AUTO
     )
     options = {} if comment is None else {"comment": comment}
-    cursor: CommandCursor[RawBSONDocument] = strict(target, types).aggregate(
+    cursor: CommandCursor[RawBSONDocument] = with_majority(target, types).aggregate(
         [{"$changeStream": stage}, *scope.pipeline],
         batchSize=first_batch,
         maxAwaitTimeMS=1 if first_batch else int(AWAIT_SECONDS * 1000),

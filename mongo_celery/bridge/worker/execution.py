@@ -70,7 +70,7 @@ from mongo_celery.bridge.worker.replay_subject import ReplaySubject
 from mongo_celery.bridge.worker.subject import WAITS, RunSubject, Subject
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.opening import renew_connections, start_session
-from mongo_celery.mongo.repeating import Pauses, until_answered
+from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.verdicts import brief, explain_error, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
@@ -745,7 +745,7 @@ def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECOND
     Raises:
         PyMongoError: what the last attempt met, or what repeating cannot fix.
     """
-    return until_answered(
+    return retry_until_answered(
         write,
         deadline=time.monotonic() + seconds,
         pauses=_PAUSES,
