@@ -239,6 +239,17 @@ def test_handlers_get_what_users_change_and_no_bookkeeping(
     assert 0 < len(wanted) < len(updates)
 
 
+def test_transactions_replace_no_document(rig: Rig, database: Database[Document]) -> None:
+    """Markers and versions come and go in updates, which handlers are not given, also by MongoDB 4.4."""
+    start = now(database.client).time
+    with_markers(rig, database)
+    database["orders"].insert_one({"_id": LAST})
+
+    updates = read(database["orders"], [], start)[2:]
+
+    assert {event["operationType"] for event in updates} == {"update"}
+
+
 def test_the_server_leaves_out_what_an_outbox_keeps_and_every_token_remains_good(
     rig: Rig, database: Database[Document]
 ) -> None:
