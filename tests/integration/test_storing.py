@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
@@ -28,6 +29,7 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
+from tests.integration import storing_rig
 from tests.integration.storing_rig import PARTITIONS, Term, change, number_of, terms
 
 Document = dict[str, Any]
@@ -373,6 +375,22 @@ def test_a_large_change_that_cannot_be_stored_keeps_its_own_partition_waiting(
     assert term.storing.report()["notStored"] == []
 
 
+def test_a_large_change_that_is_done_otherwise_keeps_no_listener_busy(begin: Begin, failpoint: Failpoint) -> None:
+    """P12: somebody has skipped it, while it could not be stored."""
+    term = begin(max_message_bytes=2000)
+    term.read(1, padding=3000)
+    assert term.dispatch() == []
+    with failpoint(failCommands=["insert"], errorCode=14031, appName=APP):
+        term.turn()
+        assert term.dispatch() == []
+    skipped = {"committed": Int64(1), "resumeToken": {"_data": token_data(1)}}
+    term.rig.partitions.update_one({"_id": term.partition_id()}, {"$set": skipped, "$inc": {"fencingToken": 1}})
+    term.look()
+    assert (term.dispatch(), term.stored()) == ([], [])
+    term.turn(_BEGUN)
+    assert term.storing.next_turn_time() == math.inf
+
+
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -572,6 +590,21 @@ def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_mor
         term.turn(_SECOND)
     size = sum(len(change(number, padding=1000).raw) for number in term.stored())
     assert bound / 2 < size <= bound * (3 + 2 * turns * _SECOND / 60)
+
+
+def test_a_full_buffer_is_stored_until_it_is_half_empty(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest first; the rest stays in memory, however many partitions have something."""
+    monkeypatch.setattr(storing_rig, "PARTITIONS", 3)
+    term = begin(run_size=1, buffer_bytes=50_000)
+    term.read(1, index=2)
+    term.work(until=1)
+    term.dispatch()
+    for number in range(2, 50):
+        term.read(number, index=0 if number < 45 else 1, padding=1500)
+    assert term.storing.is_full
+    for _ in range(4):
+        term.turn(_SECOND)
+    assert (bool(term.stored(0)), term.stored(1)) == (True, [])
 
 
 def test_what_was_stored_before_with_other_bytes_runs_with_these(begin: Begin) -> None:

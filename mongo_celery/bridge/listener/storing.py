@@ -218,6 +218,8 @@ class Storing:
 
     def _next_bulk(self, subscription: Subscription, partition: Partition, reason: str) -> list[PendingChange]:
         """Return what is stored next: no more than is needed, where it is stored beyond the bound."""
+        if reason == TOO_LARGE:  # also where nothing is left of it
+            subscription.too_large.discard(partition)
         first, room = partition.queue.first, self._options.spill_bytes - self._removal.size
         if first is None or (reason not in _NEEDED and first.weight > room):
             return []
@@ -226,7 +228,6 @@ class Storing:
             to = partition.backlog.to if partition.backlog is not None else ""
             return [change for change in changes if change.data <= to]
         if reason == TOO_LARGE:
-            subscription.too_large.discard(partition)
             return list(takewhile(lambda change: len(change.raw) > self._options.max_message_bytes, changes))
         if reason == UNDELIVERABLE:
             needed = max((number for number, change in enumerate(changes, 1) if change.refusal), default=len(changes))
@@ -240,7 +241,7 @@ class Storing:
         idle = [] if at_end or not (self.is_full or self._pressure.is_full) else self._find_idle()
         self._pressure.observe(self.size, idle, now)
         for subscription, partition, due in self._find_due(now):
-            reason: str | None = due
+            reason = self._reason(subscription, partition, now) if due == FULL else due  # others have made room
             try:
                 while reason is not None and self.store(subscription, partition, reason):
                     partition.not_stored = None
@@ -265,6 +266,8 @@ class Storing:
                 if partition.not_stored is not None and not partition.not_stored.gate.is_open(now):
                     continue
                 reason = self._reason(subscription, partition, now) if partition.queue else None
+                if not partition.queue:
+                    subscription.too_large.discard(partition)
                 if reason is None:
                     partition.not_stored = None
                 else:
