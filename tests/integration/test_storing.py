@@ -358,7 +358,7 @@ def test_a_change_that_is_too_large_for_a_message_is_stored_and_runs_by_referenc
 
 
 def test_a_large_change_that_cannot_be_stored_keeps_its_own_partition_waiting(
-    begin: Begin, failpoint: Failpoint
+    begin: Begin, failpoint: Failpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P12, P16: it is named with its reason, nothing turns for it in vain, and it goes out when there is room."""
     term = begin(max_message_bytes=2000)
@@ -371,6 +371,8 @@ def test_a_large_change_that_cannot_be_stored_keeps_its_own_partition_waiting(
         assert failure["partition"] == "record/0"
         assert term.storing.next_turn_time() > time.monotonic()
         assert term.dispatch() == []
+        term.turn(_BEGUN)
+    assert events(caplog).count("spill_failed") == 1, "one line for all that fail within half a minute"
     assert number_of(next_run(term).changes[0]) == 1
     assert term.storing.report()["notStored"] == []
 

@@ -44,7 +44,7 @@ from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.housekeeping import Housekeeping, Job
-from mongo_celery.bridge.listener.pacing import RetryGate
+from mongo_celery.bridge.listener.pacing import LogThrottle, RetryGate
 from mongo_celery.bridge.listener.partition import NotStored, Partition
 from mongo_celery.bridge.listener.pressure import Pressure
 from mongo_celery.bridge.listener.read_back import ReadBack
@@ -120,6 +120,7 @@ class Storing:
         self._pressure = Pressure(options.buffer_bytes)
         self._reading = ReadBack(store, self.session)
         self._gate = RetryGate()
+        self._throttle = LogThrottle()
         self._removing: Job | None = None
         self._judged_at = self._swept_at = 0.0
         self._unfinished = self._has_swept = False
@@ -348,7 +349,10 @@ class Storing:
             partition.not_stored = failed
         elif isinstance(error, PyMongoError):
             raise_if_final(error, self._concern)
-        logger.warning("%s failed, trying again: %s", what, text, extra={"event": "spill_failed"})
+        if partition is None or self._throttle.may_log():  # thousands of partitions may fail, each for itself
+            left_out = self._throttle.count_left_out()
+            more = f" (and {left_out} more since the last such line)" if left_out else ""
+            logger.warning("%s failed, trying again: %s%s", what, text, more, extra={"event": "spill_failed"})
         if partition is None or not _concerns_one_partition(error):
             self._gate.note_failure()
 
