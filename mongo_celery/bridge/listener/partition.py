@@ -143,7 +143,6 @@ class Partition:
         undeliverable: places of undeliverable changes that may not be stored yet.
         blocked_since: what was committed when it was first seen to be blocked there, and when that was.
         not_stored: why its changes are not stored; None while nothing has failed.
-        is_awaited: whether a snapshot waits for documents here: they hold it, as others the watermark.
         replay: the next dead letter that is to be replayed.
         is_replaying: whether a dead letter was sent since the requests were read.
         has_replayed: whether it was a dead letter that was sent last.
@@ -170,7 +169,6 @@ class Partition:
         self.undeliverable: deque[str] = deque()
         self.blocked_since: tuple[int, float] = (-1, 0.0)
         self.not_stored: NotStored | None = None
-        self.is_awaited = False
         self.replay: ReplayRequest | None = None
         self.is_replaying = self.has_replayed = False
         self.sent: tuple[range, float] = (range(0), 0.0)

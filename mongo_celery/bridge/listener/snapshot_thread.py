@@ -206,8 +206,9 @@ class SnapshotThread:
             self._store.take_over(self._version)
             found = self._store.read(running=True)
         mine = [each for each in found if each.term == self._version and each.subscription in self._led]
-        was_active, self.records = bool(self.records), {each.id: each for each in mine}
-        self.paces = {name: pace for name, pace in self.paces.items() if name in self.records}
+        was_active, records = bool(self.records), {each.id: each for each in mine}
+        self.paces = {name: pace for name, pace in list(self.paces.items()) if name in records}  # the leader inserts
+        self.records = records
         self.has_polled = True
         if self.records and not was_active:
             self._wake()  # it says who may begin
@@ -299,7 +300,7 @@ class SnapshotThread:
             Exception: the reason for that.
         """
         while self.reading is chunk and chunk.high is not None and not self._is_closed:
-            pause = chunk.passed_at + _PASS_SECONDS - time.monotonic()
+            pause = max(chunk.passed_at + _PASS_SECONDS, self._gate.opens_at) - time.monotonic()
             if pause > 0:
                 self._await_change(pause)
             else:

@@ -73,7 +73,6 @@ class Snapshotting:
         self._led: Mapping[str, Subscription] = {}
         self._thread = SnapshotThread(wiring, self._room, wake)
         self._reached = ""
-        self._is_awaiting = False
 
     def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[Plan, Timestamp]]) -> None:
         """
@@ -225,7 +224,6 @@ class Snapshotting:
 
     def _secure(self, now: float) -> None:
         """See which partitions have committed or stored their part of a chunk; the rest holds it."""
-        awaited: dict[str, set[int]] = {}
         for chunk in list(self._thread.appended.values()):
             subscription, held = chunk.subscription, bool(chunk.ends)
             for index, data in list(chunk.ends.items()):
@@ -235,14 +233,8 @@ class Snapshotting:
                 if partition.is_secured(data):
                     chunk.seconds = max(chunk.seconds, now - chunk.first_at.get(index, now))
                     del chunk.ends[index]
-            awaited.setdefault(subscription.name, set()).update(chunk.ends)
             if held and not chunk.ends:
                 self._thread.notify()
-        if awaited or self._is_awaiting:
-            for name, subscription in self._led.items():
-                for index, partition in subscription.partitions.items():
-                    partition.is_awaited = index in awaited.get(name, ())
-        self._is_awaiting = bool(awaited)
 
 
 def _may_begin(subscription: Subscription) -> bool:
