@@ -61,10 +61,11 @@ Told = tuple[dict[str, Any], "BridgeVerdict"]
 
 
 def _read(ctx: click.Context, wiring: Wiring) -> Told:
+    from mongo_celery.bridge.operations.amounts import LOOK_SECONDS
     from mongo_celery.bridge.operations.status import read_status
     from mongo_celery.bridge.operations.verdict import judge
 
-    found = read_status(wiring)
+    found = read_status(wiring, LOOK_SECONDS)
     return found, judge(found, line=line_of(ctx, wiring))
 
 

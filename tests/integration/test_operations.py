@@ -22,7 +22,7 @@ from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavail
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations import amounts, commands, going_on, heads, worker_check
+from mongo_celery.bridge.operations import commands, going_on, heads, worker_check
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
@@ -551,10 +551,9 @@ def test_the_status_counts_what_is_stored_where_no_listener_says(storing: Storin
     assert (spill["count"], spill["bytes"], spill["share"]) == (3, 900, 0.9)
 
 
-def test_counting_what_is_stored_has_a_limit(storing: Storing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_what_is_stored_has_a_limit(storing: Storing) -> None:
     """P16: what takes too long is not known, and the rest of the status is there."""
-    monkeypatch.setattr(amounts, "_COUNTING_SECONDS", 1e-6)
-    status = read_status(storing.wiring)
+    status = read_status(storing.wiring, 1e-6)
     assert status["spill"]["count"] is None
     assert status["partitions"][0]["spilled"]["count"] is None
 

@@ -32,8 +32,9 @@ def check_marks(wiring: Wiring) -> Iterator[Finding]:
                 "spill_missing",
                 f"Partition {image.index} of {image.subscription} says that changes of it are stored, and none is: "
                 "somebody has removed documents of the collection backlog in the state database, or has restored only "
-                "a part of that database. It stands still until they are back: restore them from a backup, or set the "
-                "partition's `spilled` to null and restart the listener, which gives up what was stored.",
+                "a part of that database. It stands still until they are back: restore them from a backup. If there is "
+                "none they are lost: end the listener, remove `spilled` from the partition's document ($unset), start "
+                "it again, and make up for them manually.",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mongo_celery.bridge.operations.amounts import LOOK_SECONDS
 from mongo_celery.bridge.operations.spill_check import check_marks, judge_spill
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
@@ -26,7 +27,7 @@ def check_state(wiring: Wiring, found: Sequence[Finding], line: CommandLine) -> 
     Args:
         found: what else has been looked at.
     """
-    status = read_status(wiring)
+    status = read_status(wiring, LOOK_SECONDS)
     marks = list(check_marks(wiring))
     said = [
         each for each in judge_state(status, found, line) if not (marks and each.name == "spill_missing")

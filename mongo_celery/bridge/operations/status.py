@@ -23,7 +23,7 @@ from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.handlers import token_seconds
 from mongo_celery.bridge.identity import Identity, build_identity
 from mongo_celery.bridge.listener.activity import read_times
-from mongo_celery.bridge.operations.amounts import Place, count_stored
+from mongo_celery.bridge.operations.amounts import GLANCE_SECONDS, Place, count_stored
 from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
@@ -110,7 +110,7 @@ class Facts:
     line: CommandLine = ANY_APP
 
 
-def read_status(wiring: Wiring) -> dict[str, Any]:
+def read_status(wiring: Wiring, counting: float = GLANCE_SECONDS) -> dict[str, Any]:
     """
     The state of a bridge as plain values that JSON can carry.
 
@@ -170,7 +170,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `time_limit`: seconds after which Celery ends its handler; None where nothing does in this app.
     - a subscription's `oplog_left_seconds`: what of the oplog's window lies before its watermark; None where it cannot
       be read.
-    - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
+    - a subscription's `partitioning_term` and `partitions` are those of its layout in force; None where it is `new`.
     - a subscription's `new_layout`: while one is being prepared, how many `partitions` it will have, since when, and
       what it `waits` for.
     - `oversized`: the error of one dead letter whose change was too large to be read; None where there is none.
@@ -187,6 +187,9 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
       nothing, or cannot be read. From 1 on, what was not read is lost.
 
+    Args:
+        counting: seconds that counting stored changes may take.
+
     Raises:
         ServerUnavailableError: MongoDB did not answer.
         DeploymentError: it cannot serve a bridge, or a right is missing.
@@ -194,12 +197,12 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     client = wiring.reach()
     try:
         with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
-            return shape(_read(client, wiring))
+            return shape(_read(client, wiring, counting))
     except PyMongoError as error:
         raise to_user_error(error, wiring.state_concern) from error
 
 
-def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
+def _read(client: MongoClient[dict[str, Any]], wiring: Wiring, counting: float) -> Facts:
     options = wiring.options
     store = wiring.store
     lease = store.leases.read()
@@ -225,7 +228,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
-        stored=count_stored(store.backlog, _marked(store, layouts, images)),
+        stored=count_stored(store.backlog, _marked(store, layouts, images), counting),
         heads=_stored_heads(store, layouts, images),
         oldest=_oldest_stored(store, layouts, images),
         time_limits={each.name: time_limit(wiring.app.tasks.get(each.task_name)) for each in wiring.handlers},
