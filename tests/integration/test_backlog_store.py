@@ -128,13 +128,14 @@ def test_what_was_inserted_is_read_in_the_streams_order(backlog: Backlog, docume
 
 
 def test_what_is_stored_is_measured_by_the_server(backlog: Backlog, documents: Collection[Document]) -> None:
-    """P16: all of the collection, also what other bridges have there; nothing where there is none yet."""
-    assert backlog.size() == 0
+    """P12, P16: all of the collection, or what this bridge has there; nothing where there is none yet."""
+    assert backlog.size(0) == 0
     backlog.insert(PARTITION, [change(1, padding=noise(1, 100_000))], VERSION)
     documents.insert_one({"_id": "other/record/7/1", "raw": noise(2, 100_000)})
-    assert 200_000 < backlog.size() < 210_000
+    assert 200_000 < backlog.size(1 << 20) < 210_000
+    assert 100_000 < backlog.size(0) < 105_000
     documents.delete_many({})
-    assert backlog.size() == 0
+    assert backlog.size(0) == 0
 
 
 def test_a_reading_begins_behind_a_place_and_ends_at_one(backlog: Backlog) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.fixtures.samples import image, raw_event, token_data
 
 APP = "removing"
 TERM = 100
+BOUND = 100_000
 _SOME = 3
 
 
@@ -73,7 +75,7 @@ def backlog(make_backlog: Callable[..., Backlog]) -> Backlog:
 def test_what_is_done_while_a_partition_is_removed_is_removed_next(backlog: Backlog) -> None:
     """P17: a partition that has ended its backlog goes on, and is swept again between two steps of its removal."""
     store_some(backlog, *range(1, _SOME + 1))
-    removal = Removal(backlog, TERM)
+    removal = Removal(backlog, TERM, BOUND)
     removal.note(partition_id(), token_place(token_data(_SOME)))
     ask(removal, _SOME)
     removal.work()
@@ -91,8 +93,9 @@ def test_removal_goes_on_where_it_cannot_be_measured(
 ) -> None:
     """P17: collStats may be refused, by rights or by an outage; that is logged now and then, and not each second."""
     monkeypatch.setattr(module, "_MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_REST", 0.0)
     store_some(backlog, *range(1, _SOME + 1))
-    removal = Removal(backlog, TERM)
+    removal = Removal(backlog, TERM, BOUND)
     removal.note(partition_id(), token_place(token_data(_SOME)), 10)
     with failpoint(failCommands=["collStats", "aggregate"], errorCode=13, appName=APP):
         ask(removal, _SOME)
@@ -106,6 +109,28 @@ def test_removal_goes_on_where_it_cannot_be_measured(
     assert removal.size == 0, "measured again"
 
 
+def test_what_another_bridge_has_stored_stops_nobody_else(make_backlog: Callable[..., Backlog]) -> None:
+    """P12: bridges share a state database by default; near the bound each counts its own bytes."""
+    mine, others = make_backlog(), make_backlog("shop-2")
+    size = store_some(mine, 1, padding=1000)
+    for number in range(1, 4):
+        others.insert(partition_id(0, "shop-2"), [noisy(number, BOUND // 2)], TERM)
+    sizes = []
+    for backlog in (mine, others):
+        removal = Removal(backlog, TERM, BOUND)
+        removal.work()
+        sizes.append(removal.size)
+    assert sizes[0] < size + 1000
+    assert sizes[1] > BOUND
+    assert mine.size(10 * BOUND) > sum(sizes) - 1000, "further from the bound it is not worth the reading"
+
+
+def noisy(number: int, size: int) -> StoredChange:
+    """A change that cannot be compressed."""
+    raw = raw_event(_id={"_data": token_data(number)}, padding=random.Random(number).randbytes(size))
+    return StoredChange(token_data(number), raw, 1)
+
+
 def stored_by_reading(backlog: Backlog) -> list[StoredChange]:
     """The stored changes of the first partition, without counting."""
     return backlog.read(partition_id(), "", token_data(9999), 10)
@@ -114,7 +139,7 @@ def stored_by_reading(backlog: Backlog) -> list[StoredChange]:
 def test_an_unforeseen_error_ends_no_removal(backlog: Backlog, monkeypatch: pytest.MonkeyPatch) -> None:
     """P17: it is reported by the housekeeping, and the next run begins anew."""
     store_some(backlog, 1)
-    removal = Removal(backlog, TERM)
+    removal = Removal(backlog, TERM, BOUND)
     removal.note(partition_id(), token_place(token_data(1)))
     ask(removal, 1)
     with monkeypatch.context() as patch:
@@ -126,6 +151,6 @@ def test_an_unforeseen_error_ends_no_removal(backlog: Backlog, monkeypatch: pyte
 
 def test_a_closed_client_ends_it(backlog: Backlog) -> None:
     """Nobody is left for whom something is removed or measured."""
-    removal = Removal(backlog, TERM)
+    removal = Removal(backlog, TERM, BOUND)
     backlog._table.collection.database.client.close()
     assert removal.work() == math.inf

@@ -32,6 +32,8 @@ _PAUSE_SECONDS = 1.0
 _STEP_SECONDS = 0.05
 _WALK_SECONDS = 600.0
 _MEASURED_SECONDS = 5.0
+_REST = 20.0
+"""How many times as long as it took nothing is measured: reading what a bridge has takes some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,10 @@ class Removal:
     Args:
         backlog: where the changes are stored.
         version: of the term.
+        bound: bytes that the bridge may have stored.
     """
 
-    def __init__(self, backlog: Backlog, version: int) -> None:
+    def __init__(self, backlog: Backlog, version: int, bound: int) -> None:
         self._backlog = backlog
         self._version = version
         self._lock = threading.Lock()
@@ -65,7 +68,8 @@ class Removal:
         self._asked: dict[str, Done] = {}
         self._wanted: dict[str, Done] = {}
         self._measured = self._added = 0
-        self._measured_at = -_MEASURED_SECONDS
+        self._measured_next = 0.0
+        self._bound = bound
         self._throttles = {"removing": LogThrottle(), "measuring": LogThrottle()}
         self._steps = self._remove_wanted()
 
@@ -122,20 +126,22 @@ class Removal:
 
     def _measure(self) -> None:
         """Measure what is stored, if that is due; where it fails, removal goes on, and it is tried again."""
-        if time.monotonic() - self._measured_at < _MEASURED_SECONDS:
+        begun_at = time.monotonic()
+        if begun_at < self._measured_next:
             return
-        added = self._added
+        added, rest = self._added, _MEASURED_SECONDS
         try:
-            size = self._backlog.size()
+            size = self._backlog.size(self._bound // 2)
         except InvalidOperation:
             raise
         except PyMongoError as error:
             self._note_failure("measuring", error)
         else:
+            rest = max(rest, _REST * (time.monotonic() - begun_at))
             with self._lock:
                 self._measured = size
                 self._added -= added  # what was stored meanwhile may count twice for a while, and never not at all
-        self._measured_at = time.monotonic()
+        self._measured_next = time.monotonic() + rest
 
     def _note_failure(self, what: str, error: PyMongoError) -> None:
         if self._throttles[what].may_log():

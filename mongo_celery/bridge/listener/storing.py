@@ -21,9 +21,10 @@ cleared, and what is committed is removed (`removal`).
 | oplog | a quarter of the oplog's window lies behind the watermark that it holds | no |
 | full | the buffer is full, and another partition has nothing to do (`pressure`): the largest first | no |
 
-`spill_bytes` bounds what the collection has, as the server measures it every five seconds; at the bound no more is
-stored but what cannot run otherwise, and the stream waits for who frees it, loudly. Bridges that share a state database
-share the collection, and each has its own bound for all of it.
+`spill_bytes` bounds what is stored of this bridge, as the server measures it every five seconds; at the bound no more
+is stored but what cannot run otherwise, and the stream waits for who frees it, loudly. Bridges that share a state
+database share the collection. Up to half of the bound the whole of it counts; beyond, what this bridge has there is
+read, which is done about once a minute. Only one that has too much to be read within a call pays for the others.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Storing:
         self._share_behind = share_behind
         self._led: Mapping[str, Subscription] = {}
         self._version = 0
-        self._removal = Removal(store.backlog, 0)
+        self._removal = Removal(store.backlog, 0, options.spill_bytes)
         self._report = StoringReport(options.spill_bytes, line)
         self._pressure = Pressure(options.buffer_bytes)
         self._reading = ReadBack(store, self.session)
@@ -130,7 +131,7 @@ class Storing:
     def begin(self, subscriptions: Mapping[str, Subscription], version: int, housekeeping: Housekeeping) -> None:
         """Take over what is stored of these subscriptions."""
         self._led, self._version = subscriptions, version
-        self._removal = Removal(self._state.backlog, version)
+        self._removal = Removal(self._state.backlog, version, self._options.spill_bytes)
         self._removing = housekeeping.add(self._removal.work)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 from bson.int64 import Int64
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import BulkWriteError, OperationFailure
+from pymongo.errors import BulkWriteError, OperationFailure, PyMongoError
 
 from mongo_celery.bridge.existing import END, token_place
 from mongo_celery.bridge.state.stored import (
@@ -256,8 +256,25 @@ class Backlog:
         with self._table.limit():
             return self._table.collection.count_documents({"_id": backlog_range(partition_id, after, until)})
 
-    def size(self) -> int:
-        """Return the bytes of all that is stored in the collection, also of other bridges of this state database."""
+    def size(self, enough: int) -> int:
+        """
+        Return the bytes of what is stored: of all that is in the collection, while that is no more than `enough`.
+
+        Beyond, what other bridges of this state database have there does not count, unless what this one has is too
+        much to be read within the time of a call.
+        """
         with self._table.limit():
             found = self._table.collection.database.command("collStats", self._table.collection.name)
-        return int(found.get("size", 0))
+        whole, mine = int(found.get("size", 0)), ids_under(self._bridge)
+        if whole <= enough:
+            return whole
+        others = [{"_id": {"$lte": mine["$gt"]}}, {"_id": {"$gte": mine["$lt"]}}]
+        if self._table.find_one({"$or": others}, {"_id": 1}) is None:
+            return whole
+        bytes_ = {"$group": {"_id": None, "bytes": {"$sum": {"$bsonSize": "$$ROOT"}}}}
+        try:
+            return sum(int(row["bytes"]) for row in self._table.aggregate([{"$match": {"_id": mine}}, bytes_]))
+        except PyMongoError as error:
+            if not error.timeout:
+                raise
+            return whole
