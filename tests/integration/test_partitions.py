@@ -400,6 +400,9 @@ def test_lost_history_is_void_once_the_subscription_stands_elsewhere(rig: Rig) -
     (moved,) = subscriptions.read_all()
     assert parse_lost_history(moved) is None
     assert not subscriptions.mark_lost("record", VERSION - 1, Timestamp(5, 1), None, "late")
+    assert subscriptions.mark_lost("record", VERSION, Timestamp(6, 1), None, "nobody knows the oldest")
+    (again,) = subscriptions.read_all()
+    assert again["lost"].keys() == {"since", "at", "error"}, "there are no nulls"
 
 
 TRACES = (

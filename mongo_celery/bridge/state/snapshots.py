@@ -172,7 +172,7 @@ class Snapshots:
 
     def prepare(self, snapshot: Snapshot, term: int, *, uuid: bytes, at: Timestamp, estimated: int | None) -> bool:
         """Record which collection it is, before its first chunk; False where it is not this term's."""
-        change: dict[str, Any] = {"uuid": uuid, "at": at, "estimated": estimated}
+        change: dict[str, Any] = {"uuid": uuid, "at": at} | ({"estimated": estimated} if estimated is not None else {})
         guard = {"_id": snapshot.id, "term": term, "uuid": None}
         return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
 

@@ -167,7 +167,7 @@ class Subscriptions:
         Returns:
             False when the term is over.
         """
-        lost = {"at": place, "oldest": oldest, "error": error}
+        lost = {"at": place, "error": error} | ({"oldest": oldest} if oldest is not None else {})
         change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
         return self._table.update({"_id": self._id(name), "term": term}, [{"$set": change}])
 
