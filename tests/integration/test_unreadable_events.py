@@ -92,6 +92,20 @@ def test_a_change_of_twenty_megabytes_with_its_images_is_read_without_them(
     assert reading.events[-1]["fullDocumentBeforeChange"]["text"] == "b" * 7 * MEGABYTE
 
 
+def test_a_replacement_that_is_too_large_keeps_its_own_document(read: Read, items: Collection[Document]) -> None:
+    """P12: it fits without the pre-image. Within a transaction, since no server sends that in fragments."""
+    items.insert_one({"_id": 1, "text": "a" * 9 * MEGABYTE})
+    with read(scope_on(items.full_name, before_change="whenAvailable")) as reading:
+        with items.database.client.start_session() as session, session.start_transaction():
+            items.replace_one({"_id": 1}, {"text": "b" * 9 * MEGABYTE}, session=session)
+        items.insert_one({"_id": 2})
+        reading.wait_for_keys(1, 2)
+    (event,) = events_of(reading, 1)
+    assert event.read_error is not None
+    assert "fullDocumentBeforeChange" not in event.document
+    assert event.document["fullDocument"]["text"] == "b" * 9 * MEGABYTE
+
+
 def test_an_insert_that_is_too_large_by_itself_is_read_without_its_document(
     read: Read, items: Collection[Document]
 ) -> None:

@@ -32,6 +32,9 @@ _RAW_FIELD = 10  # without the bytes themselves
 _SHOWN_CHARS = 80
 _DOCUMENT_BYTES = (16 << 20) - (16 << 10)
 _PART_BYTES = 8 << 20
+_PARTS_MAX = 100
+"""More than any event has: a number that somebody else has written there costs no memory."""
+
 _BULK_BYTES = 4 << 20
 _BULK_DOCUMENTS = 1000
 _HASHES = 1 << 64
@@ -94,7 +97,8 @@ def range_end(prefix: str) -> str:
 def part_ids(head: Mapping[str, Any]) -> list[str]:
     """The `_id`s of a change's parts: behind its own, and named by their contents."""
     # Read again, an event may have other bytes: those of two readings must not be mixed.
-    return [f"{head['_id']}/{head['digest']}.{number:02d}" for number in range(head["parts"])]
+    count = head["parts"] if isinstance(head["parts"], int) else 0
+    return [f"{head['_id']}/{head['digest']}.{number:02d}" for number in range(min(count, _PARTS_MAX))]
 
 
 def to_signed(hash_: int) -> int:
@@ -186,7 +190,15 @@ def parse_change(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = (
         raw, damage = b"", f"the document cannot be read ({error!r})"
     if not damage:
         return replace(change, raw=raw)
-    return _refuse_damaged(head["_id"], change.token or {"_data": change.data}, damage)
+    return refuse_damaged(head["_id"], change.token or {"_data": change.data}, damage)
+
+
+def holds_token(raw: bytes, data: str) -> bool:
+    """Return True if bytes are an event of the token with this comparable part."""
+    try:
+        return token_data(read_token(raw)) == data
+    except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
+        return False
 
 
 def parse_outline(head: Mapping[str, Any]) -> StoredChange:
@@ -194,15 +206,28 @@ def parse_outline(head: Mapping[str, Any]) -> StoredChange:
     place = head["_id"].rpartition("/")[2]
     try:
         token, refusal = head.get("token"), head.get("refusal")
+        data = token_data(token or {"_data": place})
+        if token_place(data) != place:
+            raise ValueError("its token is another change's")
         return StoredChange(
-            data=token_data(token or {"_data": place}),
+            data=data,
             hash=to_unsigned(head["hash"]),
             refusal=Refusal.because(**refusal) if refusal else None,
             token=token,
             size=int(head.get("size", 0)),
         )
     except Exception as error:  # noqa: BLE001 - whatever somebody has left there
-        return _refuse_damaged(head["_id"], {"_data": place}, f"the document cannot be read ({error!r})")
+        return refuse_damaged(head["_id"], {"_data": place}, f"the document cannot be read ({error!r})")
+
+
+def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> StoredChange:
+    """Return the change of a document whose bytes cannot be given to a handler; it halts its partition."""
+    partition_id, data = document_id.rpartition("/")[0], token_data(token)
+    reason = (
+        f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
+        f"{damage}. Restore them in the collection `backlog` of the state database and retry, or skip the change."
+    )
+    return StoredChange(data, refusal=Refusal.because(reason, halts=True), token=token)
 
 
 def _join_bytes(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
@@ -216,15 +241,6 @@ def _join_bytes(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
         return zlib.decompress(raw) if head.get("zip") else raw, ""
     except zlib.error as error:
         return b"", f"they cannot be decompressed ({error})"
-
-
-def _refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> StoredChange:
-    partition_id, data = document_id.rpartition("/")[0], token_data(token)
-    reason = (
-        f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
-        f"{damage}. Restore them in the collection `backlog` of the state database and retry, or skip the change."
-    )
-    return StoredChange(data, refusal=Refusal.because(reason, halts=True), token=token)
 
 
 def _rare(change: StoredChange) -> Document:
@@ -241,10 +257,7 @@ def _rare(change: StoredChange) -> Document:
 
 def _is_token_derivable(change: StoredChange) -> bool:
     """Return True if `_id` and bytes together give the token: a long one is not in the `_id`."""
-    try:
-        return token_place(change.data) == change.data and token_data(read_token(change.raw)) == change.data
-    except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
-        return False
+    return token_place(change.data) == change.data and holds_token(change.raw, change.data)
 
 
 def _parts(head: Document, raw: bytes) -> Iterator[Document]:

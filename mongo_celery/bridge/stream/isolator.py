@@ -8,7 +8,7 @@ guess from an error, and no other event is read with less.
 |---|---|---|
 | without the flags of those `match` that fail on it | the event comes without any flag | of these handlers alone |
 | whole, in fragments (MongoDB 6.0.9, 7.0 and later) | it is too large | none |
-| judged whole, sent without the documents around the update | it is too large | of all handlers that it may concern |
+| judged whole, sent without pre-image, and without look-up | it is too large | of all handlers that it may concern |
 | judged whole, sent without its documents | it is too large | the same |
 | without look-up, images and flags | | the same |
 | by our own filters alone, without its documents | | the same |
@@ -61,6 +61,7 @@ _FRAGMENT = "splitEvent"
 _IN_FRAGMENTS: Mapping[str, Any] = {"$changeStreamSplitLargeEvent": {}}
 _IMAGES = ["fullDocument", "fullDocumentBeforeChange"]
 _WITHOUT_IMAGES = {"$unset": _IMAGES}
+_WITHOUT_PRE_IMAGE = {"$unset": "fullDocumentBeforeChange"}
 _WITHOUT_DOCUMENTS = {"$unset": [*_IMAGES, "updateDescription"]}
 _NAMES_MAX = 5
 _REFUSAL_SECONDS = 5.0
@@ -168,7 +169,9 @@ class EventIsolator:
             if whole is not None:
                 return Reread(whole)
             # Flags are computed before these stages. So no handler is concerned whose `match` rules the event out.
-            steps += [(scope.add_stage(stage), explained) for stage in (_WITHOUT_IMAGES, _WITHOUT_DOCUMENTS)]
+            is_update = candidate.get("operationType") == "update"  # of all others `fullDocument` is their own
+            fewer = _WITHOUT_IMAGES if is_update else _WITHOUT_PRE_IMAGE
+            steps += [(scope.add_stage(stage), explained) for stage in (fewer, _WITHOUT_DOCUMENTS)]
         steps.append((scope.without_images.with_flags(()), explained))
         for narrower, read_error in steps:
             document = self._try(candidate, narrower)

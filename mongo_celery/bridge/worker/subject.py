@@ -37,6 +37,7 @@ from mongo_celery.bridge.state.dead_letters import (
     dead_letter,
     iterate_forms,
 )
+from mongo_celery.bridge.state.stored import backlog_id, holds_token, refuse_damaged
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.outcome import (
@@ -276,12 +277,21 @@ class RunSubject(Subject):
             missing = f"the stored bytes of {what}, token {run.stored[0][:_TOKEN_CHARS]}, are missing"
             logger.error(_MISSING, missing, extra={"event": "stored_change_missing", "partition": run.partition_id})
             return self.wait(claim, what, missing, LookupError(missing))
-        whole = takewhile(lambda token: token in found and found[token].raw, run.stored)
-        changes = tuple(found[token].raw for token in whole)
+
+        def is_whole(token: str) -> bool:
+            # The bytes of what is refused may hold no token. And what was refused when it was stored may run today.
+            raw = found[token].raw if token in found else b""
+            return bool(raw) if run.refusal is not None else holds_token(raw, token)
+
+        changes = tuple(found[token].raw for token in takewhile(is_whole, run.stored))
         if changes:
             self.run = replace(run, changes=changes)
         else:
-            self.run = replace(run, changes=(b"",), refusal=first.refusal, token=first.token)
+            token = first.token or {"_data": run.stored[0]}
+            if first.refusal is None:
+                place = backlog_id(run.partition_id, run.stored[0])
+                first = refuse_damaged(place, token, "they are not those of this change")
+            self.run = replace(run, changes=(b"",), refusal=first.refusal, token=token)
         self._is_stored = True
         return []
 
