@@ -17,14 +17,17 @@ import bson
 import pytest
 from pymongo import MongoClient
 from pymongo.database import Database
+from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.existing import DocumentId
-from mongo_celery.bridge.listener import pace
+from mongo_celery.bridge.listener import pace, snapshot_thread
 from mongo_celery.bridge.listener.chunks import ChunkReader
+from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.snapshots import FAILED, GONE, Snapshots
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.repeating import Pauses
 from tests.fixtures.process import wait_for
 from tests.integration.snapshot_rig import HANDLER, World, worlds
 from tests.integration.term_rig import KilledError, around
@@ -189,6 +192,39 @@ def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: 
     assert [len(each) for each in letters] == [1, 1]
     assert letters[0][0].id == letters[1][0].id
     assert letters[0][0].id.startswith("00")
+
+
+def test_who_waits_for_a_hand_over_tries_again_after_the_pause_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P15: an outage has one backoff, whatever wakes the thread meanwhile."""
+    fill(world)
+    may_read, calls = threading.Event(), []
+    read, mark = ChunkReader.read, Snapshots.mark_read_end
+
+    def read_later(self: ChunkReader, chunk: Any) -> None:
+        may_read.wait()
+        read(self, chunk)
+
+    def mark_once(self: Snapshots, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise AutoReconnect("the server is away")
+        return mark(self, *arguments)
+
+    monkeypatch.setattr(ChunkReader, "read", read_later)
+    monkeypatch.setattr(Snapshots, "mark_read_end", mark_once)
+    monkeypatch.setattr(snapshot_thread, "_PASS_SECONDS", 0.0)
+    monkeypatch.setattr(snapshot_thread, "RetryGate", lambda: RetryGate(Pauses(first=3600.0, longest=3600.0)))
+    term = world.term().begin()
+    thread = term.leader.snapshots._thread
+    term.until(lambda: thread.reading)
+    may_read.set()  # from here on the leader takes no turn
+    wait_for(lambda: len(calls) > 1)
+    for _ in range(_DOCUMENTS):
+        thread.notify()
+        wait_for(lambda: not thread._changed.is_set())
+    assert len(calls) == 2
 
 
 def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
