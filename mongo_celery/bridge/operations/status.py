@@ -146,7 +146,7 @@ def read_status(wiring: Wiring, counting: float = GLANCE_SECONDS) -> dict[str, A
       without a report. `reading_waits` is why: a full buffer, or the stream's last error; `reopenings` counts those of
       this term.
     - `spill`: how much is stored: the `count` of this bridge's changes (None where counting took too long), the `bytes`
-      of the collection as the listener has measured it beside the bound (`limit`), the `share` that these are of it,
+      of it as the listener has measured them beside the bound (`limit`), the `share` that these are of it,
       and `waits`, why something is not stored that should be. `bytes` and `share` are None where no listener says so.
     - a partition's `oldest_seconds`: age of the change at which it is blocked, or of the first one that is stored; None
       where it is neither. Its claim's `seconds`: for how long it has been held.
