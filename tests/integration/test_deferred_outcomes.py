@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, closing
 
 import bson
 import pytest
+from bson.int64 import Int64
 from celery import Celery
 from celery.exceptions import Ignore
 from pymongo import MongoClient
@@ -50,6 +51,34 @@ def test_an_outcome_that_is_refused_at_last_takes_back_what_was_charged_meanwhil
             assert rig.claim(owner="duplicate").crashes == 1
         wait_for(lambda: rig.document["retry"]["crashes"] == 0, timeout=30)
         assert rig.document["claim"]["owner"] == "duplicate"
+
+
+def test_an_outcome_that_is_refused_at_last_leaves_no_claim(
+    mongo_url: str, make_client: Callable[..., MongoClient[Document]], state_database: str, failpoint: Failpoint
+) -> None:
+    """P14: the key behind which a change was to wait was released before the write; the next claim counts no crash."""
+    rig = rig_of(make_client(), state_database)
+    key = 5
+    rig.spoil(parkedKeys=[{"key": "a", "hash": Int64(key)}])
+    appname = "deferred_letter"
+    url = f"{mongo_url}{'&' if '?' in mongo_url else '?'}appName={appname}"
+    bridge = Bridge(Celery(broker="memory://"), url, name=BRIDGE, database=state_database, autodiscover=False)
+
+    @bridge.on_change("shop.orders", name=SUBSCRIPTION, failure_policy="park_key")
+    def record(_change: Change) -> None:
+        """Is not called."""
+
+    run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, 1, 1, (bson.encode(event()),), hash=key)
+    (handler,) = bridge.wiring.handlers
+    with closing(bridge.client):
+        with failpoint(failCommands=["update"], appName=appname, closeConnection=True):
+            with pytest.raises(Ignore):
+                Execution(bridge.wiring, handler, run, patience=0.1).execute(lambda *_: pytest.fail("called"))
+            assert rig.document["claim"] is not None
+            rig.spoil(parkedKeys=[])
+        wait_for(lambda: rig.document["claim"] is None, timeout=30)
+    assert rig.document["handled"] is None
+    assert rig.claim(owner="next").crashes == 0
 
 
 def test_a_signal_that_always_comes_is_counted_at_last(

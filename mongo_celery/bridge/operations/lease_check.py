@@ -60,7 +60,8 @@ def _dropped(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
             f"Messages of another installation or environment arrive: {counts[FOREIGN]} were dropped, the last within "
             f"the hour{f', from process {process} as it says' if process else ''}. Another app or environment may use "
             "this bridge name on this broker, and take our messages. Give one of the two another name, "
-            "Bridge(..., name='...'), or a broker database of its own.",
+            "Bridge(..., name='...'), or a broker database of its own. Where the workers' log names a handler that "
+            "listens to other databases than the listener's, deploy the same code and settings to both.",
         )
     bad = [reason for reason in (FORGED, TAMPERED, MALFORMED) if reason in recent]
     if bad:

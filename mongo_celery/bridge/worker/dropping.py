@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.identity import ways_out
 from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED
 from mongo_celery.mongo.verdicts import brief
 from mongo_celery.quantities import number
@@ -133,15 +134,28 @@ class Dropper:
                 extra={"event": "foreign_bridge"},
             )
 
-    def _count(self, reason: str, process: str | None = None) -> int:
-        """Count a message for the state; return how many a record has to name now."""
+    def drop_moved(self, subscription: str) -> None:
+        """Drop a run whose handler listens to other databases here than the leader's does."""
+        if count := self._count(FOREIGN, kind=f"moved {subscription}"):
+            logger.warning(
+                "dropped %s for handler %s of bridge %s: it listens to other databases here than where the listener "
+                "runs. Deploy the same code and settings to listener and workers. %s",
+                _messages(count),
+                subscription,
+                self._wiring.name,
+                ways_out(),
+                extra={"event": "handler_moved"},
+            )
+
+    def _count(self, reason: str, process: str | None = None, *, kind: str = "") -> int:
+        """Count a message for the state; return how many a record of its kind has to name now."""
         with self._lock:
             self._counts[reason] += 1
             self._process = process or self._process
             if not self._is_waiting:
                 self._is_waiting = True
                 self._schedule_write(max(0.0, self._written_at + _WRITE_SECONDS - time.monotonic()))
-        return self._repetitions.add(reason)
+        return self._repetitions.add(kind or reason)
 
     def _schedule_write(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._write)

@@ -687,8 +687,8 @@ class Execution:
 
         def write_late() -> bool:
             accepted = subject.write(claim, outcome)
-            if accepted and isinstance(outcome, Advanced):  # nobody continues behind it
-                accepted = self._claims.relinquish(claim.partition_id, claim.owner)
+            if not accepted or isinstance(outcome, Advanced):  # nobody continues behind it
+                accepted = self._claims.relinquish(claim.partition_id, claim.owner) and accepted
             if not accepted and not beat.charged:  # whoever has claimed meanwhile may have counted this execution
                 beats.withdraw(claim)
             return accepted

@@ -99,7 +99,7 @@ class WorkerRuntime:
             self._dropper.drop_misdirected()
             return None
         if run.subscription in self._moved and kind == "run":  # else its effects come here and count as done
-            self._dropper.drop_foreign(None)
+            self._dropper.drop_moved(run.subscription)
             return None
         assert run.carrier is not None, "an envelope names its message"
         unexpected = _list_unexpected(run.carrier, request)

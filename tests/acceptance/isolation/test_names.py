@@ -136,6 +136,8 @@ def test_a_worker_of_another_environment_drops_what_it_gets(chain: Chain) -> Non
     item = chain.write("plain", "key", 1)
     wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
     assert "is that of another app or environment" in theirs.text
+    theirs.wait_for_output("for handler plain of bridge chain")
+    assert "of another installation" not in theirs.text
     assert "foreign_bridge" in _codes(chain, "health")["degraded"]
     assert theirs.terminate() == 0
     assert chain.starts(item) == []
