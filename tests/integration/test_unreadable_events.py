@@ -293,7 +293,7 @@ def test_a_document_on_which_a_match_fails_is_found_behind_thousands_of_others(
         items.insert_many([{"_id": number, "n": number % count} for number in range(1, count + 3)])
         reading.wait_for_keys(*range(1, count + 3))
     assert list(reading.read_errors) == [count]
-    assert reading.reader.status.reopenings < 12
+    assert reading.reader.status.reopenings < 20, "each error halves the rest"
 
 
 def test_a_pipeline_that_fails_on_one_document_concerns_its_event_alone(
