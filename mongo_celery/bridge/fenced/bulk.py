@@ -2,21 +2,21 @@
 Many guarded writes in few commands: `bulk_write` and `update_many`.
 
 Requests become batches in which every `_id` occurs once, so that the order between batches is the user's
-order on each document. A batch is one bulk command. MongoDB counts matches but does not say whose; so if
+order on each document. A batch is one bulk command. MongoDB counts matches but does not say whose. So if
 the count is short, the stamps of the batch are read once and each document is judged by its own (see
 `documents`):
 
 =======================================  ==============================================================
 stamp                                    reaction
 =======================================  ==============================================================
-newer                                    `StaleFencingTokenError`, after the batch; what was admitted stays
+newer                                    `StaleFencingTokenError`, after the batch. What was admitted stays
 no document, an upsert                   created: first all of the batch in one transaction, else one by one
-no document, no upsert                   tombstone newer: stale; else the user's matter
+no document, no upsert                   tombstone newer: stale. Else the user's matter
 mine                                     done, now or by an earlier write of this execution
 older, yet not matched                   tried alone
 =======================================  ==============================================================
 
-Deletes that follow each other are one transaction, all or none; where one of them is stale they run one by one, so that
+Deletes that follow each other are one transaction, all or none. Where one of them is stale they run one by one, so that
 what stands before it is done. Whatever is not plain equality on `_id` runs one by one, in its place.
 """
 
@@ -62,7 +62,7 @@ class BulkDelete:
 
 @dataclass(frozen=True, slots=True)
 class BulkSingle:
-    """One request that is no part of a batch, by its place in the user's list; a delete returns a number."""
+    """One request that is no part of a batch, by its place in the user's list. A delete returns a number."""
 
     place: int
     act: Callable[[], UpdateResult | int]
@@ -125,7 +125,7 @@ class BulkWrite:
         Return the details.
 
         Raises:
-            BulkWriteError: at least one write failed; its indexes are places in the user's list.
+            BulkWriteError: at least one write failed. Its indexes are places in the user's list.
         """
         if self.details["writeErrors"] or self.details["writeConcernErrors"]:
             raise BulkWriteError(self.details)
@@ -212,7 +212,7 @@ class BulkWrite:
             self._documents.require_fresh(step.target.id, fence, stamps)
 
     def _create(self, steps: Sequence[BulkUpdate]) -> bool:
-        """Create documents, all of them together; return False if that cannot be, and each is to be tried alone."""
+        """Create documents, all of them together. Return False if that cannot be, and each is to be tried alone."""
         if self._documents.tombstones is None:
             return False
         wanted = [(step.write, step.target) for step in steps]

@@ -6,18 +6,18 @@ Round trips, where nothing is stale (n = number of batches of 500):
 =====================================  ================================================================
 operation                              round trips
 =====================================  ================================================================
-`update_one`, `replace_one` by `_id`   1; so too an upsert that finds its document
-`find_one_and_update` by `_id`         1; operators on a document not yet stamped in this generation: 2
+`update_one`, `replace_one` by `_id`   1. So too an upsert that finds its document
+`find_one_and_update` by `_id`         1. Operators on a document not yet stamped in this generation: 2
 any of them by another filter          1 more
 an upsert that inserts                 5: the miss, then a transaction (slot, insert, slot, commit)
 `delete_one` by `_id`                  4: a transaction (slot, delete, tombstone, commit)
 without tombstones                     insert 2, delete 1
 a write that matches nothing           at most 4, to find out why
 `update_many`                          1 + n
-`bulk_write` of updates by `_id`       n; a batch with new documents: 7 more, all of them together
-`bulk_write` of deletes by `_id`       6 for all that follow each other, up to 500; one alone as above
+`bulk_write` of updates by `_id`       n. A batch with new documents: 7 more, all of them together
+`bulk_write` of deletes by `_id`       6 for all that follow each other, up to 500. One alone as above
 `bulk_write` of anything else          as the single operation
-where the target has an outbox         a delete of nothing: 1 more; of what has tasks pending: their delivery
+where the target has an outbox         a delete of nothing: 1 more. Of what has tasks pending: their delivery
 =====================================  ================================================================
 
 Once per client and collection, the first creation or delete also makes the tombstones' TTL index.
@@ -98,9 +98,9 @@ class FencedCollection:
     """
     A collection written under one execution's fencing token.
 
-    Methods have PyMongo's arguments and results; the write concern is majority. A write is refused where
+    Methods have PyMongo's arguments and results. The write concern is majority. A write is refused where
     the target, or the tombstone of a deleted one, was stamped by a newer execution of the same subscription
-    and partition (P3); admitted writes stamp the target (``_fence``), so the fence never goes back (P4).
+    and partition (P3). Admitted writes stamp the target (``_fence``), so the fence never goes back (P4).
     Documents as read carry ``_fence``. What outboxes of the app have pending in a target survives: a replacement
     keeps it, and a delete delivers it first.
 
@@ -109,21 +109,21 @@ class FencedCollection:
 
     It does not promise anything about documents that the newer execution has not touched, nor about writes
     past the view. Inside an open transaction of the collection's client, as in a handler with
-    `transactional=True`, each method is part of it without being handed its session (see `current`); there the
+    `transactional=True`, each method is part of it without being handed its session (see `current`). There the
     transaction's write concern counts, not majority. A collation that makes different `_id` equal is not supported
     by upserts. One thread at a time, as with a session.
 
     Args:
         collection: any PyMongo collection.
         fence: the execution's right.
-        tombstone_ttl: seconds or timedelta that a delete is remembered; None: for ever; 0: not at all,
+        tombstone_ttl: seconds or timedelta that a delete is remembered. None: for ever; 0: not at all,
             which makes deletes and inserts cheap and lets a stale upsert revive what was deleted. One value
             for all users of a collection.
         outboxes: returns the app's outboxes of this collection, as `Change.fenced` does.
         origin_of: gives the change that a write is for by the target's `_id`, for an execution of several changes.
 
     Raises:
-        ConfigurationError: a negative `tombstone_ttl`, or a collection of an `AsyncMongoClient`; or, from each method,
+        ConfigurationError: a negative `tombstone_ttl`, or a collection of an `AsyncMongoClient`. Or, from each method,
             a transaction of another client of the same cluster is open here.
         ForkedClientError: from each method, if the client was opened before this process was forked.
     """
@@ -174,7 +174,7 @@ class FencedCollection:
         **options: Unpack[ReplaceOptions],
     ) -> UpdateResult:
         """
-        Replace all but the stamps and what is pending, as `Collection.replace_one`; errors as in `update_one`.
+        Replace all but the stamps and what is pending, as `Collection.replace_one`. Errors as in `update_one`.
 
         Raises:
             OutboxRefusedError: the document carries tasks: `update_one` with `Outbox.replacement` adds them.
@@ -194,7 +194,7 @@ class FencedCollection:
         session: ClientSession | None = None,
         **options: Any,
     ) -> Any:
-        """Update and return one document, as `Collection.find_one_and_update`; errors as in `update_one`."""
+        """Update and return one document, as `Collection.find_one_and_update`. Errors as in `update_one`."""
         given = _drop_missing(projection=projection, return_document=return_document, **options)
         body = _changing(update)
         write = FencedFindAndUpdate(body, None, given, kept=self._pending.list_kept_fields(body))
@@ -210,7 +210,7 @@ class FencedCollection:
         Raises:
             StaleFencingTokenError: the target, or its tombstone, is stamped newer.
             OutdatedChangeError: as in `update_one`.
-            OutboxRefusedError: what is pending cannot be delivered now; inside a transaction nothing is.
+            OutboxRefusedError: what is pending cannot be delivered now. Inside a transaction nothing is.
         """
         session, statement, command = _split(options, DeleteOptions)
         session, given = self._session(session), {**statement, **command}
@@ -260,15 +260,15 @@ class FencedCollection:
         let: Mapping[str, Any] | None = None,
     ) -> BulkWriteResult:
         """
-        Do many writes, as `Collection.bulk_write`; each document is judged by its own stamp.
+        Do many writes, as `Collection.bulk_write`. Each document is judged by its own stamp.
 
         `InsertOne` and `DeleteMany` are refused: use ``ReplaceOne(..., upsert=True)`` and `DeleteOne`.
 
         Raises:
-            StaleFencingTokenError: a document, or its tombstone, is stamped newer; later requests are not
+            StaleFencingTokenError: a document, or its tombstone, is stamped newer. Later requests are not
                 tried.
-            OutdatedChangeError, OutboxRefusedError: as in the single operations; later requests are not tried.
-            BulkWriteError: writes failed; indexes are those of `requests`.
+            OutdatedChangeError, OutboxRefusedError: as in the single operations. Later requests are not tried.
+            BulkWriteError: writes failed. Indexes are those of `requests`.
             ConfigurationError: as in `update_one`, before anything is written.
         """
         session = self._session(session)
@@ -380,7 +380,7 @@ class FencedCollection:
 
 
 def _find_target(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:
-    """The document that a filter names by `_id`; a collation may mean another one than it says, so none then."""
+    """The document that a filter names by `_id`. A collation may mean another one than it says, so none then."""
     return None if "collation" in options else parse_target(wanted)
 
 

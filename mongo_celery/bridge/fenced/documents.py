@@ -8,10 +8,10 @@ A guarded write that matches nothing is never taken for success. In this order:
 3. there is no document: an upsert creates it (see `tombstones` for how), anything else leaves it to the user;
 4. the stamp admits me: the user's other conditions do not match, or a rival changed the generation between
    the two statements of an operator update. With conditions the write is tried once more, then it is the
-   user's matter; by `_id` alone it must match in the end, so it is tried up to `ATTEMPTS` times.
+   user's matter. By `_id` alone it must match in the end, so it is tried up to `ATTEMPTS` times.
 
 An upsert's E11000 on `_id` means that the document came into being meanwhile or does not match the user's
-conditions. The stamp judges, for a newer execution may have made it; otherwise as in 4 (executions with equal
+conditions. The stamp judges, for a newer execution may have made it. Otherwise as in 4 (executions with equal
 tokens race, too, and rivals may delete and create in turns). On another index it is the user's error at once.
 """
 
@@ -72,7 +72,7 @@ class FencedWrite(ABC, Generic[R]):
 
     @abstractmethod
     def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> R:
-        """Create the document with `stamps`; E11000 on `_id` if it is there."""
+        """Create the document with `stamps`. E11000 on `_id` if it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Documents:
     The documents of one collection, behind one fence.
 
     Args:
-        collection: the target; written with majority and read from the primary, whatever it says itself.
+        collection: the target. Written with majority and read from the primary, whatever it says itself.
         fence: the execution's right.
         ttl_ms: lifetime of tombstones, None for ever, 0 for no tombstones.
         pending: what outboxes keep in the documents.
@@ -166,7 +166,7 @@ class Documents:
         self._origin_of = origin_of
 
     def make_fence(self, document_id: Any, body: Body | None = None) -> Fence:
-        """The right to write to one document; to delete it, without a body."""
+        """The right to write to one document. To delete it, without a body."""
         origin = self.fence.origin if self._origin_of is None else self._origin_of(document_id)
         if body is not None and not body.overwrites:
             origin = None
@@ -297,7 +297,7 @@ class Documents:
         return self._atomically(body, session)
 
     def delete_all(self, ids: Sequence[Any], session: ClientSession | None) -> int:
-        """Delete several documents in one transaction, all or none, with tombstones; how many there were."""
+        """Delete several documents in one transaction, all or none, with tombstones. How many there were."""
         tombstones = self.tombstones
         assert tombstones is not None
         fences = [self.make_fence(document_id) for document_id in ids]
@@ -335,7 +335,7 @@ def write_all(
     session: ClientSession | None,
     command: Mapping[str, Any],
 ) -> BulkWriteResult:
-    """Do statements in one command; an error is that of a single write."""
+    """Do statements in one command. An error is that of a single write."""
     try:
         return into.bulk_write(requests, session=session, **command)
     except BulkWriteError as error:

@@ -64,7 +64,7 @@ class Origin:
 
     Attributes:
         document: stable hash of the changed document, from 0 to 2^63 - 1.
-        place: in the stream; bytes, as many for each change, which compare in its order.
+        place: in the stream. Bytes, as many for each change, which compare in its order.
         since: earlier tokens do not count.
     """
 
@@ -142,7 +142,7 @@ class Fence:
         The value of ``_fence`` after this execution's write to a target that carried `stamps` (F2-F5).
 
         Raises:
-            StaleFencingTokenError, OutdatedChangeError: `stamps` are newer; stamping over them would take the fence
+            StaleFencingTokenError, OutdatedChangeError: `stamps` are newer. Stamping over them would take the fence
                 back.
         """
         self.demand(stamps)
@@ -213,7 +213,7 @@ class Fence:
         return {"$mergeObjects": [f"${FIELD}", {self.key: entry}]}
 
     def list_guards(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
-        """Pairs of guard and stamp, to be tried in order; at most one matches."""
+        """Pairs of guard and stamp, to be tried in order. At most one matches."""
         if not isinstance(body, Operators):
             return [(self.guard(), Addition(FIELD, {}, self.expression()))]
         slot = {f"{self.path}.p.{self.index}": self.token}

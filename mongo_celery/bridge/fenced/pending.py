@@ -32,7 +32,7 @@ class PendingTasks:
 
     Args:
         collection: the documents.
-        outboxes: returns the outboxes that keep entries in them; asked when a write could take entries away.
+        outboxes: returns the outboxes that keep entries in them. Asked when a write could take entries away.
     """
 
     def __init__(self, collection: Collection[Any], outboxes: Callable[[], Sequence[Outbox]]) -> None:
@@ -52,7 +52,7 @@ class PendingTasks:
         return [{outbox.field.count: {"$not": {"$gt": 0}}} for outbox in self._outboxes]
 
     def list_kept_fields(self, body: Body) -> Sequence[str]:
-        """Return the fields that a write must not drop; none where it cannot."""
+        """Return the fields that a write must not drop. None where it cannot."""
         return () if isinstance(body, Operators) else [outbox.field.name for outbox in self._outboxes]
 
     def refuse_entries(self, replacement: Body) -> None:
@@ -60,7 +60,7 @@ class PendingTasks:
         Refuse a new document that brings entries.
 
         Raises:
-            OutboxRefusedError: it does; the message names what adds them instead.
+            OutboxRefusedError: it does. The message names what adds them instead.
         """
         for field in (outbox.field.name for outbox in self._outboxes):
             if replacement.find_name(field) is not None:
@@ -117,7 +117,7 @@ class PendingTasks:
         )
 
     def _waiting(self, outbox: Outbox, where: Mapping[str, Any], session: ClientSession | None) -> tuple[Any] | None:
-        """The `_id` of a document in which something is pending; in a tuple, since it may be null."""
+        """The `_id` of a document in which something is pending. In a tuple, since it may be null."""
         pending = {**where, "$and": [*where.get("$and", ()), {outbox.field.count: {"$gt": 0}}]}
         found = self._collection.find_one(pending, {"_id": 1}, session=session)
         return None if found is None else (found["_id"],)

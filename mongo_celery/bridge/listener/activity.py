@@ -4,7 +4,7 @@ The activity of one process's listener of a bridge: whether its loop turns, whet
 Written by the listener's own threads, read by any: nobody waits for anybody, and a reader may see one number newer than
 another. Counts begin at 0 with the process, continue over all its terms, and never go back. What of a run only its
 worker knows, the times of its claim, its handler and its commit, comes with the partition's image, which the listener
-reads anyhow before it sends the next run; so nothing is written, and nothing is asked, for their sake.
+reads anyhow before it sends the next run. So nothing is written, and nothing is asked, for their sake.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Latencies:
         self._counts = [0] * (len(BUCKETS) + 1)
 
     def add(self, seconds: float) -> None:
-        """One more; what two clocks make negative took no time."""
+        """One more. What two clocks make negative took no time."""
         seconds = max(seconds, 0.0)
         self._counts[bisect_left(BUCKETS, seconds)] += 1
         self.sum += seconds
@@ -98,7 +98,7 @@ class HandlerActivity:
             self._measure(image, sent if before.committed + 1 in numbers else None, seen)
 
     def add_counts(self, counted: list[int]) -> None:
-        """Add the stored and refused changes that a subscription has counted; it counts from 0 again."""
+        """Add the stored and refused changes that a subscription has counted. It counts from 0 again."""
         self.spilled += counted[0]
         self.refused += counted[1]
         counted[:] = 0, 0
@@ -140,7 +140,7 @@ class Activity:
 
     Attributes:
         bridge: its name.
-        version: of the lease, while this process leads; else None.
+        version: of the lease, while this process leads. Else None.
         takeovers: how often this process has begun to lead.
         sweeps: how often all partitions were compared with what is out.
         reopenings: how often the stream had to be opened again.
@@ -162,7 +162,7 @@ class Activity:
         self._reopenings_of_term = 0
 
     def note_turn(self, pause: float = 0.0) -> None:
-        """The loop turns; the next time within so many seconds more than usual."""
+        """The loop turns. The next time within so many seconds more than usual."""
         self._alive_until = time.monotonic() + self._stalled_after + pause
 
     @property
@@ -188,7 +188,7 @@ class Activity:
         self.version = None
 
     def note_sweep(self, reopenings: int) -> None:
-        """All partitions were read; and so often the stream was opened again in this term."""
+        """All partitions were read, and so often the stream was opened again in this term."""
         self.sweeps += 1
         self.reopenings += _growth(self._reopenings_of_term, reopenings)
         self._reopenings_of_term = reopenings

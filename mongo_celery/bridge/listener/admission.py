@@ -78,7 +78,7 @@ class Admission:
         self._throttle = LogThrottle()
 
     def admit(self, event: ChangeEvent) -> PendingChange | None:
-        """The change that this event is for the subscription, refused or not; None when it owes none. Never raises."""
+        """The change that this event is for the subscription, refused or not. None when it owes none. Never raises."""
         is_owed, refusal = self._judge(event)
         if not is_owed:
             return None
@@ -101,7 +101,7 @@ class Admission:
         return PendingChange(event.mark, hash_ % self._layout.partitions, event.raw, refusal or failure, hash_)
 
     def _hash(self, event: ChangeEvent, *, by_rule: bool) -> tuple[int, Refusal | None]:
-        """Return the hash of the partition key, or of the document key; and why the rule failed, if it did."""
+        """Return the hash of the partition key, or of the document key, and why the rule failed, if it did."""
         failure = None
         if by_rule:
             try:
@@ -125,7 +125,7 @@ class Admission:
             return True, Refusal.because(reason, halts=True)
 
     def _selects(self, document: Mapping[str, Any]) -> bool:
-        """Return True if the selector takes it; said from memory where it was asked about such a change before."""
+        """Return True if the selector takes it. Said from memory where it was asked about such a change before."""
         origin = document.origin if self._is_simple and isinstance(document, RawEvent) else None
         if origin is None:
             return self._selector.selects(document)
@@ -141,13 +141,13 @@ class Admission:
         return self._selector.filter.match is None or self._flag(event) is not None
 
     def _flag(self, event: ChangeEvent) -> Any:
-        """The server's answer about this handler's `match`; None where it could not be asked, or there is none."""
+        """The server's answer about this handler's `match`. None where it could not be asked, or there is none."""
         flags = event.document.get(FLAGS)
         return flags.get(self._selector.name) if isinstance(flags, Mapping) else None
 
     def judge_again(self, change: StoredChange) -> StoredChange:
         """
-        Return a stored change with the reason that it has by now; without one if the handler can be given it.
+        Return a stored change with the reason that it has by now. Without one if the handler can be given it.
 
         It stays in its partition, and as it was stored if it was read with less than the handler asks for, or if its
         bytes are damaged.

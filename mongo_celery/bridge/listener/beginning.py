@@ -147,7 +147,7 @@ def find_rules(options: BridgeOptions, handlers: Sequence[Handler], takeover: Ta
 
 
 def _log_stopped(rules: Rules, led: Sequence[str]) -> None:
-    """Log which handlers are stopped; raise `LayoutError` if no other is left."""
+    """Log which handlers are stopped. Raise `LayoutError` if no other is left."""
     for name, error in rules.missing.items():
         if all(each in rules.missing for each in led):
             raise error
@@ -180,7 +180,7 @@ class StoppedHandlers:
         self._wake = wake
 
     def check(self) -> float:
-        """Read their partitions; return the seconds until the next time."""
+        """Read their partitions. Return the seconds until the next time."""
         if not self._names:
             return math.inf
         generations = {name: self._takeover.layouts[name].generation for name in self._names}

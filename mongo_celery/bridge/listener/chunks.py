@@ -78,20 +78,20 @@ class Chunk:
     One chunk under way. The reading thread writes it up to `high`, the leading one from then on.
 
     Attributes:
-        subscription: that the documents are for; one under another layout is another one.
+        subscription: that the documents are for. One under another layout is another one.
         size: how many documents are asked for.
         sent_at: when it was begun, on the monotonic clock.
         first_at: of each partition, when its first document was seen to be handled.
         seconds: the longest time that any partition has taken from there to its last.
         begun: its number; 0 until it is begun.
-        low: L, a cluster time before its reading; None until it is known.
-        high: H, the cluster time of a write after its reading; None until it is read.
-        place: behind which its documents are appended; empty until H is known.
+        low: L, a cluster time before its reading. None until it is known.
+        high: H, the cluster time of a write after its reading. None until it is read.
+        place: behind which its documents are appended. Empty until H is known.
         items: what is to be appended there, in order, by key.
         weight: bytes of these.
         count: how many documents were scanned.
-        end: the last `_id` of these; None where nothing was left.
-        until: the largest `_id` that is to be scanned, now or later; None where nothing was there.
+        end: the last `_id` of these. None where nothing was left.
+        until: the largest `_id` that is to be scanned, now or later. None where nothing was there.
         is_there: where nothing was left, whether the collection is still the one that it was.
         changes: what was taken in of the subscription's changes since it was begun, by key.
         is_spoiled: whether one of these has no key that can be read.
@@ -127,7 +127,7 @@ class Chunk:
     error: Exception | None = None
 
     def note(self, change: PendingChange, event: ChangeEvent) -> None:
-        """Keep the last change of a key; one whose key cannot be read may be of any."""
+        """Keep the last change of a key. One whose key cannot be read may be of any."""
         try:
             document = event.document
             ns = document["ns"]
@@ -144,7 +144,7 @@ class Chunk:
 
     def settle(self, looks_up: bool) -> list[PendingChange]:
         """
-        Return what is to be appended; what is to be read again is in `again`.
+        Return what is to be appended. What is to be read again is in `again`.
 
         A document whose key was changed behind L is left out. So is one with an update before L that was looked up
         meanwhile, where the handler is given all changes.
@@ -180,9 +180,9 @@ class CollectionFacts:
     The facts of a collection at a time.
 
     Attributes:
-        uuid: which one of its name; None of a view and of time series.
+        uuid: which one of its name. None of a view and of time series.
         at: the cluster time at which that was so.
-        objection: why there can be no snapshot of it, as the rest of a sentence; None where there can.
+        objection: why there can be no snapshot of it, as the rest of a sentence. None where there can.
     """
 
     uuid: bytes | None
@@ -192,7 +192,7 @@ class CollectionFacts:
 
 def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     """
-    Return the facts of a collection now; None if there is none of this name.
+    Return the facts of a collection now. None if there is none of this name.
 
     Raises:
         PyMongoError: also without the right to list collections.
@@ -217,7 +217,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
 
 
 def estimate(client: MongoClient[Any], source: str) -> int | None:
-    """Return the number of documents of a collection, by its metadata; None without an answer."""
+    """Return the number of documents of a collection, by its metadata. None without an answer."""
     database, _, name = source.partition(".")
     try:
         with pymongo.timeout(_CHECK_SECONDS):
@@ -235,7 +235,7 @@ def list_conditions(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]
 def build_shape(
     source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]], pipeline: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The stages that make events of documents; what they leave is without token, type and time."""
+    """The stages that make events of documents. What they leave is without token, type and time."""
     event = {"operationType": AS, "clusterTime": time, **_name_document(source), "fullDocument": "$$ROOT"}
     wanted = [{"$match": {"$expr": condition}} for condition in conditions]
     given = [stage for stage in pipeline if _SPLITS not in stage]
@@ -286,7 +286,7 @@ class ChunkReader:
 
     def read(self, chunk: Chunk) -> None:
         """
-        Read what follows the last one that was scanned, or what is to be read again; all of it as of L or later.
+        Read what follows the last one that was scanned, or what is to be read again. All of it as of L or later.
 
         Its `items`, and for the first time its `count`, `end` and `until` are set.
 
@@ -309,7 +309,7 @@ class ChunkReader:
         chunk.weight = sum(each.weight for each in chunk.items.values())
 
     def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], size: int) -> bool:
-        """Read the events of a range; False where it has to be smaller."""
+        """Read the events of a range. False where it has to be smaller."""
         assert chunk.low is not None, "a chunk is read when L is known"
         conditions = list_conditions(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
         shape = build_shape(chunk.snapshot.source, chunk.low, conditions, self._pipeline)
@@ -355,7 +355,7 @@ class ChunkReader:
         return list(self._answer(chunk, command)["cursor"]["firstBatch"])
 
     def _range(self, chunk: Chunk, bounds: Mapping[str, Any], shape: Shape, size: int) -> list[RawBSONDocument] | None:
-        """The events of a range; None where they do not fit into one answer."""
+        """The events of a range. None where they do not fit into one answer."""
         command = {
             "aggregate": chunk.snapshot.source.partition(".")[2],
             "pipeline": [

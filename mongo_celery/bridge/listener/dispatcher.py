@@ -1,13 +1,13 @@
 """
 Publishing runs: one message a run, with the commit task as the link behind it unless its handler commits inline.
 
-A message is a hint. If publishing fails the outcome is unknown, and the run is dispatched again later;
-the claim in MongoDB drops whatever arrives twice.
+A message is a hint. If publishing fails the outcome is unknown, and the run is dispatched again later.
+The claim in MongoDB drops whatever arrives twice.
 
 A broker that is away takes nothing, a broker that is there may reject one message: too large, or not to be
 serialised. What is too large for a message by `max_message_bytes` is stored, and travels by reference. For a broker
 that takes less, a change that is larger than `run_bytes` never travels with others. A batch that fails on two
-connections is tried run by run, the smallest first, on connections that work; a run that fails on two of them while
+connections is tried run by run, the smallest first, on connections that work. A run that fails on two of them while
 the broker takes a third is rejected (Redis ends the connection on which a message was too large). At the first
 connection that cannot be made all attempts end, so an absence costs no more than before.
 """
@@ -52,9 +52,9 @@ class Dispatch:
     Attributes:
         task_name: the handler's task.
         attempt: how often this head was dispatched before.
-        label: what logs and monitors show instead of the arguments; no document contents.
+        label: what logs and monitors show instead of the arguments. No document contents.
         queue: of its partition.
-        commits: whether the commit task follows; else the execution writes what there is to be written.
+        commits: whether the commit task follows. Else the execution writes what there is to be written.
     """
 
     run: Run
@@ -66,14 +66,14 @@ class Dispatch:
 
     @property
     def size(self) -> int:
-        """Bytes of the changes that travel with it; the message is larger by its encoding."""
+        """Bytes of the changes that travel with it. The message is larger by its encoding."""
         return sum(map(len, self.run.changes))
 
 
 @dataclass(slots=True)
 class Published:
     """
-    The results of some dispatches; those in neither list have an unknown result.
+    The results of some dispatches. Those in neither list have an unknown result.
 
     Attributes:
         sent: the broker has taken them.
@@ -135,7 +135,7 @@ class Dispatcher:
         return done
 
     def close(self) -> None:
-        """Drop the connection; the next publish makes a new one."""
+        """Drop the connection. The next publish makes a new one."""
         connection, self._connection, self._producer = self._connection, None, None
         if connection is not None:
             with contextlib.suppress(Exception):
@@ -162,7 +162,7 @@ class Dispatcher:
                 raise done.rejected[-1][1]
 
     def _publish_alone(self, dispatch: Dispatch, done: Published, attempts: int = _ATTEMPTS) -> None:
-        """Publish one message on a connection that is known to work; raises when there is none."""
+        """Publish one message on a connection that is known to work. Raises when there is none."""
         rejections: list[Exception] = []
         while len(rejections) < attempts:
             producer = self._careful_producer()

@@ -39,7 +39,7 @@ _WEIGHT = 0.125
 
 class Fairness:
     """
-    The fairness of one term. Pure; used by the leading thread.
+    The fairness of one term. Pure. Used by the leading thread.
 
     Args:
         groups: of every handler, by name.
@@ -76,7 +76,7 @@ class Group:
     The handlers of one group, two or more.
 
     Attributes:
-        names: of all of them; those that were served last are last.
+        names: of all of them. Those that were served last are last.
         held: long handlers that may have more due than was sent.
     """
 
@@ -138,11 +138,11 @@ def _in_flight(subscription: Subscription, now: float) -> list[Partition]:
 
 
 def _is_running(partition: Partition) -> bool:
-    """Return True if a worker executes the run in flight; one that is handled has left its worker."""
+    """Return True if a worker executes the run in flight. One that is handled has left its worker."""
     return partition.image.live and partition.image.handled is None
 
 
 def _waiting_seconds(partition: Partition, now: float) -> float:
-    """Return the seconds for which the run in flight has waited for a worker; negative if it does not."""
+    """Return the seconds for which the run in flight has waited for a worker. Negative if it does not."""
     run = partition.in_flight
     return now - run.sent_at if run is not None and partition.is_unclaimed else -1.0

@@ -3,7 +3,7 @@ Handlers that feed themselves: what they write is the next change that they get,
 
 A change that was written while the change before it, of the same key, was handled may follow from the handler's own
 write. By chance it happens a few times in a row. Users' writes come before the run has begun, or after its end, as soon
-as they are quicker or slower than the handler. Both times are the server's; one before 6.0 does not tell when a change
+as they are quicker or slower than the handler. Both times are the server's. One before 6.0 does not tell when a change
 was written, and then nothing is said.
 """
 

@@ -9,14 +9,14 @@ this order:
 2. `start_from="oldest"` has chosen a place that rolled away before anything was stored or claimed there: it is chosen
    again, once.
 3. else it is blocked, loudly: `lost` in its document records since when and where. The stream is opened without it, and
-   its watermark stays; its partitions stay as they are. `changes go-on` moves its position; a listener that leads sees
+   its watermark stays. Its partitions stay as they are. `changes go-on` moves its position. A listener that leads sees
    that within a second, and reads from there. It keeps what it has buffered: the oplog may no longer have that.
 
-Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read; and when the server
+Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read, and when the server
 refuses the place at which the stream was opened. Then each is judged by how far it has been read in this term, since
 what is buffered is not lost: it runs as long as the listener lives. What is stored at or below the watermark runs in
-any case; what is stored behind it waits for the decision, and runs once the stream was read behind it. Where the
-oplog may not be read, the one with the first position is lost for certain; if that was not all, the next refusal shows
+any case. What is stored behind it waits for the decision, and runs once the stream was read behind it. Where the
+oplog may not be read, the one with the first position is lost for certain. If that was not all, the next refusal shows
 the next one.
 
 If no handler can be read any more, the listener drains what it has buffered and ends with the sentence: there is
@@ -63,7 +63,7 @@ Subscriptions = Mapping[str, Subscription]
 
 
 class Reopening(NamedTuple):
-    """From where to read on; None for nowhere, since nobody can be read."""
+    """From where to read on. None for nowhere, since nobody can be read."""
 
     position: Position | None
 
@@ -71,7 +71,7 @@ class Reopening(NamedTuple):
 @dataclass(slots=True)
 class _Gap:
     """
-    A history that was lost, as far as it is settled; what an error has interrupted is taken up again.
+    A history that was lost, as far as it is settled. What an error has interrupted is taken up again.
 
     Attributes:
         left: who is not judged yet.
@@ -93,7 +93,7 @@ class LostHistory:
     Find the handlers that have lost their history in one term, and resolve each loss.
 
     Args:
-        client: of the watched data; its oplog is asked how far it reaches back.
+        client: of the watched data. Its oplog is asked how far it reaches back.
         decision: `halt`, `oldest` or `now`.
         fingerprint: of the stream that is read.
         concern: whom an error of the state database concerns.
@@ -132,7 +132,7 @@ class LostHistory:
         Judge every place before the stream is opened.
 
         Returns:
-            Where to open it: at the smallest place of those that can be read; None when there is none.
+            Where to open it: at the smallest place of those that can be read. None when there is none.
 
         Raises:
             LeaseLostError: the term has ended.
@@ -166,7 +166,7 @@ class LostHistory:
         Settle a refusal, or see whether a command has moved those that have lost something.
 
         Returns:
-            From where to read on; None if that stays as it is.
+            From where to read on. None if that stays as it is.
 
         Raises:
             HistoryLostError, LeaseLostError, AccessError: as `follow_moves` and `settle_refusal`.
@@ -200,7 +200,7 @@ class LostHistory:
         To be called again after a `PyMongoError`: it resumes where that came up, and judges nobody twice.
 
         Returns:
-            Where to read on: at the smallest place of those that can be read; None when there is none.
+            Where to read on: at the smallest place of those that can be read. None when there is none.
 
         Raises:
             LeaseLostError: the term has ended.
@@ -225,10 +225,10 @@ class LostHistory:
 
     def follow_moves(self, subscriptions: Subscriptions, now: float) -> Position | None:
         """
-        Find the blocked handlers that `changes go-on` has moved; ask MongoDB once a second while there are any.
+        Find the blocked handlers that `changes go-on` has moved. Ask MongoDB once a second while there are any.
 
         Returns:
-            The position to read from if it has; else None.
+            The position to read from if it has. Else None.
 
         Raises:
             HistoryLostError: nobody is left who can be read, nothing is left to run, and nobody was moved.
@@ -260,7 +260,7 @@ class LostHistory:
 
     def find_position(self, subscriptions: Subscriptions) -> Position | None:
         """
-        Return the place to read on, so that nobody who can be read misses anything; None if nobody can be read.
+        Return the place to read on, so that nobody who can be read misses anything. None if nobody can be read.
 
         Raises:
             LeaseLostError: the term has ended.
@@ -297,7 +297,7 @@ class LostHistory:
         return None if self._store.partitions.are_touched(subscription.name) else "oldest"
 
     def _try_to_move(self, subscription: Subscription, policy: str, before: Start, gap: _Gap) -> bool:
-        """Move a handler to where its policy says; False if that place itself was refused, so that it cannot help."""
+        """Move a handler to where its policy says. False if that place itself was refused, so that it cannot help."""
         name, version = subscription.name, self._renewal.term.version
         if policy not in gap.places:
             first = gap.oplog.first if gap.oplog is not None and policy == "oldest" else None
@@ -347,7 +347,7 @@ class LostHistory:
     # -- positions ---------------------------------------------------------------------------------
 
     def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
-        """Up to where each one that can be read has been read; in front of its start nothing is owed."""
+        """Up to where each one that can be read has been read. In front of its start nothing is owed."""
         return {
             name: max(starts[name], _find_read_end(subscription, starts[name]), key=lambda each: each.place)
             for name, subscription in subscriptions.items()
@@ -356,7 +356,7 @@ class LostHistory:
 
 
 def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:
-    """Return the reason why a place cannot be read, as part of a sentence; if the server was asked, its answer."""
+    """Return the reason why a place cannot be read, as part of a sentence. If the server was asked, its answer."""
     reason = "the server refuses that place"
     if oldest is not None and place < oldest:
         reason = f"the oplog begins at {moment(oldest.as_datetime().isoformat())}"
@@ -365,7 +365,7 @@ def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError)
 
 
 def _quote(error: HistoryLostError) -> str:
-    """The server's own words; empty where it was not asked."""
+    """The server's own words. Empty where it was not asked."""
     return str(error).partition("The server said: ")[2]
 
 
@@ -380,7 +380,7 @@ def _is_of_another_set(start: Start, oplog: Oplog) -> bool:
 
 
 def _was_rolled_over(lost: Mapping[str, Any]) -> bool:
-    """Return True if the oplog said so; a token that was refused is refused again."""
+    """Return True if the oplog said so. A token that was refused is refused again."""
     return lost.get("oldest") is not None and lost["at"] < lost["oldest"]
 
 

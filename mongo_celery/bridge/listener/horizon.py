@@ -6,7 +6,7 @@ never the listener. The leading thread compares what was read last with the posi
 that removes entries endangers anybody: one that is whole, or has room left, only grows.
 
 One partition is blocked, as a rule: the one whose change is the oldest that is not done. It holds the place up to
-which its subscription must be read again; the record names it, and the command that frees it.
+which its subscription must be read again. The record names it, and the command that frees it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Risk:
     A subscription that may lose its history.
 
     Attributes:
-        share: of the oplog's window that lies behind it; from 1 on a restart loses changes.
-        partition: the one that holds it; None where nothing read is left to do, and reading itself is late.
+        share: of the oplog's window that lies behind it. From 1 on a restart loses changes.
+        partition: the one that holds it. None where nothing read is left to do, and reading itself is late.
         state: of that partition: as `status` has it where it is blocked (`halted`, `paused`, `parked`, or `waiting` for
             MongoDB or the broker), else `running`, or `unclaimed` while no worker has taken its run.
         cause: what it waits for, of `waiting`.
@@ -135,7 +135,7 @@ class Horizon:
             logger.warning("%s", _sentence(risk), extra={"event": "history_at_risk", **extra})
 
     def read_oplog(self) -> float:
-        """Read how far the oplog reaches; return the seconds until the next reading."""
+        """Read how far the oplog reaches. Return the seconds until the next reading."""
         oplog: Oplog | None = None
         try:
             with pymongo.timeout(ANSWER_SECONDS):
@@ -210,7 +210,7 @@ def _sentence(risk: Risk) -> str:
 
 
 def _place(subscription: Subscription) -> Timestamp:
-    """Return the place from which it would be read again; before its start nothing is owed."""
+    """Return the place from which it would be read again. Before its start nothing is owed."""
     mark = subscription.window.watermark
     start = subscription.plan.start
     return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start

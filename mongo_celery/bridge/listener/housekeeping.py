@@ -23,7 +23,7 @@ class Job:
     Something that is done again and again.
 
     Args:
-        run: does it, within a bound of time; returns the seconds until the next time, infinite for none.
+        run: does it, within a bound of time. Returns the seconds until the next time, infinite for none.
         close: called in the thread at the end.
         changed: notified that it is due.
 
@@ -86,7 +86,7 @@ class Housekeeping:
             job.close()
 
     def _await_job(self) -> Job | None:
-        """Wait until a job is due, and return it; None at the end."""
+        """Wait until a job is due, and return it. None at the end."""
         with self._changed:
             while not self._is_over:
                 job = min(self._jobs, key=lambda each: each.due_at, default=None)

@@ -57,7 +57,7 @@ def make_embedded_listener(
     Args:
         app: the worker's app.
         as_process: in a process of its own, else in threads.
-        is_ending: whether the worker shuts down; then an ended listener is left alone.
+        is_ending: whether the worker shuts down. Then an ended listener is left alone.
         pauses: before a listener that has ended unasked is started again.
         beside: runs as long as the listeners do, where they do.
     """
@@ -181,7 +181,7 @@ HTTP_OPTION = click.Option(
 
 
 class Serving(Protocol):
-    """Make the server of an address; errors are `ConfigurationError`."""
+    """Make the server of an address. Errors are `ConfigurationError`."""
 
     def __call__(self, text: str, app_argument: object, *, tried: bool) -> Beside:
         """As `bridge.http.launch.serving`."""

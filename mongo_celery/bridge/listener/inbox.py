@@ -17,11 +17,11 @@ class Inbox:
         self._at = 0
 
     def add_batch(self, batch: Sequence[Item]) -> None:
-        """Hand over a batch; an empty one ends a wait. Callable from any thread."""
+        """Hand over a batch. An empty one ends a wait. Callable from any thread."""
         self._queue.put(batch)
 
     def peek(self) -> Item | None:
-        """Return the next item, which stays the next until it is taken; None if there is none."""
+        """Return the next item, which stays the next until it is taken. None if there is none."""
         while not self._batch:
             try:
                 self._batch = self._queue.get_nowait()

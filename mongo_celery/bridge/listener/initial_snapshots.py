@@ -1,7 +1,7 @@
 """
 The snapshots with which subscriptions begin: `start_from="snapshot"`.
 
-The start is pinned first, and says in the same write that snapshots are owed; so all that is written from then on is in
+The start is pinned first, and says in the same write that snapshots are owed. So all that is written from then on is in
 the stream. Then they are asked for, one for each collection that there is: one that is made later is in the stream from
 its first document on. Their names are made of that start and the collection, so a term that ends in between leaves to
 the next one what it has not asked for, and nothing is asked for twice.
@@ -45,7 +45,7 @@ class InitialSnapshots:
         Ask for what is owed.
 
         Raises:
-            PyMongoError: what is left is still owed; to be called again.
+            PyMongoError: what is left is still owed. To be called again.
         """
         store = self._wiring.store
         while self._owed:
@@ -68,7 +68,7 @@ class InitialSnapshots:
 
 
 def find_collections(wiring: Wiring, source: Source) -> Iterator[str]:
-    """Namespaces of the collections of a source that there are; one that is named may come later."""
+    """Namespaces of the collections of a source that there are. One that is named may come later."""
     if source.collection is not None:
         yield str(source)
         return

@@ -3,7 +3,7 @@ The leading thread: it ingests what was read, polls partitions, dispatches runs,
 
 Each turn of the loop does what is due and then waits for the next item or time. Nothing in it waits for a
 worker. The order of stepping down: stop to read and to dispatch, store the watermarks, end the renewal
-thread, release. Handlers that run are left alone; the next term adopts them.
+thread, release. Handlers that run are left alone. The next term adopts them.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Leader:
 
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
-        """Take over and read, from whatever thread turns inside; step down at the end, but for renewal and release."""
+        """Take over and read, from whatever thread turns inside. Step down at the end, but for renewal and release."""
         try:
             self.housekeeping.start()
             self._begin()
@@ -151,7 +151,7 @@ class Leader:
             self._storing.close()
 
     def wake(self) -> None:
-        """End the current wait; callable from any thread."""
+        """End the current wait. Callable from any thread."""
         self.intake.wake()
 
     def report(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Leader:
 
     def turn(self) -> None:
         """
-        Do what is due, and wait for nothing; whoever asks for it trusts the lease.
+        Do what is due, and wait for nothing. Whoever asks for it trusts the lease.
 
         Raises:
             LeaseLostError: somebody else leads.

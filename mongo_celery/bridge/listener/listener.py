@@ -55,7 +55,7 @@ _ATTEMPT_SECONDS = 10.0
 
 class Listener:
     """
-    The listener of one bridge; any number may run, one leads.
+    The listener of one bridge. Any number may run, one leads.
 
     Args:
         wiring: of the bridge to listen for.
@@ -64,7 +64,7 @@ class Listener:
         reason: why, for the audit record.
 
     Attributes:
-        activity: what it does, for observers; callable from any thread.
+        activity: what it does, for observers. Callable from any thread.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class Listener:
         """
         Listen until `stop` is called.
 
-        Afterwards the lease is released and a standby can take over immediately; handlers that were running
+        Afterwards the lease is released and a standby can take over immediately. Handlers that were running
         continue, and the next listener adopts them.
 
         Raises:
             ConfigurationError: nothing to listen for, or an option or source is wrong.
             DeploymentError: a wrong topology, a missing right, servers that stay away, or a bridge of this name of
                 another app or environment on the same MongoDB.
-            StreamError: the stream cannot continue; also HistoryLostError.
+            StreamError: the stream cannot continue. Also HistoryLostError.
         """
         check_app(self._wiring.app)
         selectors, scope = self._plan()
@@ -125,7 +125,7 @@ class Listener:
         return self._wiring.stream()
 
     def _wait_for_servers(self) -> None:
-        """Both servers must answer once, within `start_timeout`; later absences are waited out."""
+        """Both servers must answer once, within `start_timeout`. Later absences are waited out."""
         until = time.monotonic() + self._options.start_timeout
         while not self._stopping.is_set():
             self.activity.note_turn()
@@ -184,7 +184,7 @@ class Listener:
 
     def _compare(self, lease: Mapping[str, Any], identity: Identity) -> str | None:
         """
-        Compare the identity that the lease keeps; return the difference that this process may pass over.
+        Compare the identity that the lease keeps. Return the difference that this process may pass over.
 
         Raises:
             ForeignBridgeError: there is one, and this process may not.
@@ -221,7 +221,7 @@ class Listener:
         return term
 
     def _keep_record(self, difference: str) -> None:
-        """Store the audit record of a take-over; the bridge is led also where that cannot be."""
+        """Store the audit record of a take-over. The bridge is led also where that cannot be."""
         audit = self._wiring.store.audit
         handlers, effect = build_identity(self._wiring).handlers, {"difference": difference}
         record = make_record("listener", ["--take-over"], self._reason, user_at_host(), handlers, effect)
@@ -331,7 +331,7 @@ class Listener:
 
 
 def _sentence(error: Exception | None) -> str | None:
-    """Return what the lease keeps of the exception that ended a term; one that nobody foresaw is named by its class."""
+    """Return what the lease keeps of the exception that ended a term. One that nobody foresaw is named by its class."""
     if error is None:
         return None
     return str(error) if isinstance(error, MongoCeleryError) else f"{type(error).__name__}: {short(error)}"

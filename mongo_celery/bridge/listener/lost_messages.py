@@ -63,7 +63,7 @@ class BrokerWatch:
     Ask the broker about queues once a second, while there is something to ask.
 
     Attributes:
-        answer: the last one; None if the last question failed.
+        answer: the last one. None if the last question failed.
         returned_at: monotonic time of the last answer that followed a failure, or that showed a consumer more.
     """
 
@@ -85,7 +85,7 @@ class BrokerWatch:
             self._job.wake()
 
     def ask_broker(self) -> float:
-        """Ask about the queues; return the seconds until the next question."""
+        """Ask about the queues. Return the seconds until the next question."""
         if self._queues:
             self._ask(self._queues)
             return _ASK_SECONDS

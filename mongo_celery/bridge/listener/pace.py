@@ -1,7 +1,7 @@
 """
 The pace of a snapshot: how many documents its next chunk has, and when that may begin.
 
-As many as workers handle in a second or two, so that changes behind them do not wait for long; judged by the chunk's
+As many as workers handle in a second or two, so that changes behind them do not wait for long. Judged by the chunk's
 own part of each partition, whatever was buffered in front of it.
 """
 
@@ -39,7 +39,7 @@ class ChunkPace:
         ready_at: monotonic time from which that may begin.
         failures: chunks that have failed, one after the other.
         errors: of these, those for which no outage can be the reason.
-        error: why the last one has failed, in words; None where it has not.
+        error: why the last one has failed, in words. None where it has not.
     """
 
     size: int
@@ -58,7 +58,7 @@ class ChunkPace:
         return self.size if rate is None else max(1, min(self.size, int(rate)))
 
     def note_read(self, chunk: Chunk, room: int) -> None:
-        """A chunk was read; `room` is how many bytes it should have at most."""
+        """A chunk was read. `room` is how many bytes it should have at most."""
         self.failures, self.errors, self.error = 0, 0, None
         if chunk.weight > room:
             self.size = max(1, chunk.size * room // chunk.weight)

@@ -15,7 +15,7 @@ class RetryGate:
     The next attempt of something that has failed.
 
     Args:
-        pauses: between one attempt and the next; by default a second each.
+        pauses: between one attempt and the next. By default a second each.
 
     Attributes:
         opens_at: monotonic time of the next attempt; 0 if nothing has failed.
@@ -58,7 +58,7 @@ class LogThrottle:
         self._logged_at = -math.inf
 
     def may_log(self) -> bool:
-        """Return True if a record is due; then none is for a while."""
+        """Return True if a record is due. Then none is for a while."""
         now = time.monotonic()
         if now - self._logged_at < self._seconds:
             self.left_out += 1

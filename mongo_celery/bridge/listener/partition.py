@@ -2,15 +2,15 @@
 One partition as the listener knows it, and the next step there.
 
 Pure: fed with images of the partition's document and the monotonic time of reading them. At most one
-run is in flight per partition (window 1); this is where that is kept, and the only liveness rule of
+run is in flight per partition (window 1). This is where that is kept, and the only liveness rule of
 the protocol, the sweep:
 
 1. handled: commit it after `commit_grace`, whatever the claim says.
-2. a live claim: wait, whoever owns it; so handlers of an earlier term finish undisturbed.
+2. a live claim: wait, whoever owns it. So handlers of an earlier term finish undisturbed.
 3. a lapsed claim, or an unclaimed message: dispatch again after the grace, counted by the monotonic clock from
    the latest of my last dispatch, the last change seen, the first successful read that showed the claim lapsed,
    and the last return of the broker or of a consumer. The grace doubles with each repetition up to five minutes,
-   because a message may wait behind slow ones; a return makes it short again. A message that is known to be
+   because a message may wait behind slow ones. A return makes it short again. A message that is known to be
    lost (`lost_messages`) is dispatched again without it.
 4. a partition that is not won yet belongs to an older term: wait, and take in what that term commits.
 5. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
@@ -58,11 +58,11 @@ class Step(Enum):
 @dataclass(slots=True)
 class InFlight:
     """
-    A run that was dispatched, or that was found running at take-over; without what it has recorded as done.
+    A run that was dispatched, or that was found running at take-over. Without what it has recorded as done.
 
     Attributes:
-        taken_at: when it was first seen to be claimed; None before.
-        left_at: when it was first seen to have left its worker, handled or not; None before.
+        taken_at: when it was first seen to be claimed. None before.
+        left_at: when it was first seen to have left its worker, handled or not. None before.
     """
 
     first: int
@@ -127,26 +127,26 @@ class Partition:
     Attributes:
         image: the last one read.
         in_flight: the run that is in flight, or None.
-        ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
+        ready_at: monotonic time from which the next run may be dispatched. Infinite while something is out
             or the partition is blocked.
         attempt: how often the change at the head was dispatched, for the task id.
         repeats: how often it was dispatched again since its last claim, or the last return of the broker.
         taken_at: when a run was last seen to be claimed for the first time.
         taken_sent_at: when that run was sent.
         token_seconds: how long an unclaimed run may wait for a token of its handler's rate limit.
-        rejection: why the next run cannot be sent; None while nothing is wrong.
-        won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
+        rejection: why the next run cannot be sent. None while nothing is wrong.
+        won: whether the take-over has raised the partition's epoch to this term's. If not, an open transaction has
             locked it, and an older term may still act there.
         queue: changes that were read and are neither committed nor stored.
-        backlog: its stored changes; None if it runs from the queue.
+        backlog: its stored changes. None if it runs from the queue.
         stored_to: up to where this term has stored and marked what was in the queue.
         undeliverable: places of undeliverable changes that may not be stored yet.
         blocked_since: what was committed when it was first seen to be blocked there, and when that was.
-        not_stored: why its changes are not stored; None while nothing has failed.
+        not_stored: why its changes are not stored. None while nothing has failed.
         replay: the next dead letter that is to be replayed.
         is_replaying: whether a dead letter was sent since the requests were read.
         has_replayed: whether it was a dead letter that was sent last.
-        sent: numbers of the changes that were sent last, and when; none if their commit was seen.
+        sent: numbers of the changes that were sent last, and when. None if their commit was seen.
         sent_key: what `feedback` knows of the key that was sent last.
     """
 
@@ -225,7 +225,7 @@ class Partition:
 
     @property
     def seen(self) -> Seen | None:
-        """State by which the server may leave this partition out of a poll; None if time alone may change it."""
+        """State by which the server may leave this partition out of a poll. None if time alone may change it."""
         run, image = self.in_flight, self.image
         if run is None or not self.won or image.handled is not None:
             return None
@@ -263,7 +263,7 @@ class Partition:
         self.ready_at = now + max(self.image.due_in, 0.0)
 
     def note_sent(self, now: float, count: int = 1) -> None:
-        """Note that a run of so many changes that begins with `next_sequence` was published; of none, a dead letter."""
+        """Note that a run of so many changes that begins with `next_sequence` was published. Of none, a dead letter."""
         if count:
             self.sent = range(self.next_sequence, self.next_sequence + count), now
         self.in_flight = InFlight(self.next_sequence, self.image.fencing_token, now)
@@ -329,7 +329,7 @@ class Partition:
         """
         Await what an older term does in a locked partition like a run of mine, until the partition is won.
 
-        Else my term is over; a smaller epoch says that what was won is gone, and somebody has put it there anew.
+        Else my term is over. A smaller epoch says that what was won is gone, and somebody has put it there anew.
         """
         if self.won or image.term > self._version:
             return Step.SUPERSEDED

@@ -26,7 +26,7 @@ _BROKER_SECONDS = 5
 
 class PeriodicRequests:
     """
-    The requests of one term; one that fails is sent again.
+    The requests of one term. One that fails is sent again.
 
     Args:
         app: the Celery app.
@@ -38,7 +38,7 @@ class PeriodicRequests:
         self._due = dict.fromkeys(self._every, 0.0)
 
     def send_due(self) -> float:
-        """Send one request that is due; return the seconds until the next one, infinite if there is none."""
+        """Send one request that is due. Return the seconds until the next one, infinite if there is none."""
         call = min(self._due, key=lambda each: self._due[each], default=None)
         if call is None:  # something else sees to all
             return math.inf

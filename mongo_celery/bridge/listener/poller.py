@@ -19,7 +19,7 @@ polls is then a part of the time that the quickest runs take from their dispatch
 
 Positions are written with w:1, and on a set of one member a majority read shows such a write when the journal is
 flushed: by the next majority write, which under load there always is, else up to a tenth of a second later. So a poll
-that follows one in vain has it flushed, where a run was claimed and may have ended; not after a second without
+that follows one in vain has it flushed, where a run was claimed and may have ended. Not after a second without
 anything, when a tenth is little.
 """
 
@@ -80,7 +80,7 @@ class PollTimes:
         self._taken: dict[str, float] = {}
 
     def note_end(self, subscription: str, sent_at: float | None, now: float) -> None:
-        """Note that a run was seen to have ended; if this term has sent it, at that time."""
+        """Note that a run was seen to have ended. If this term has sent it, at that time."""
         self.moved_at = now
         if sent_at is not None:
             before = self._taken.get(subscription, now - sent_at)
@@ -91,7 +91,7 @@ class PollTimes:
         return min(self.swept_at + SWEEP_SECONDS, self.polled_at + self._pause(in_flight, now))
 
     def _pause(self, in_flight: Mapping[str, int], now: float) -> float:
-        """Short after something moved, longer while handlers take their time; infinite with nothing in flight."""
+        """Short after something moved, longer while handlers take their time. Infinite with nothing in flight."""
         names = [name for name, count in in_flight.items() if count]
         if not names:
             return math.inf
@@ -140,7 +140,7 @@ class PartitionPoller:
         self._activity = activity
 
     def begin(self, version: int, fairness: Fairness) -> None:
-        """Begin a term; `fairness` is notified how long runs take."""
+        """Begin a term. `fairness` is notified how long runs take."""
         partitions = [each for led in self._led.values() for each in led.partitions.values()]
         self.locked = LockedPartitions(self._wiring.store, version, partitions)
         self._fairness = fairness
@@ -183,7 +183,7 @@ class PartitionPoller:
         return True
 
     def _read(self, now: float, reopenings: int) -> list[Image] | None:
-        """Read what is due; None if nothing is."""
+        """Read what is due. None if nothing is."""
         times = self.times
         if now - times.swept_at >= SWEEP_SECONDS:
             times.swept_at = times.polled_at = now

@@ -39,7 +39,7 @@ class Pressure:
         Take in how many bytes the buffer has, and which flowing partitions have nothing to do.
 
         Args:
-            idle: those that have had something to do before; empty where the stream has nothing more to give.
+            idle: those that have had something to do before. Empty where the stream has nothing more to give.
         """
         if self._observed_at is not None:
             earned = 2.0 * self._bound * (now - self._observed_at) / _MINUTE

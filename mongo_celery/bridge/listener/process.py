@@ -35,7 +35,7 @@ FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
 
 
 class Backoff:
-    """The pauses of one thing that fails again and again; they begin anew once it has lived for `longest`."""
+    """The pauses of one thing that fails again and again. They begin anew once it has lived for `longest`."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
@@ -51,7 +51,7 @@ class Backoff:
 
 class ListenerThreads:
     """
-    One thread for each bridge's listener; whichever fails is started again after a pause.
+    One thread for each bridge's listener. Whichever fails is started again after a pause.
 
     Args:
         listeners: with the names of their bridges.
@@ -93,7 +93,7 @@ class ListenerThreads:
             thread.start()
 
     def stop(self, seconds: float = _STOP_SECONDS) -> None:
-        """Step down and start nothing again; waits at most so many seconds for each thread."""
+        """Step down and start nothing again. Waits at most so many seconds for each thread."""
         self._stopping.set()
         for listener in self._listeners:
             listener.stop()
@@ -143,7 +143,7 @@ def run_listeners(
     Args:
         app: the Celery app, with its task modules imported. To import them once more would have Django set up its own
             logging once more, in the place of Celery's.
-        names: of bridges; none for all.
+        names: of bridges. None for all.
         on_history_lost: takes the place of the option of that name.
         take_over: lead once also where a bridge is that of another environment or app.
         reason: why, for the audit record of that.
@@ -154,7 +154,7 @@ def run_listeners(
         The exit status: 0 after a signal, 1 when every bridge has failed.
 
     Raises:
-        ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong; or what `beside` raises.
+        ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong. Or what `beside` raises.
     """
     app.finalize()
     listeners = [

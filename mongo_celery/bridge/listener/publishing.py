@@ -1,5 +1,5 @@
 """
-Publish the due runs. All wait while the broker is away; one waits alone if the broker rejects its message.
+Publish the due runs. All wait while the broker is away. One waits alone if the broker rejects its message.
 
 A rejected run holds its own partition: it is tried again automatically, after pauses of its own that grow to
 `LONGEST_REJECTION_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow. A partition
@@ -78,7 +78,7 @@ class Publishing:
         return max(self.fairness.next_due(subscriptions), self._broker.opens_at)
 
     def dispatch(self, subscriptions: Mapping[str, Subscription]) -> bool:
-        """Publish the runs that are due, if the lease is trusted; True if any of them is in flight now."""
+        """Publish the runs that are due, if the lease is trusted. True if any of them is in flight now."""
         now = time.monotonic()
         if not self._broker.is_open(now):
             return False
@@ -86,7 +86,7 @@ class Publishing:
         return bool(due) and self._renewal.is_trusted() and self.publish(due)
 
     def publish(self, due: Sequence[tuple[Partition, Dispatch]]) -> bool:
-        """Publish the next runs of some partitions; True if any of them is in flight now."""
+        """Publish the next runs of some partitions. True if any of them is in flight now."""
         if not due:  # the broker is not even asked: what is known of it stays
             return False
         alone = [dispatch for partition, dispatch in due if partition.rejection is not None][:_ALONE_A_TURN]

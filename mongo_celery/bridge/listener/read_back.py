@@ -52,7 +52,7 @@ class ReadBack:
             Whether all was found.
 
         Raises:
-            PyMongoError: the state database gave no answer; to be tried again.
+            PyMongoError: the state database gave no answer. To be tried again.
         """
         until = time.monotonic() + _TURN_SECONDS
         wanting = []

@@ -42,7 +42,7 @@ class Done:
     Up to where the changes of a partition are done.
 
     Attributes:
-        committed: comparable part of the committed token of a majority image; empty for nothing.
+        committed: comparable part of the committed token of a majority image. Empty for nothing.
         passed: the same, no further than the stored watermark: up to there no change is read again.
     """
 
@@ -80,14 +80,14 @@ class Removal:
             return self._measured + self._added
 
     def note(self, partition_id: str, place: str, size: int = 0) -> None:
-        """Something is stored of a partition up to a place, or may be; this term has added so many bytes."""
+        """Something is stored of a partition up to a place, or may be. This term has added so many bytes."""
         with self._lock:
             self._last[partition_id] = max(self._last.get(partition_id, ""), place)
             self._added += size
 
     def ask(self, images: Mapping[str, Image], watermarks: Mapping[str, str]) -> bool:
         """
-        Have removed what is done by now; return True if there is anything.
+        Have removed what is done by now. Return True if there is anything.
 
         All that is stored goes of a partition that its handler no longer has, since it was repartitioned.
 
@@ -111,7 +111,7 @@ class Removal:
             return bool(self._wanted)
 
     def work(self) -> float:
-        """Measure what is stored, if that is due, and make one call of a removal or the walk; return the pause then."""
+        """Measure what is stored, if that is due, and make one call of a removal or the walk. Return the pause then."""
         try:
             self._measure()
             return next(self._steps)
@@ -125,7 +125,7 @@ class Removal:
             return _PAUSE_SECONDS
 
     def _measure(self) -> None:
-        """Measure what is stored, if that is due; where it fails, removal goes on, and it is tried again."""
+        """Measure what is stored, if that is due. Where it fails, removal goes on, and it is tried again."""
         begun_at = time.monotonic()
         if begun_at < self._measured_next:
             return
@@ -166,7 +166,7 @@ class Removal:
             yield next(walk)
 
     def _walk(self) -> Iterator[float]:
-        """Steps over all partitions that have anything stored; the pauses after them."""
+        """Steps over all partitions that have anything stored. The pauses after them."""
         while True:
             found: str | None = None
             while (found := self._backlog.next_partition(found)) is not None:

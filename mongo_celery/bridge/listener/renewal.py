@@ -40,7 +40,7 @@ class Renewal:
         term: as acquired.
         ttl: seconds.
         report: gives what `status` shows of this listener.
-        patience: seconds without progress after which the lease is given up; by default the ttl, or 15 if that is more.
+        patience: seconds without progress after which the lease is given up. By default the ttl, or 15 if that is more.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Renewal:
         return self._sealing or self.read_key()
 
     def read_key(self) -> Sealing:
-        """Read what messages are signed with now, and put an announced key in force; raises `PyMongoError`."""
+        """Read what messages are signed with now, and put an announced key in force. Raises `PyMongoError`."""
         self._sealing = self._keys.sealing(self._term.document)
         return self._sealing
 
@@ -96,7 +96,7 @@ class Renewal:
         self._alive_at = time.monotonic()
 
     def raise_version(self, above: int) -> bool:
-        """Let this term's version pass an epoch that is larger; False when the term has ended."""
+        """Let this term's version pass an epoch that is larger. False when the term has ended."""
         with self._lock:
             term = self._leases.raise_version(self._term, above)
             if term is None:
@@ -136,7 +136,7 @@ class Renewal:
                 pause = self._ttl / 10
 
     def _renew(self) -> bool:
-        """Renew once, without the report if that cannot be made or stored; False if the term has ended."""
+        """Renew once, without the report if that cannot be made or stored. False if the term has ended."""
         with self._lock:
             try:
                 renewed = self._leases.renew(self._term, self._report())

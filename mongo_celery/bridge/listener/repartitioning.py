@@ -74,7 +74,7 @@ class _Move:
 
     Attributes:
         waits: for what, as a sentence.
-        drains_until: monotonic time at which its drain is given up; infinite while it does not drain.
+        drains_until: monotonic time at which its drain is given up. Infinite while it does not drain.
         ready_at: monotonic time of the next drain.
         seconds: how long the next drain may take, and the pause after it where it is given up.
         is_retiring: whether the old partitions may be gone already, since an error has interrupted the switch.
@@ -132,7 +132,7 @@ class Repartitioning:
         """
         Take in the handlers of this term, before anything is read, and switch those whose old rule is not known.
 
-        These have nothing left to do; by the new rule nothing may be put into an old partition. One that cannot be
+        These have nothing left to do. By the new rule nothing may be put into an old partition. One that cannot be
         switched yet takes in nothing until it is (see `stopped`).
 
         Returns:
@@ -168,7 +168,7 @@ class Repartitioning:
         return {name: move.waits for name, move in moves if not _is_by_its_rule(self._led[name])}
 
     def due(self) -> float:
-        """Return the monotonic time of the next turn that may have something to do; infinite without one."""
+        """Return the monotonic time of the next turn that may have something to do. Infinite without one."""
         return self._next_at if self._moves or self._rereading else math.inf
 
     def turn(self, now: float) -> list[Subscription]:
@@ -204,7 +204,7 @@ class Repartitioning:
         self._next_at = now + _POLL_SECONDS
 
     def note_failure(self, error: PyMongoError) -> None:
-        """Try again after a pause; raise what waiting cannot fix."""
+        """Try again after a pause. Raise what waiting cannot fix."""
         raise_if_final(error, self._concern)
         logger.warning("repartitioning failed, trying again: %s", brief(error), extra={"event": "layout_failed"})
         self._next_at = time.monotonic() + _PAUSE_SECONDS
@@ -240,7 +240,7 @@ class Repartitioning:
 
     def _try_to_switch(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
         """
-        Switch if nothing is left to do; else `waits` is what has to be settled first, empty for nothing.
+        Switch if nothing is left to do. Else `waits` is what has to be settled first, empty for nothing.
 
         A handler takes in nothing from then on, so that a switch whose answer was lost can be repeated.
         """
@@ -277,7 +277,7 @@ class Repartitioning:
         return subscription.stored is window.watermark
 
     def _obstacle(self, subscription: Subscription) -> str:
-        """Return what has to be settled before a drain; empty where nothing has."""
+        """Return what has to be settled before a drain. Empty where nothing has."""
         images = [partition.image for partition in subscription.partitions.values()]
         marks = [backlog.to for _, backlog in subscription.backlogs]
         token = self._token(subscription)
@@ -309,7 +309,7 @@ class Repartitioning:
     # -- switching ---------------------------------------------------------------------------------
 
     def _switch(self, old: Subscription, move: _Move) -> Subscription | None:
-        """Put the new partitions in force; None where an old one has something to do again."""
+        """Put the new partitions in force. None where an old one has something to do again."""
         store, layout, name = self._store, move.layout, old.name
         token, move.is_retiring = self._token(old), True
         given = store.partitions.retire(name, old.plan.layout, token, self._version)
@@ -321,10 +321,9 @@ class Repartitioning:
             return None  # a command came in between: the next images show it
         if not store.subscriptions.activate_layout(name, layout, self._version):
             raise LeaseLostError
-        fence = max(
-            [given, *(partition.image.fencing_token for partition in old.partitions.values())]
-        )  # no token is given twice
-        store.partitions.prepare({name: token}, {name: layout}, self._version, fencing_token=fence)
+        seen = (partition.image.fencing_token for partition in old.partitions.values())
+        largest = max([given, *seen])  # no token is given twice
+        store.partitions.prepare({name: token}, {name: layout}, self._version, fencing_token=largest)
         images = store.partitions.of({name: layout.generation}, self._session)
         if len(images) != layout.partitions or any(image.term != self._version for image in images):
             raise LeaseLostError
@@ -340,7 +339,7 @@ class Repartitioning:
 
     def _token(self, subscription: Subscription) -> Mapping[str, Any] | None:
         """
-        Return that of the place up to which all is done; None where nothing was ever stored.
+        Return that of the place up to which all is done. None where nothing was ever stored.
 
         One that is stored before the start is no watermark, since nothing is owed there. Partitions may be blocked
         there.
@@ -349,7 +348,7 @@ class Repartitioning:
         return mark.token if mark is not None else self._tokens[subscription.name]
 
     def _renew(self, old: Subscription, layout: Layout, images: list[Image]) -> Subscription:
-        """The handler under its new partitioning; it begins where the old one has ended."""
+        """The handler under its new partitioning. It begins where the old one has ended."""
         rule, watermark = old.plan.handler.partitioner(self._options), old.window.watermark
         plan = replace(old.plan, layout=layout, partitioner=rule, watermark=watermark, undeliverable={})
         partitions = make_partitions(images, self._store.partitions, layout.generation, self._version, self._options)
@@ -363,7 +362,7 @@ class Repartitioning:
     # -- reading again -----------------------------------------------------------------------------
 
     def _reread(self, subscription: Subscription) -> None:
-        """Have what it has left read again; until then it takes in nothing, since it must miss nothing."""
+        """Have what it has left read again. Until then it takes in nothing, since it must miss nothing."""
         subscription.until = _place(subscription)
         self._rereading.append(subscription)
 

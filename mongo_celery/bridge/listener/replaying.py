@@ -4,7 +4,7 @@ The dead letters that are replayed next: of each partition one at a time, betwee
 They come in the order of the stream, existing documents at their places, so that dead letters of one key are replayed
 in their order. One that waits for its retry, or for a server, holds back those of its key, and no others. Where one
 has failed permanently, what waits behind it of its key is withdrawn, and those dead letters stay: replayed all the
-same, they would come before it. So is what was asked for under an older layout; but a parked key, whose replays follow
+same, they would come before it. So is what was asked for under an older layout. But a parked key, whose replays follow
 one another, continues where it is now.
 
 What was withdrawn is recorded before the failure is forgotten: a listener that ends in between leaves both to the next.

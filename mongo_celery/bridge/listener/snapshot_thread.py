@@ -141,7 +141,7 @@ class SnapshotThread:
         self.notify()
 
     def drop(self, snapshot_id: str) -> None:
-        """Forget what is under way of a snapshot; whatever is read of it later is nobody's."""
+        """Forget what is under way of a snapshot. Whatever is read of it later is nobody's."""
         self.appended.pop(snapshot_id, None)
         if self.reading is not None and self.reading.snapshot.id == snapshot_id:
             self.reading = None
@@ -198,7 +198,7 @@ class SnapshotThread:
             self._note_unread(error)
 
     def _poll(self) -> None:
-        """Find the snapshots of this term that run; those that are owed are asked for, and nobody's taken over."""
+        """Find the snapshots of this term that run. Those that are owed are asked for, and nobody's taken over."""
         self._poll_at = time.monotonic() + _POLL_SECONDS
         self._initial.request()
         found = self._store.read(running=True)
@@ -273,7 +273,7 @@ class SnapshotThread:
         return None
 
     def _read(self, chunk: Chunk) -> None:
-        """Read the documents of a chunk, or some of them again; from here on the leading thread may append them."""
+        """Read the documents of a chunk, or some of them again. From here on the leading thread may append them."""
         self._reader.read(chunk)
         if chunk.end is None:
             facts = read_facts(self._wiring.client, chunk.snapshot.source)
@@ -282,7 +282,7 @@ class SnapshotThread:
         self._wake()
 
     def _move_stream(self, chunk: Chunk) -> Timestamp:
-        """Write something, which the stream has to come by; return its cluster time."""
+        """Write something, which the stream has to come by. Return its cluster time."""
         chunk.passed_at = time.monotonic()
         time_ = self._store.mark_read_end(chunk.snapshot.id, self._version, chunk.begun)
         if time_ is None:
@@ -291,10 +291,10 @@ class SnapshotThread:
 
     def _await_hand_over(self, chunk: Chunk) -> bool:
         """
-        Wait until the stream is past a chunk's place, and move it there; serve other chunks meanwhile.
+        Wait until the stream is past a chunk's place, and move it there. Serve other chunks meanwhile.
 
         Returns:
-            True if some of its documents are to be read again; False if it was handed over, or dropped.
+            True if some of its documents are to be read again. False if it was handed over, or dropped.
 
         Raises:
             Exception: the reason for that.
@@ -348,7 +348,7 @@ class SnapshotThread:
         self.gone.discard(snapshot_id)
 
     def _finish(self, record: Snapshot, begun: int) -> bool:
-        """Record that nothing is left to read; False if it is not this term's."""
+        """Record that nothing is left to read. False if it is not this term's."""
         is_done = self._store.finish(record.id, self._version, begun, DONE)
         if is_done:
             logger.info(
@@ -360,7 +360,7 @@ class SnapshotThread:
         return is_done
 
     def _end(self, record: Snapshot, sentence: str, state: str = FAILED) -> bool:
-        """Record that it cannot continue; False if it is not this term's, or does not run."""
+        """Record that it cannot continue. False if it is not this term's, or does not run."""
         is_ended = self._store.fail(record.id, self._version, sentence, state)
         if is_ended:
             logger.error(
@@ -377,7 +377,7 @@ class SnapshotThread:
     # -- what goes wrong ---------------------------------------------------------------------------
 
     def _postpone(self, record: Snapshot, error: Exception, size: int) -> None:
-        """Try again later, with less; what cannot be cured by that ends the snapshot, and nothing else."""
+        """Try again later, with less. What cannot be cured by that ends the snapshot, and nothing else."""
         self.drop(record.id)
         if self._is_closed:
             return

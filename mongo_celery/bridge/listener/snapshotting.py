@@ -23,8 +23,8 @@ Snapshots of one term: existing documents, each at its place between the changes
 8. With look-up, an update before L may show its document as it was after T. The existing document would go back: it is
    left out, where the handler is given all changes of documents.
 
-A begin waits until all partitions are won, so that no older term runs changes behind T; until there is room for a
-chunk; and while most partitions are blocked. What cannot be read is tried again, ever more rarely, and says why; what
+A begin waits until all partitions are won, so that no older term runs changes behind T. Until there is room for a
+chunk, and while most partitions are blocked. What cannot be read is tried again, ever more rarely, and says why. What
 never can ends alone, and harms no handler.
 """
 
@@ -59,7 +59,7 @@ _ROOM_SHARE = 8  # of the buffer, for a chunk
 
 class Snapshotting:
     """
-    The leading thread's part in the snapshots of one term; `report` is also called by the one that renews the lease.
+    The leading thread's part in the snapshots of one term. `report` is also called by the one that renews the lease.
 
     Args:
         wiring: of the bridge.
@@ -205,7 +205,7 @@ class Snapshotting:
         See what is done of chunks, and who may begin one. Waits for nothing.
 
         Args:
-            room: bytes for which the buffer has room; a chunk begins only with room for it and what is before it.
+            room: bytes for which the buffer has room. A chunk begins only with room for it and what is before it.
             may_begin: whether the stream is read, and nothing holds it back for others.
         """
         for chunk in self._thread.under_way():
@@ -223,7 +223,7 @@ class Snapshotting:
         return self._led.get(subscription.name) is not subscription or subscription.lost
 
     def _secure(self, now: float) -> None:
-        """See which partitions have committed or stored their part of a chunk; the rest holds it."""
+        """See which partitions have committed or stored their part of a chunk. The rest holds it."""
         for chunk in list(self._thread.appended.values()):
             subscription, held = chunk.subscription, bool(chunk.ends)
             for index, data in list(chunk.ends.items()):

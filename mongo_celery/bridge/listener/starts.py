@@ -6,7 +6,7 @@ commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatev
 the no-op of the set's initiation, from which everything ever written follows, also a write that races the
 bridge's first start.
 
-Each handler begins where its own `start_from` says, else the bridge's; never at the position of others, which may be
+Each handler begins where its own `start_from` says, else the bridge's. Never at the position of others, which may be
 days back. It is judged when a listener first leads with the handler, so `now` is that moment for one that is added
 later. Only while the bridge has no position a handler without a start of its own begins at the pinned one: a crash may
 have cut the first start short, and what came since then is owed.
@@ -58,7 +58,7 @@ class Start:
     Attributes:
         is_first: whether it is the time that was pinned by `start_from`, and no place was ever stored.
         lost: what is recorded of its lost history, if it is lost there.
-        owed_from: where it was pinned, if it begins with what exists and that was not asked for yet; else None.
+        owed_from: where it was pinned, if it begins with what exists and that was not asked for yet. Else None.
     """
 
     time: Timestamp
@@ -139,7 +139,7 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The beginning of a handler: at a time, or behind the token of a position with that time; and in words why."""
+    """The beginning of a handler: at a time, or behind the token of a position with that time, and in words why."""
 
     time: Timestamp
     position: Mapping[str, Any] | None
@@ -147,7 +147,7 @@ class _Place:
 
 
 class _Pinning:
-    """Pins what has no start yet, in one term; each option means one place for all that have it."""
+    """Pins what has no start yet, in one term. Each option means one place for all that have it."""
 
     def __init__(
         self, store: Store, client: MongoClient[dict[str, Any]], renewal: Renewal, options: BridgeOptions
@@ -249,7 +249,7 @@ def _describe_start(start_from: StartFrom) -> str:
 
 
 def _find_oldest(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
-    """The oldest entry of the oplog, where it begins behind a place; None where it holds that, or cannot be seen."""
+    """The oldest entry of the oplog, where it begins behind a place. None where it holds that, or cannot be seen."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)

@@ -46,7 +46,7 @@ class StoredRange:
         self.read_to = max(self.read_to, data)
 
     def forget(self, data: str) -> None:
-        """Have nothing in memory of what lies behind this committed place; it is read again."""
+        """Have nothing in memory of what lies behind this committed place. It is read again."""
         self.ahead.clear()
         self.read_to = data
 

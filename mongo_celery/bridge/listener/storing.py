@@ -3,13 +3,13 @@ Storing changes in the state database, so that the watermark passes and the stre
 
 The order of writes is what nothing is lost by:
 
-1. the first changes of the partition's buffer are inserted, by majority; each is there afterwards, under this term.
+1. the first changes of the partition's buffer are inserted, by majority. Each is there afterwards, under this term.
 2. the partition is marked up to the last of them, guarded by the epoch.
 3. only then they are complete for the window, and a watermark behind them may be stored.
 
 A crash between 1 and 2 leaves changes that nobody reads, between 2 and 3 changes that are read and stored again. Any
-error means that nothing is complete; it is tried again after a pause. While the mark lies behind what is committed,
-the partition runs from what is stored, by reference (`stored_range`, `read_back`); when that is done the mark is
+error means that nothing is complete. It is tried again after a pause. While the mark lies behind what is committed,
+the partition runs from what is stored, by reference (`stored_range`, `read_back`). When that is done the mark is
 cleared, and what is committed is removed (`removal`).
 
 | a partition's changes are stored | when | beyond the bound |
@@ -21,9 +21,9 @@ cleared, and what is committed is removed (`removal`).
 | oplog | a quarter of the oplog's window lies behind the watermark that it holds | no |
 | full | the buffer is full, and another partition has nothing to do (`pressure`): the largest first | no |
 
-`spill_bytes` bounds what is stored of this bridge, as the server measures it every five seconds; at the bound no more
+`spill_bytes` bounds what is stored of this bridge, as the server measures it every five seconds. At the bound no more
 is stored but what cannot run otherwise, and the stream waits for who frees it, loudly. Bridges that share a state
-database share the collection. Up to half of the bound the whole of it counts; beyond, what this bridge has there is
+database share the collection. Up to half of the bound the whole of it counts. Beyond, what this bridge has there is
 read, which is done about once a minute. Only one that has too much to be read within a call pays for the others.
 """
 
@@ -86,7 +86,7 @@ _PAUSES = Pauses(first=1.0, longest=16.0)
 
 class Storing:
     """
-    The stored changes of one term. Used by the leading thread; `report` by the one that renews the lease, too.
+    The stored changes of one term. Used by the leading thread. `report` by the one that renews the lease, too.
 
     Args:
         store: the state database.
@@ -97,7 +97,7 @@ class Storing:
 
     Attributes:
         session: in which everything is read that decides what runs: images and stored changes.
-        waits: why something is not stored that should be, as a sentence; empty while nothing waits.
+        waits: why something is not stored that should be, as a sentence. Empty while nothing waits.
     """
 
     def __init__(
@@ -189,17 +189,17 @@ class Storing:
 
     def store(self, subscription: Subscription, partition: Partition, reason: str) -> int:
         """
-        Store a bulk of what a partition has in its queue; it holds no watermark then, and runs from what is stored.
+        Store a bulk of what a partition has in its queue. It holds no watermark then, and runs from what is stored.
 
         Args:
             reason: why, for people.
 
         Returns:
-            How many changes; none where the bound does not allow it.
+            How many changes. None where the bound does not allow it.
 
         Raises:
             LeaseLostError: the term has ended.
-            PyMongoError: all is as before; to be tried again.
+            PyMongoError: all is as before. To be tried again.
         """
         subscription.window.complete(partition.queue, partition.image.data)
         changes = self._next_bulk(subscription, partition, reason)
@@ -277,7 +277,7 @@ class Storing:
         return sorted(found, key=lambda each: (each[2] in _NEEDED, each[1].queue.size), reverse=True)
 
     def _reason(self, subscription: Subscription, partition: Partition, now: float) -> str | None:
-        """Return the reason for which the changes of a partition are to be stored now; None where they are not."""
+        """Return the reason for which the changes of a partition are to be stored now. None where they are not."""
         if not partition.won:
             return None
         if partition.must_store_again:
@@ -293,7 +293,7 @@ class Storing:
         return FULL if why is None and self._pressure.must_store else why
 
     def _lasting_block_reason(self, partition: Partition, now: float) -> str | None:
-        """Return why a partition is blocked, if it is for long enough; what comes behind is stored once a second."""
+        """Return why a partition is blocked, if it is for long enough. What comes behind is stored once a second."""
         why = block_reason(partition)
         if why is None:
             return None
@@ -341,7 +341,7 @@ class Storing:
             self._state.partitions.clear_spilled(passed, self._version)
 
     def _note_failure(self, what: str, error: Exception, partition: Partition | None = None) -> None:
-        """Try again after a pause; a failure that lasts stops the partition that it concerns, and no other."""
+        """Try again after a pause. A failure that lasts stops the partition that it concerns, and no other."""
         text = str(explain_error(error, self._concern) or brief(error))
         if partition is not None:
             failed = partition.not_stored or NotStored(RetryGate(_PAUSES), "", datetime.now(UTC))
@@ -359,7 +359,7 @@ class Storing:
 
 
 def block_reason(partition: Partition) -> str | None:
-    """Return the reason for which a partition does not continue at this moment; None where it waits for a worker."""
+    """Return the reason for which a partition does not continue at this moment. None where it waits for a worker."""
     state = visible_state(partition.image)
     if state != "flowing":
         return state

@@ -1,7 +1,7 @@
 """
 The report of stored changes: logged once when they begin, end or near their bound, and shown by `status`.
 
-`StoringReport.report` is called by the thread that renews the lease, too; all else by the leading thread.
+`StoringReport.report` is called by the thread that renews the lease, too. All else by the leading thread.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StoringReport:
             )
 
     def complain(self, partition: Partition, size: int) -> str:
-        """Return the sentence about a change that the bound keeps from being stored; log it now and then."""
+        """Return the sentence about a change that the bound keeps from being stored. Log it now and then."""
         first = partition.queue.first
         wanted = first.weight if first is not None else 0
         sentence = (
@@ -95,7 +95,7 @@ class StoringReport:
 
         Args:
             size: bytes that they have.
-            waits: why something is not stored that should be; empty while nothing waits.
+            waits: why something is not stored that should be. Empty while nothing waits.
         """
         partitions = [
             (f"{subscription.name}/{index}", partition)

@@ -40,7 +40,7 @@ _FULL_SECONDS = 0.03
 
 class StreamIntake:
     """
-    The intake of one term. Used by the leading thread; `wake` and `report` by any.
+    The intake of one term. Used by the leading thread. `wake` and `report` by any.
 
     Args:
         wiring: of the bridge.
@@ -54,7 +54,7 @@ class StreamIntake:
         at_end: whether the stream had no more to give at the last item.
         is_held_up: whether the last turn has left items, since the buffer is full.
         is_hurried: whether the stream says soon how far it is, also where nothing comes: while somebody waits for it.
-        full: why nothing is taken in; empty while it is.
+        full: why nothing is taken in. Empty while it is.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StreamIntake:
         return read_to is not None and read_to >= place and not self.is_held_up and self._inbox.peek() is None
 
     def open_reader(self, position: Position | None) -> None:
-        """Read from there, and nothing more of what was read before; or not at all, if nobody can be read."""
+        """Read from there, and nothing more of what was read before. Or not at all, if nobody can be read."""
         self.stop()
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
         self._inbox, self.at_end = Inbox(), False
@@ -173,7 +173,7 @@ class StreamIntake:
         return None
 
     def _note_full(self, now: float) -> None:
-        """Say that the buffer is full; loudly if nothing more may be stored of what is blocked."""
+        """Say that the buffer is full. Loudly if nothing more may be stored of what is blocked."""
         largest = max(self._led.values(), key=lambda subscription: subscription.window.size)
         is_held = bool(self._storing.waits)
         self.is_held_up, self.at_end = True, False
@@ -190,7 +190,7 @@ class StreamIntake:
             )
 
     def wake(self) -> None:
-        """End the current wait; callable from any thread."""
+        """End the current wait. Callable from any thread."""
         self._inbox.add_batch(())
 
     def wait(self, seconds: float) -> None:
@@ -201,7 +201,7 @@ class StreamIntake:
             self._inbox.wait(seconds)
 
     def report(self) -> dict[str, Any]:
-        """Return how reading goes. A silence counts after some seconds; before that each report would differ."""
+        """Return how reading goes. A silence counts after some seconds. Before that each report would differ."""
         if self._reader is None:
             return {"unreadSeconds": 0, "readingWaits": None, "reopenings": 0}
         status = self._reader.status

@@ -62,11 +62,11 @@ class Subscription:
 
     Attributes:
         admission: what it owes of what was read.
-        until: the place up to which it is read, while it drains for another partitioning; None for no limit.
+        until: the place up to which it is read, while it drains for another partitioning. None for no limit.
         left: the first place behind it that was read, and left.
         lost: whether its history is lost: nothing more is read for it, and its watermark stays. What is buffered
             runs, since it was read before.
-        has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
+        has_gap: whether its history is lost, or was given up in this term. What is buffered is older then.
         too_large: partitions whose next change is too large for a message, and is not stored yet.
         run_size: most changes of one run.
         feedback: whether it seems to be given what it writes itself.
@@ -132,7 +132,7 @@ class Subscription:
         return bool(self.window.count) or any(self._may_run(backlog) for _, backlog in self.backlogs)
 
     def ingest_item(self, item: ChangeEvent | Mark) -> PendingChange | None:
-        """Put what the reader handed over into the window; the change that it is here, where that is yet to run."""
+        """Put what the reader handed over into the window. The change that it is here, where that is yet to run."""
         mark = item if isinstance(item, Mark) else item.mark
         if self.lost or not self.window.is_new(mark.data) or self._leaves(mark):
             return None
@@ -155,7 +155,7 @@ class Subscription:
                 self._undeliverable.append(partition)
 
     def _leaves(self, mark: Mark) -> bool:
-        """Return True if a place is left while partitions drain, and read again; all after it is too."""
+        """Return True if a place is left while partitions drain, and read again. All after it is too."""
         if self.until is None or mark.data <= self.until.data:
             return False
         if self.left is None and self.window.seen < self.until.data and not opens_stream(self.until.data):
@@ -251,7 +251,7 @@ class Subscription:
         self.too_large.discard(partition)
 
     def last_readable_place(self, partition: Partition) -> str:
-        """Return the place up to which stored changes of a partition may be run; empty for none."""
+        """Return the place up to which stored changes of a partition may be run. Empty for none."""
         self.window.complete(partition.queue, partition.image.data)
         if partition.backlog is None or partition.must_store_again:
             return ""
@@ -271,7 +271,7 @@ class Subscription:
     @property
     def unstored(self) -> str | None:
         """
-        Comparable part of the token of the first undeliverable change that is not stored yet; None without one.
+        Comparable part of the token of the first undeliverable change that is not stored yet. None without one.
 
         Nothing from there on is dispatched: if the cause is fixed and the change is read again, its new partition must
         not have passed it.
@@ -334,7 +334,7 @@ class Subscription:
         return self._options.queue_name(index, self.plan.handler.group)
 
     def next_due(self) -> float:
-        """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
+        """Monotonic time at which the next waiting run becomes ready. Infinite when none waits for a time alone."""
         if self.unstored is not None:
             return math.inf
         return min((each.ready_at for each in self._candidates), default=math.inf)

@@ -3,12 +3,12 @@ Taking over: the first thing a new term does, before it reads or dispatches.
 
 In this order, each step safe to repeat after a crash:
 
-1. subscriptions, then snapshots, then partitions are raised to the new version; from then on no message of an older
+1. subscriptions, then snapshots, then partitions are raised to the new version. From then on no message of an older
    term can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the lease's
    version above it, and the step begins again. Each is one write and one read for all handlers, and of bulk
    writes it does not matter where one was interrupted: what they made is read afterwards, by majority. A partition that
    an open transaction has locked is left out: see `LockedPartitions`.
-2. the layout of each subscription is compared with the options; where they ask for another one, this term begins
+2. the layout of each subscription is compared with the options. Where they ask for another one, this term begins
    under the old one, and changes it (`repartitioning`).
 3. the start is pinned where there is none (`starts`).
 4. the undeliverable changes that are stored and will be read again are read, so that each keeps its partition.
@@ -50,7 +50,7 @@ class Takeover:
 
     Attributes:
         layouts: under which this term begins, by subscription.
-        wanted: the layouts of the options, with the generation that they would have; the one in force where that is
+        wanted: the layouts of the options, with the generation that they would have. The one in force where that is
             alike.
         documents: the subscriptions' documents by name.
         images: the partitions' images by subscription.
@@ -134,7 +134,7 @@ class LockedPartitions:
     Most often its client died in the middle of a transactional handler, or while it set a change aside: this is ended
     once the claim has lapsed, anything else by the server, after `transactionLifetimeLimitSeconds`. Until then the
     partition keeps its older epoch. Messages of that term may still
-    claim and commit there, in order, as they might have before the take-over; this term dispatches nothing there,
+    claim and commit there, in order, as they might have before the take-over. This term dispatches nothing there,
     and counts the partition as in flight, so that no watermark passes it but by what is committed.
 
     Args:
@@ -164,7 +164,7 @@ class LockedPartitions:
         return [partition.partition_id for partition in self._locked]
 
     def win(self, now: float) -> list[Image]:
-        """Once a second, try again, without waiting for any of them; their images."""
+        """Once a second, try again, without waiting for any of them. Their images."""
         self._locked = [partition for partition in self._locked if not partition.won]
         if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
             return []
@@ -203,7 +203,7 @@ def find_undeliverable(
     Args:
         name: of the subscription.
         rule: in force. By document key each change goes where it is stored, and nothing is looked up.
-        watermark: from where the stream is read again; None for its start.
+        watermark: from where the stream is read again. None for its start.
     """
     found: dict[str, int] = {}
     generation = takeover.layouts[name].generation

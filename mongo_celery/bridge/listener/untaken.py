@@ -57,7 +57,7 @@ class UntakenQueues:
 
     def report(self) -> dict[str, Any] | None:
         """
-        Return the queues of which no worker takes a run; None where all is taken.
+        Return the queues of which no worker takes a run. None where all is taken.
 
         Beside them: whether any worker `answered` (None: it cannot be asked), and whether workers take the messages and
         leave the runs `unclaimed`.
@@ -67,7 +67,7 @@ class UntakenQueues:
         return {"queues": list(self._names), "answered": self._answered, "unclaimed": self._is_unclaimed}
 
     def turn(self, subscriptions: Collection[Subscription], now: float) -> None:
-        """Find out who should take what has waited for longer than the grace; log it once until it is taken."""
+        """Find out who should take what has waited for longer than the grace. Log it once until it is taken."""
         if now - self._polled_at < _POLL_SECONDS:
             return
         self._polled_at = now

@@ -31,7 +31,7 @@ class Watermarks:
     Stores the watermarks of one term, and its report in the lease.
 
     Args:
-        store: where they go; each write is guarded by the epoch, or by the term.
+        store: where they go. Each write is guarded by the epoch, or by the term.
         renewal: the term.
         fingerprint: of the stream that the tokens are from.
         report: gives what `status` shows of the listener.
@@ -52,7 +52,7 @@ class Watermarks:
         self._flushed_at = 0.0
 
     def flush(self, subscriptions: Collection[Subscription], now: float, moved_at: float) -> None:
-        """Store what has moved, if it is time; `moved_at` is when a change was last dispatched or done."""
+        """Store what has moved, if it is time. `moved_at` is when a change was last dispatched or done."""
         if now - self._flushed_at < _PAUSE_SECONDS:
             return
         is_idle = now - moved_at > _IDLE_PAUSE_SECONDS and self._report() == self._reported
@@ -60,7 +60,7 @@ class Watermarks:
             self.store(subscriptions, now)
 
     def store(self, subscriptions: Collection[Subscription], now: float) -> None:
-        """Store what has moved; failing is harmless, since the next time stores more."""
+        """Store what has moved. Failing is harmless, since the next time stores more."""
         self._flushed_at = now
         try:
             self._advance(subscriptions)

@@ -39,14 +39,14 @@ class AuditRecords:
             create_indexes(self._table.collection, [IndexModel("at", expireAfterSeconds=KEPT_SECONDS)])
 
     def add(self, record: Mapping[str, Any], session: ClientSession | None = None) -> None:
-        """Store a record, with the server's time; with a session in its transaction."""
+        """Store a record, with the server's time. With a session in its transaction."""
         collection = self._table.collection
         with self._table.limit():
             at = collection.database.client.admin.command("hello")["localTime"]
             collection.insert_one({"bridge": self._bridge, "at": at, **record}, session=session)
 
     def read(self, handler: str | None, limit: int) -> list[dict[str, Any]]:
-        """Return the last records, the oldest first; those of one handler, or all."""
+        """Return the last records, the oldest first. Those of one handler, or all."""
         query = {"bridge": self._bridge} if handler is None else {"bridge": self._bridge, "handlers": handler}
         with self._table.limit():
             found = self._table.collection.find(query, dict.fromkeys(_FIELDS, 1)).sort([("at", -1), ("_id", -1)])

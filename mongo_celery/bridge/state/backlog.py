@@ -1,14 +1,14 @@
 """
 Stored changes: what a partition cannot run yet, with its bytes, beyond any oplog.
 
-One document a change; its `_id` is the partition's, a slash and the change's place, so that a range of `_id` is a range
+One document a change. Its `_id` is the partition's, a slash and the change's place, so that a range of `_id` is a range
 of the stream. Nothing here is guarded by a term, and needs none:
 
 1. A document means nothing by itself. What may be run from here is bounded by the mark on the partition
    (`spilled.to`), which is guarded, and by how far the term has read (`reach`).
-2. An insert that finds its document raises its `term`; so a term whose inserts were all acknowledged knows that no
+2. An insert that finds its document raises its `term`. So a term whose inserts were all acknowledged knows that no
    older one can remove what it relies on. The bytes are those of the first reading that was stored, or of the last one
-   where it was refused or they lie in parts; never of two.
+   where it was refused or they lie in parts. Never of two.
 3. A removal takes what is committed, and only what no later term has inserted or raised: a process that wakes up late
    removes nothing that a rewind has made somebody store again.
 
@@ -91,12 +91,12 @@ class Backlog:
         session: ClientSession | None = None,
     ) -> None:
         """
-        Store changes of one partition; afterwards each is there, by majority, and no older term can remove it.
+        Store changes of one partition. Afterwards each is there, by majority, and no older term can remove it.
 
         Repeating it is harmless. One that is there already keeps its bytes, unless it was refused.
 
         Raises:
-            PyMongoError: any of them may be missing; nothing may rely on those that are there.
+            PyMongoError: any of them may be missing. Nothing may rely on those that are there.
         """
         for bulk in split_bulks(build_documents(partition_id, changes, term)):
             self._insert(bulk, term, session)
@@ -124,7 +124,7 @@ class Backlog:
 
     def _keep(self, present: Mapping[str, Document], term: int, session: ClientSession | None) -> bool:
         """
-        Raise the term of documents that are there; False where one of them no longer is.
+        Raise the term of documents that are there. False where one of them no longer is.
 
         A change in parts is replaced: another reading may have left it with parts that these are not, whose terms an
         older term could still be allowed to remove. So is one that was refused: the cause may have been cured.
@@ -145,12 +145,12 @@ class Backlog:
 
     def remove(self, partition_id: str, committed: str, passed: str, term: int) -> Iterator[int]:
         """
-        Remove what is done of a partition, and never what a later term has stored; yield how many, call by call.
+        Remove what is done of a partition, and never what a later term has stored. Yield how many, call by call.
 
         An undeliverable change that a term may read again stays: it says in which partition the change is done.
 
         Args:
-            committed: comparable part of the committed token of a majority image; nothing is committed where it is
+            committed: comparable part of the committed token of a majority image. Nothing is committed where it is
                 empty. `EVERYTHING` for a partition that is no longer in force.
             passed: the same, no further than the stored watermark: up to there no change is read again.
             term: the present one.
@@ -172,7 +172,7 @@ class Backlog:
         Return the first stored changes of a partition behind a place, in order.
 
         Args:
-            after: comparable part of a token; empty for the beginning.
+            after: comparable part of a token. Empty for the beginning.
             until: that of the last one that may be read.
             limit: how many at most.
         """
@@ -191,17 +191,17 @@ class Backlog:
             return [parse_outline(document) for document in found.sort("_id", 1).limit(limit)]
 
     def first(self, partition_id: str, after: str, until: str) -> str | None:
-        """Return the comparable part of the token of the first stored change after a place; by the index alone."""
+        """Return the comparable part of the token of the first stored change after a place. By the index alone."""
         found = self._at(backlog_range(partition_id, after, until), 1)
         return None if found is None else parse_place(partition_id, found)
 
     def last(self, partition_id: str) -> str:
-        """Return the place of the last stored change of a partition; empty without one."""
+        """Return the place of the last stored change of a partition. Empty without one."""
         found = self._table.find_one({"_id": ids_under(partition_id)}, {"_id": 1}, sort=[("_id", -1)])
         return "" if found is None else parse_place(partition_id, found["_id"])
 
     def fetch(self, partition_id: str, data: Sequence[str]) -> dict[str, StoredChange]:
-        """Stored changes by the comparable parts of their tokens; those that are not there are left out."""
+        """Stored changes by the comparable parts of their tokens. Those that are not there are left out."""
         ids = {backlog_id(partition_id, each): each for each in data}
         with self._table.limit(), self._table.collection.find({"_id": {"$in": list(ids)}}) as found:
             changes = {ids[document["_id"]]: self._change(document) for document in found}
@@ -237,7 +237,7 @@ class Backlog:
             yield behind if last is None else {"$gt": behind["$gt"], "$lte": last}
 
     def next_partition(self, after: str | None = None) -> str | None:
-        """The `_id` of the first partition behind another one that has stored changes, or of what is none; or None."""
+        """The `_id` of the first partition behind another one that has stored changes, or of what is none. Or None."""
         ids = ids_under(self._bridge)
         if after is not None:  # partitions may lie behind the `_id` of what is none
             ids["$gt"] = range_end(after) if after.count("/") == _SLASHES else after

@@ -17,7 +17,7 @@ The partition's document is the authority on who may run what::
 2. A claim matches `term` for equality: "at least" would let a forged or foreign one poison it.
 3. Every later write matches fencing token, owner and `committed`. A refusal is final: a retry that reads the
    state again would beat the fencing token by waiting.
-4. A commit takes its values from `handled`, which was fenced when it was written; so whoever commits is
+4. A commit takes its values from `handled`, which was fenced when it was written. So whoever commits is
    right, and the commit message carries no authority.
 5. (*) A crash is charged in the name of its owner, by whoever replaces the lapsed claim, and kept in
    `retry.lapsed`, unless it is of a process that is known to live, since it replaces the claim itself. An owner
@@ -99,7 +99,7 @@ def _is_gone(token: str | None) -> dict[str, Any]:
 
 
 def _claimable(token: str, gone: Mapping[str, Any]) -> dict[str, Any]:
-    """Match partitions that a run may claim that begins with this token; the caller compares the position."""
+    """Match partitions that a run may claim that begins with this token. The caller compares the position."""
     due = {"$or": [{"$lte": ["$retry.notBefore", "$$NOW"]}, gone]}
     free, behind = {"$lte": ["$claim.until", "$$NOW"]}, {"$lt": ["$resumeToken._data", literal(token)]}
     return {"handled": None, "state": "flowing", "$expr": {"$and": [free, due, behind]}}
@@ -131,7 +131,7 @@ class Claim:
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
         parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
         inline: whether no commit task follows: its success is written as the position.
-        at: when it was taken, by the server's clock; for metrics alone.
+        at: when it was taken, by the server's clock. For metrics alone.
         passed_over: earlier changes of its document for which its first change stands: `count` and `tokens`.
         rewound: term of the last rewind that has sent the partition back with all others; 0 for none.
         taken: when it was answered for, on the monotonic clock.
@@ -166,7 +166,7 @@ def describe_owner(owner: str) -> str:
 
 
 def owner_pid(owner: str) -> str | None:
-    """Return the id of the process that holds a claim; None where its owner names none."""
+    """Return the id of the process that holds a claim. None where its owner names none."""
     _, pid, *rest = [*owner.rsplit(":", 2), ""]
     return pid if len(rest) > 1 and pid.isdecimal() else None
 
@@ -202,8 +202,8 @@ class Claims:
             owner: of this execution alone, from `new_owner`.
             term: that of the message.
             token: comparable part of the first change's resume token.
-            ttl: seconds; the bridge's `claim_ttl` by default.
-            session: of the server, in which a transactional handler will write; see `end_transactions`.
+            ttl: seconds. The bridge's `claim_ttl` by default.
+            session: of the server, in which a transactional handler will write. See `end_transactions`.
             living: owners whose process is known to live: the lapse of a claim of theirs is charged to nobody.
             inline: whether no commit task follows the run, so that its success is the position.
 
@@ -268,7 +268,7 @@ class Claims:
         """
         Claim a partition for the replay of a dead letter, between two runs of it.
 
-        No position is demanded, for none moves. Whoever replaces this claim charges nobody; a lapsed one of a run, if
+        No position is demanded, for none moves. Whoever replaces this claim charges nobody. A lapsed one of a run, if
         this replaces one, is charged as always. Arguments and answer as of `take`.
 
         Args:
@@ -318,7 +318,7 @@ class Claims:
 
     def end_transactions(self, partition_ids: Sequence[str]) -> list[str]:
         """
-        End what executions have left open whose claims of these partitions have lapsed; of which there were such.
+        End what executions have left open whose claims of these partitions have lapsed. Of which there were such.
 
         That is the transaction of a transactional handler, or one that sets a change aside. Its process is dead, or
         frozen, and will be refused. Until then its documents, and the partition, are locked: else the server ends it
@@ -340,13 +340,13 @@ class Claims:
         return list(sessions)
 
     def relinquish(self, partition_id: str, owner: str) -> bool:
-        """End a claim whose answer was lost or came too late; False when there is none. It counts as no attempt."""
+        """End a claim whose answer was lost or came too late. False when there is none. It counts as no attempt."""
         guard = {"_id": partition_id, "claim.owner": owner, "handled": None}
         return self._table.update(guard, {"$unset": {"claim": ""}})
 
     def withdraw(self, partition_id: str, owner: str) -> bool:
         """
-        Take back the crash that was charged in the name of an owner whose process lives; once, and never below 0.
+        Take back the crash that was charged in the name of an owner whose process lives. Once, and never below 0.
 
         Returns:
             False when none is charged: nobody replaced its claim, it was withdrawn, or the change is done.
@@ -358,7 +358,7 @@ class Claims:
 
     def extend(self, claims: Sequence[Claim], *, leaving: bool = False) -> list[Claim]:
         """
-        The heartbeat of several claims, in one write; another call only where one was refused.
+        The heartbeat of several claims, in one write. Another call only where one was refused.
 
         Args:
             claims: what to renew.
@@ -391,7 +391,7 @@ class Claims:
         session: ClientSession | None = None,
     ) -> bool:
         """
-        Record that the handler succeeded up to `last`; from then on no message can start it again.
+        Record that the handler succeeded up to `last`. From then on no message can start it again.
 
         Repeating it is harmless, and refused in a transaction. Outside of one it is written with w:1: losing it
         costs one more start, behind a crash that was none. Under a claim that is `inline` it is the position itself.
@@ -412,12 +412,12 @@ class Claims:
 
     def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:
         """
-        The position becomes what `handled` says; `state` is untouched.
+        The position becomes what `handled` says. `state` is untouched.
 
         Args:
-            first: what the commit task demands to be next; the listener, which has just read the
+            first: what the commit task demands to be next. The listener, which has just read the
                 document, gives it too.
-            lasting: whether to wait until a majority has it; nothing rests on that.
+            lasting: whether to wait until a majority has it. Nothing rests on that.
 
         Returns:
             False when there was nothing to commit: it is already done, or a newer run is under way.
@@ -440,7 +440,7 @@ class Claims:
         Set the first change aside until its retry time, by the server's clock, and count the attempt.
 
         Args:
-            delay: seconds from now; or
+            delay: seconds from now. Or
             not_before: a time.
         """
         due = after(delay) if delay is not None else literal(not_before)
@@ -531,7 +531,7 @@ class Claims:
         session: ClientSession | None = None,
     ) -> bool:
         """
-        Move the position up to a change of the run that is done; the claim goes on with the next one as its first.
+        Move the position up to a change of the run that is done. The claim goes on with the next one as its first.
 
         Of that one nothing is counted yet. Outside of a transaction repeating it is harmless.
 
@@ -554,7 +554,7 @@ class Claims:
         return self._table.update({**guard, "committed": {"$in": [claim.first - 1, last]}}, change)
 
     def single_out(self, claim: Claim) -> bool:
-        """End a claim whose changes are to be run one by one from now on; nothing is counted."""
+        """End a claim whose changes are to be run one by one from now on. Nothing is counted."""
         return self._write(claim, [{"$set": {"claim": REMOVED, "single": {"$max": ["$single", Int64(claim.last)]}}}])
 
     def _write(self, claim: Claim, change: Any) -> bool:
@@ -563,7 +563,7 @@ class Claims:
 
 def record_session(partitions: Table, claim: Claim, session: ClientSession) -> bool:
     """
-    Say in a claim in which session a transaction is to end it; see `Claims.end_transactions`.
+    Say in a claim in which session a transaction is to end it. See `Claims.end_transactions`.
 
     Returns:
         False where a newer execution decides.
@@ -623,7 +623,7 @@ def _build_commit(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str
 def _build_advance(
     last: int, token: Mapping[str, Any], of: str | None, passed_over: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Return the update to a position inside of a run; the claim then begins with the next change."""
+    """Return the update to a position inside of a run. The claim then begins with the next change."""
     fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": []}
     if of is not None:
         fresh["of"] = of

@@ -2,7 +2,7 @@
 Dead letters: changes that were set aside with their error, for a person to look at.
 
 A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
-`partitions.set_aside` for a command); it is never lost and never there twice, since its `_id` is made of bridge,
+`partitions.set_aside` for a command). It is never lost and never there twice, since its `_id` is made of bridge,
 subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
 of an existing document has its key there instead of its token (see `dead_letter_name`): its place is `resumeToken`.
 
@@ -141,12 +141,12 @@ class ReplayRequest:
         over_newer: whether it may write over what newer changes have written.
         starts: how often the dead letter was started, all its replays together.
         crashes: how many of these ended without an outcome, in this replay.
-        fencing_token: fencing token of the claim under which it was started; None after an outcome.
+        fencing_token: fencing token of the claim under which it was started. None after an outcome.
         retries: attempts of this replay that asked for a retry.
         waits: how often in a row it has waited for MongoDB or the broker, `doubts` of these in doubt.
         due_in: seconds until it may run again; 0 or less when it may.
         parked: whether it waits for a parked key: those behind it follow.
-        order: compares as the changes do in the stream; the name of an existing document's dead letter does not.
+        order: compares as the changes do in the stream. The name of an existing document's dead letter does not.
     """
 
     letter: str
@@ -182,15 +182,15 @@ class Letter:
 
     Attributes:
         document_id: its `_id`.
-        id: comparable part of its token; its beginning is what commands take.
-        token: of its change; None where the stored one is damaged.
+        id: comparable part of its token. Its beginning is what commands take.
+        token: of its change. None where the stored one is damaged.
         place: None where the stored one is damaged.
-        bytes: of what is kept of the change; None where there is nothing.
+        bytes: of what is kept of the change. None where there is nothing.
         kept: `event`, `bytes` or `name`.
         replays: how often it was started again.
-        replay: its request; None while nobody has asked for its replay.
-        parked: hash of its key, from 0 to 2^64 - 1, where it waits for that; None for all others.
-        passed_over: ids of earlier changes of its document for which it stood, the last ones; `passed` is how many.
+        replay: its request. None while nobody has asked for its replay.
+        parked: hash of its key, from 0 to 2^64 - 1, where it waits for that. None for all others.
+        passed_over: ids of earlier changes of its document for which it stood, the last ones. `passed` is how many.
     """
 
     document_id: str
@@ -241,9 +241,9 @@ class Selection:
     A choice of dead letters.
 
     Attributes:
-        subscription: of these only; None for all.
-        ids: of these only: beginnings of tokens; empty for all.
-        keys: of these documents only: values of `_id`, any of which may be meant; empty for all.
+        subscription: of these only. None for all.
+        ids: of these only: beginnings of tokens. Empty for all.
+        keys: of these documents only: values of `_id`, any of which may be meant. Empty for all.
         since: set aside at this time or later.
         until: set aside before this time.
     """
@@ -281,7 +281,7 @@ class DeadLetters:
         return found
 
     def read_oversized_error(self) -> str | None:
-        """Return the error of one whose change was too large to be read; None where there is none."""
+        """Return the error of one whose change was too large to be read. None where there is none."""
         place = {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0", "$regex": f"{END}$"}
         found = self._table.find_one({"_id": place}, {"error": 1}, sort=[("_id", 1)])
         return None if found is None else str(found.get("error"))
@@ -311,7 +311,7 @@ class DeadLetters:
         return self.headers([row["_id"] for row in self._table.aggregate(stages)])
 
     def newest(self, limit: int) -> list[Letter]:
-        """Return the dead letters that were set aside last, the newest first; by an index."""
+        """Return the dead letters that were set aside last, the newest first. By an index."""
         with self._table.limit():
             found = self._table.collection.find(
                 {"_id": _range(f"{self._bridge}/")}, _FIELDS, sort=[("at", -1), ("_id", -1)], limit=limit
@@ -328,7 +328,7 @@ class DeadLetters:
         One dead letter, with the bytes of its event.
 
         Returns:
-            None where there is none; no bytes where the event is not kept.
+            None where there is none. No bytes where the event is not kept.
         """
         with self._table.limit():
             document = self._table.collection.find_one({"_id": document_id}, _FIELDS)
@@ -365,14 +365,14 @@ class DeadLetters:
         return {key: each for key, each in found.items() if key in keys}
 
     def first_waiting(self, subscription: str, hash_: int, session: ClientSession | None = None) -> Letter | None:
-        """The first letter that waits for a parked key, in the order of the stream; None where none does."""
+        """The first letter that waits for a parked key, in the order of the stream. None where none does."""
         query = {"parked": Int64(to_signed(hash_)), "_id": _range(f"{self._bridge}/{subscription}/")}
         with self._table.limit():
             found = self._table.collection.find_one(query, _FIELDS, sort=_STREAM_ORDER, session=session)
         return None if found is None else _letter(found)
 
     def header(self, document_id: str, session: ClientSession | None = None) -> Letter | None:
-        """One dead letter, without its change; None where there is none."""
+        """One dead letter, without its change. None where there is none."""
         with self._table.limit():
             found = self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session)
         return None if found is None else _letter(found)
@@ -486,7 +486,7 @@ def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
 
 
 def _parse_data(token: object) -> str:
-    """Return the comparable part of a stored token; empty where that is damaged."""
+    """Return the comparable part of a stored token. Empty where that is damaged."""
     data = token.get("_data") if isinstance(token, Mapping) else None
     return data if isinstance(data, str) else ""
 
@@ -530,12 +530,12 @@ def dead_letter(
     passed_over: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """
-    The document of a dead letter; `at`, the server's time, is added when it is written.
+    The document of a dead letter. `at`, the server's time, is added when it is written.
 
     One with the cause `parked` or `parked_behind` waits for its key.
 
     Args:
-        name: of `dead_letter_name`; the place of the token by default.
+        name: of `dead_letter_name`. The place of the token by default.
         passed_over: as the claim has it: changes for which it stands.
     """
     hash_ = Int64(to_signed(place.hash))
@@ -585,7 +585,7 @@ def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], s
 
 @dataclass(frozen=True, slots=True)
 class KeptChange:
-    """The part of an event that a dead letter keeps; `kind` is `event`, `bytes` (in `raw`) or `name`."""
+    """The part of an event that a dead letter keeps. `kind` is `event`, `bytes` (in `raw`) or `name`."""
 
     change: Mapping[str, Any]
     kind: str

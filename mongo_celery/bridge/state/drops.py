@@ -22,7 +22,7 @@ TAMPERED = "tampered"
 
 
 class Drops:
-    """The counters of one bridge; they only grow."""
+    """The counters of one bridge. They only grow."""
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
         self._table = Table(collection, call_timeout(ttl))

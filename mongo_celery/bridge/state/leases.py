@@ -23,7 +23,7 @@ The server is the authority. Acquire, renew and release are three operations::
 | a primary's clock ran far ahead | held until then, unless an operator ends it: `docs/operations/restore.md` |
 
 Field names are those of the algorithm's source, a pessimistic listener lock in MongoDB by Alec
-Henninger; the term and the server's clock repair what its descendants found.
+Henninger. The term and the server's clock repair what its descendants found.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Leases:
         Take the lease if it is free or expired, and has no identity, this one, or the one that was compared.
 
         Args:
-            identity: of the new term; the lease keeps it, also after the term.
+            identity: of the new term. The lease keeps it, also after the term.
             known: the identity that the caller has read and compared.
 
         Returns:
@@ -162,12 +162,12 @@ class Leases:
         return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
-        """Give the lease back; False when it was no longer ours. Version and identity stay."""
+        """Give the lease back. False when it was no longer ours. Version and identity stay."""
         change = {"listenerId": None, "expiresAt": None, "state": state, "error": error}
         return self._table.update(self._mine(term), {"$set": change})
 
     def raise_version(self, term: Term, above: int) -> Term | None:
-        """A larger version for this term, after a take-over met a larger one; None when the term has ended."""
+        """A larger version for this term, after a take-over met a larger one. None when the term has ended."""
         document = self._table.find_and_update(
             self._mine(term),
             [{"$set": {"term": {"$max": [next_number("term"), Int64(above + 1)]}}}],
@@ -190,7 +190,7 @@ class Leases:
         return None if document is None else document["startAtOperationTime"]
 
     def record_report(self, term: Term, report: Mapping[str, Any]) -> bool:
-        """Store what `status` shows of the listener; False when the term has ended."""
+        """Store what `status` shows of the listener. False when the term has ended."""
         change = {"$set": {"report": dict(report)}, "$currentDate": {"reportedAt": True}}
         return self._table.update(self._mine(term), change)
 
@@ -199,7 +199,7 @@ class Leases:
         The lease document, or None before the first start.
 
         Verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
-        since the listener's last report; and what workers have dropped, see `Drops`.
+        since the listener's last report, and what workers have dropped, see `Drops`.
         """
         verdicts = {
             "live": {"$gt": ["$expiresAt", "$$NOW"]},

@@ -83,7 +83,7 @@ class Names:
 
     def forget(self, name: str, record: Mapping[str, Any]) -> int | None:
         """
-        Remove a subscription and its partitions; what is left (`remove`) is in force for nobody then.
+        Remove a subscription and its partitions. What is left (`remove`) is in force for nobody then.
 
         Returns:
             The lease's term: all that has a smaller one is over. None where the listener that leads serves it:
@@ -116,7 +116,7 @@ class Names:
 
     def remove(self, name: str, term: int, *, letters: bool) -> Iterator[int]:
         """
-        Remove what is left under a name that no subscription has, a little at a time; how much each time.
+        Remove what is left under a name that no subscription has, a little at a time. How much each time.
 
         Args:
             term: of the lease when it was given up. What a later term has stored or set aside is left alone:

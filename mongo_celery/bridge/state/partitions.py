@@ -68,18 +68,18 @@ class Image:
     One majority read of a partition's document, with the server's verdicts on its times.
 
     Attributes:
-        data: comparable part of the committed token; empty before the first commit.
+        data: comparable part of the committed token. Empty before the first commit.
         live: whether a claim stands and has not lapsed.
         due_in: seconds until a parked change may run; 0 or less when it may.
-        spilled: `to`, `since`, `reason`: up to where changes of this partition are stored, and not all committed; None
+        spilled: `to`, `since`, `reason`: up to where changes of this partition are stored, and not all committed. None
             where none are.
-        retry: what is counted of the first change, as it is stored; None where it is of another one.
+        retry: what is counted of the first change, as it is stored. None where it is of another one.
         waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
-            infrastructure; None after any other outcome.
+            infrastructure. None after any other outcome.
         ran: of the last run that was committed, its `last` change, when it was `claimed` and committed (`at`), and the
-            milliseconds that its handler `took`; None before the first.
+            milliseconds that its handler `took`. None before the first.
         read_at: when it was read, by the server's clock.
-        head: of a halted partition, `at` which time and change that was: `key` and `resumeToken`; None for all others.
+        head: of a halted partition, `at` which time and change that was: `key` and `resumeToken`. None for all others.
         parked_keys: how many keys are parked: changes of theirs are set aside until a person releases them.
     """
 
@@ -119,7 +119,7 @@ class Seen(NamedTuple):
 
     Attributes:
         fencing_token: raised by every claim, and by every command that moves a position.
-        claimed: whether a claim stood, and nothing was handled; else nobody had claimed what is out.
+        claimed: whether a claim stood, and nothing was handled. Else nobody had claimed what is out.
     """
 
     fencing_token: int
@@ -196,7 +196,7 @@ class Partitions:
 
         Returns:
             Their images afterwards. One whose term is larger than `term` was not won, one whose term is smaller
-            is locked; see `win`.
+            is locked. See `win`.
         """
         if not generations:
             return []
@@ -206,7 +206,7 @@ class Partitions:
 
     def win(self, ids: Iterable[str], term: int) -> list[Image]:
         """
-        Take over partitions that were locked, as far as they are free now; bounded, and waits for none of them.
+        Take over partitions that were locked, as far as they are free now. Bounded, and waits for none of them.
 
         Returns:
             Their images afterwards, as of `take_over`.
@@ -216,12 +216,12 @@ class Partitions:
         return self.look(locked)
 
     def look(self, ids: Iterable[str], session: ClientSession | None = None) -> list[Image]:
-        """Some partitions, by `_id`; in a causally consistent session, what is read later is no older."""
+        """Some partitions, by `_id`. In a causally consistent session, what is read later is no older."""
         return self._images({"_id": {"$in": list(ids)}}, session)
 
     def list_changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
         """
-        Return some partitions, by `_id`, without those that are as they were seen; None matches no earlier state.
+        Return some partitions, by `_id`, without those that are as they were seen. None matches no earlier state.
 
         A heartbeat, a lapse and a pause are no changes here.
         """
@@ -233,7 +233,7 @@ class Partitions:
         """
         See to it that the primary's journal has what was written up to now, by a write that finds nothing.
 
-        On a set of one member majority reads show a write with w:1 only then; others replicate it by themselves.
+        On a set of one member majority reads show a write with w:1 only then. Others replicate it by themselves.
         """
         self._table.update_unretried({"_id": ""}, {"$set": {"term": Int64(0)}}, JOURNALED)
 
@@ -252,11 +252,11 @@ class Partitions:
         self, partition_id: str, term: int, to: str, reason: str, session: ClientSession | None = None
     ) -> bool:
         """
-        Record that changes are stored up to a place; it only grows. Repeating it is harmless.
+        Record that changes are stored up to a place. It only grows. Repeating it is harmless.
 
         Args:
             to: comparable part of the last stored change's token.
-            reason: why they are stored, for people; kept from the first mark until it is cleared.
+            reason: why they are stored, for people. Kept from the first mark until it is cleared.
 
         Returns:
             False when the term is over.
@@ -271,7 +271,7 @@ class Partitions:
 
     def clear_spilled(self, ids: Iterable[str], term: int) -> None:
         """
-        Record where all that is marked as stored is committed, by the server's comparison; bounded.
+        Record where all that is marked as stored is committed, by the server's comparison. Bounded.
 
         It waits for no partition that is locked: the images say where it is recorded.
         """
@@ -288,7 +288,7 @@ class Partitions:
         that an older term has left go, too.
 
         Args:
-            token: of the watermark; None where nothing was ever stored.
+            token: of the watermark. None where nothing was ever stored.
 
         Returns:
             The largest fencing token that they have given; 0 where they are gone already. None where one has anything
@@ -324,7 +324,7 @@ class Partitions:
         return int(found["term"]) if found else 0
 
     def pause(self, image: Image, generation: int) -> bool:
-        """Let no new claim begin; what runs may finish."""
+        """Let no new claim begin. What runs may finish."""
         return self._command(image, generation, {"state": "paused"}, "flowing")
 
     def resume(self, image: Image, generation: int) -> bool:
@@ -345,7 +345,7 @@ class Partitions:
 
     def mark_head(self, image: Image, generation: int) -> bool:
         """
-        Let the mark reach the change at which a partition has halted; it must be stored.
+        Let the mark reach the change at which a partition has halted. It must be stored.
 
         No term guards it, as none guards what an operator does: a mark promises nothing of what lies between, and what
         it reaches is not committed while the guard holds.
@@ -357,7 +357,7 @@ class Partitions:
         return self._table.update(guard, [{"$set": {"spilled": {"$mergeObjects": [since, "$spilled", {"to": to}]}}}])
 
     def discard(self, image: Image, generation: int) -> bool:
-        """Pass over the change at which a partition halted; nothing of it is kept."""
+        """Pass over the change at which a partition halted. Nothing of it is kept."""
         return self._command(image, generation, _build_skip(image), "halted")
 
     def set_aside(
@@ -562,7 +562,7 @@ def build_move(term: int, token: Mapping[str, Any], *, forward: bool, only: str 
         term: of the move.
         token: of the place.
         forward: whether those are moved that stand before the place, not behind it.
-        only: `_id` of the only one that is moved; None for all.
+        only: `_id` of the only one that is moved. None for all.
     """
     own, data = {"$ifNull": ["$resumeToken._data", ""]}, literal(token["_data"])
     moves: dict[str, Any] = {"$lt" if forward else "$gt": [own, data]}

@@ -9,7 +9,7 @@ of a move is stored in its transaction.
 A rewind is one transaction, so it is killed at no point between. Its rules were found by a search of schedules
 (`tests/property/spill_faults.py`, `snapshot_faults.py`), which has each of them as a broken variant:
 
-1. Backwards, a position becomes the smaller of place and own position, of the partitions and of the watermark; what
+1. Backwards, a position becomes the smaller of place and own position, of the partitions and of the watermark. What
    lies before the place stays where it is. Two writes instead of one transaction lose changes, in whichever order.
 2. What stood behind the place is over in the partitions that go back: halted head, waiting retry, claim, replay. With
    its head left, `skip` would pass over everything between. So it is where nothing was ever committed: the change that
@@ -56,12 +56,12 @@ class Move:
     A move of a handler to a place.
 
     Attributes:
-        token: the place; it compares, and opens no stream.
+        token: the place. It compares, and opens no stream.
         time: its cluster time.
-        forward: whether partitions that stand before the place are sent there; else those that stand behind it.
+        forward: whether partitions that stand before the place are sent there. Else those that stand behind it.
         generation: of the layout, as it was seen.
         term: of the lease, as it was seen.
-        partition: only this one; None for all.
+        partition: only this one. None for all.
         since: forward, from when on something is passed over, where that lies before the watermark.
     """
 
@@ -115,7 +115,7 @@ class Positions:
             None where somebody leads, or has led since it was seen, or the layout is another one: nothing is changed.
 
         Raises:
-            PyMongoError: as of a transaction; where a partition is locked, it satisfies `is_lock`.
+            PyMongoError: as of a transaction. Where a partition is locked, it satisfies `is_lock`.
         """
         subscription = f"{self._bridge}/{to.subscription}"
 
@@ -189,7 +189,7 @@ class Positions:
 
     def _withdraw(self, to: Move, indexes: Sequence[int], session: ClientSession) -> int:
         """
-        Forget the replays of what lies behind a place, in partitions that go back; how many they are.
+        Forget the replays of what lies behind a place, in partitions that go back. How many they are.
 
         Those of existing documents, too: they would run before the changes that are in front of them.
         """
@@ -267,7 +267,7 @@ def later_existing_query(bridge: str, subscription: str, data: str) -> dict[str,
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:
-    """Return True if a move changes the position of a partition; a handled run counts as committed."""
+    """Return True if a move changes the position of a partition. A handled run counts as committed."""
     token = (partition.get("handled") or {}).get("resumeToken") or partition.get("resumeToken")
     own = str(token["_data"]) if token else ""
     return own < data if forward else own > data

@@ -28,7 +28,7 @@ every second. It is there from the command until the dead letter is gone or has 
 A parked key is released by a chain of replays. Its dead letters (those with its hash in `parked`) are replayed from the
 first one on, in the order of the stream:
 
-5. A start finds that its dead letter is the first that waits for its key; else the first one is asked for in its place.
+5. A start finds that its dead letter is the first that waits for its key. Else the first one is asked for in its place.
    It is looked for under the claim: nobody can set a change aside meanwhile. But one may be discarded meanwhile, so the
    transaction that asks for the first one looks again.
 6. A replay or a discarding that removes a dead letter asks for the next one in the same transaction. A change that
@@ -98,11 +98,11 @@ class Replays:
         self._bridge = bridge
 
     def ensure_index(self) -> None:
-        """Create the index by which requests are found, with the others of the dead letters; it may take long."""
+        """Create the index by which requests are found, with the others of the dead letters. It may take long."""
         self._letters.ensure_indexes(patiently=True)
 
     def read(self) -> list[ReplayRequest]:
-        """Return all requests, by subscription, then in the order of the stream; damaged ones are left out."""
+        """Return all requests, by subscription, then in the order of the stream. Damaged ones are left out."""
         scope = {**ASKED, "_id": ids_under(self._bridge)}
         found = (parse_replay(document) for document in self._table.find(scope, REPLAY_FIELDS))
         return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
@@ -140,13 +140,13 @@ class Replays:
 
     def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "gone"]:
         """
-        Remove a dead letter, and the request for its replay; not while that is running.
+        Remove a dead letter, and the request for its replay. Not while that is running.
 
-        Where it is the first that waits for a parked key, those after it are replayed; where it is the only one, the
+        Where it is the first that waits for a parked key, those after it are replayed. Where it is the only one, the
         key is released.
 
         Args:
-            layout: of its subscription, in force; without it the others of its key go on waiting.
+            layout: of its subscription, in force. Without it the others of its key go on waiting.
         """
         found = self._letters.header(letter)
         if found is None:
@@ -170,7 +170,7 @@ class Replays:
             return session.with_transaction(remove)
 
     def _is_running(self, replay: ReplayRequest) -> bool:
-        """Return True if a replay that was started may still have an outcome; a claim that has lapsed is ended here."""
+        """Return True if a replay that was started may still have an outcome. A claim that has lapsed is ended here."""
         if replay.state != STARTED:
             return False
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
@@ -189,7 +189,7 @@ class Replays:
             starts: before this one, as the message says.
 
         Returns:
-            What is to be replayed; None where another message has started it, or there is nothing to replay any more.
+            What is to be replayed. None where another message has started it, or there is nothing to replay any more.
         """
         is_again = {"$cond": [{"$eq": ["$replay.state", STARTED]}, 1, 0]}
         change = {
@@ -230,7 +230,7 @@ class Replays:
 
     def fail(self, claim: Claim, replay: ReplayRequest, error: str, traceback: str, attempts: int) -> bool:
         """
-        Leave a dead letter with its new error; its request stays, as failed, until the listener has taken notice.
+        Leave a dead letter with its new error. Its request stays, as failed, until the listener has taken notice.
 
         Args:
             attempts: how often its handler was tried.
@@ -252,14 +252,14 @@ class Replays:
     def retry_later(
         self, claim: Claim, letter: str, error: str, *, delay: float | None, not_before: datetime | None
     ) -> bool:
-        """Set a replay aside until its retry time, and count the attempt; arguments and answer as of `Claims.park`."""
+        """Set a replay aside until its retry time, and count the attempt. Arguments and answer as of `Claims.park`."""
         due = after(delay) if delay is not None else literal(not_before)
         retries = {"$add": [{"$ifNull": ["$replay.retries", 0]}, 1]}
         counts = {"retries": retries, "waits": REMOVED, "doubts": REMOVED}
         return self._postpone(claim, letter, {"notBefore": due, "error": literal(error), **counts})
 
     def wait(self, claim: Claim, letter: str, cause: str, *, delay: float, doubtful: bool) -> bool:
-        """Set a replay aside, since infrastructure was away; nothing is counted; arguments as of `Claims.wait`."""
+        """Set a replay aside, since infrastructure was away. Nothing is counted. Arguments as of `Claims.wait`."""
         counts = {"waits": claim.waits + 1, "doubts": claim.doubts + 1 if doubtful else 0}
         return self._postpone(claim, letter, {"notBefore": after(delay), "error": literal(cause), **counts})
 
@@ -320,7 +320,7 @@ class Replays:
     # -- parked keys -------------------------------------------------------------------------------
 
     def _remove_letter(self, guard: Mapping[str, Any], session: ClientSession) -> tuple[Letter | None, bool]:
-        """Remove a dead letter; it as it was, and whether it was the first of its parked key."""
+        """Remove a dead letter. It as it was, and whether it was the first of its parked key."""
         found = self._letters.header(str(guard["_id"]), session)
         first = None
         if found is not None and found.parked is not None:
@@ -357,7 +357,7 @@ class Replays:
         return {"_id": mine, "parkedKeys.hash": Int64(to_signed(letter.parked))}
 
     def _count_removed(self, gone: Letter, session: ClientSession, *, is_last: bool) -> None:
-        """Write where the key of a letter is parked; behind its last letter it is released."""
+        """Write where the key of a letter is parked. Behind its last letter it is released."""
         holding = self._holding(gone)
         change: dict[str, Any] = {"$inc": {"removed": Int64(1)}}
         if is_last:
@@ -368,7 +368,7 @@ class Replays:
         self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool
     ) -> None:
         """
-        Ask for the replay of a dead letter; where that was done, it is noted that somebody counts on it.
+        Ask for the replay of a dead letter. Where that was done, it is noted that somebody counts on it.
 
         After a replay over newer data it goes over them too, for it is newer than what that has written.
         """
@@ -385,7 +385,7 @@ class Replays:
 
     def withdraw(self, replays: Sequence[ReplayRequest], *, is_over: bool = False) -> None:
         """
-        Forget requests as they were seen, unless they were started or asked for meanwhile; their dead letters stay.
+        Forget requests as they were seen, unless they were started or asked for meanwhile. Their dead letters stay.
 
         Args:
             is_over: whether no execution of theirs can have an outcome any more, also of those that were started.

@@ -74,7 +74,7 @@ class KeyRing:
 
     Attributes:
         keys: whose signatures are accepted, the one in force first.
-        identity: of the term that leads; None where no listener is running.
+        identity: of the term that leads. None where no listener is running.
     """
 
     keys: tuple[bytes, ...] = field(repr=False)
@@ -92,7 +92,7 @@ class SigningKeys:
         self._this = {"_id": bridge}
 
     def sealing(self, lease: Mapping[str, Any]) -> Sealing:
-        """Return what the leader signs with now; make the first key, and put an announced one in force if it is due."""
+        """Return what the leader signs with now. Make the first key, and put an announced one in force if it is due."""
         found = self._table.find_one(self._this) or self._make_first_key()
         if found.get("next") or found.get("previous"):
             found = self._table.find_and_update(self._this, [_EXCHANGE]) or found
@@ -126,7 +126,7 @@ class SigningKeys:
             overlap: for how many seconds the present one is accepted after the exchange.
 
         Returns:
-            When it comes into force, if a listener leads then; None when there is no key yet, or one is announced
+            When it comes into force, if a listener leads then. None when there is no key yet, or one is announced
             already.
         """
         key = {"key": new_key(), "overlap": millis(overlap)}

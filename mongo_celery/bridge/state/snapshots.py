@@ -14,7 +14,7 @@ One document a snapshot, with a new `_id` for each start, so that what belongs t
 3. `lastId` is the end of what was scanned and is committed, or stored, with all before it. It is absent until the first
    chunk: null may be somebody's `_id`. It is set once for each chunk (`moved`), and never by a term that is over.
 4. `untilId` is the largest `_id` that the first recorded chunk has found, in the same write, and never set again. What
-   is inserted behind it is in the stream; else who inserts faster than the snapshot is handled would keep it from
+   is inserted behind it is in the stream. Else who inserts faster than the snapshot is handled would keep it from
    ending.
 5. `passed` counts the writes behind the reading of a chunk: an update that changes nothing would write no entry.
 
@@ -78,8 +78,8 @@ class Snapshot:
     Attributes:
         id: its `_id`.
         subscription: whose handler is given the documents.
-        last: the end of what was scanned; None before the first chunk.
-        until: the end of what is to be scanned; None before the first chunk.
+        last: the end of what was scanned. None before the first chunk.
+        until: the end of what is to be scanned. None before the first chunk.
     """
 
     id: str
@@ -114,11 +114,11 @@ class Snapshots:
     # -- who asks for them -------------------------------------------------------------------------
 
     def make_id(self, subscription: str, name: str | None = None) -> str:
-        """Return a new `_id`; by a name it is the same one each time."""
+        """Return a new `_id`. By a name it is the same one each time."""
         return f"{self._bridge}/{subscription}/{name or secrets.token_hex(_ID_BYTES)}"
 
     def insert(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Ask for snapshots, by their `_id`s; one that is there already stays as it is. Repeating it is harmless."""
+        """Ask for snapshots, by their `_id`s. One that is there already stays as it is. Repeating it is harmless."""
         numbers = {name: Int64(0) for name in ("term", "begun", "moved", "passed", "done")}
         for record in records:
             given = {name: value for name, value in record.items() if value is not None and name != "_id"}
@@ -149,7 +149,7 @@ class Snapshots:
         return self._table.update(guard, {"$set": {"state": STOPPED}})
 
     def resume(self, snapshot_id: str) -> bool:
-        """Let one that was stopped, or has failed, go on where it is; False where it is neither."""
+        """Let one that was stopped, or has failed, go on where it is. False where it is neither."""
         guard = {"_id": snapshot_id, "state": {"$in": [STOPPED, FAILED]}}
         return self._table.update(guard, {"$set": {"state": RUNNING}, "$unset": {"sentence": ""}})
 
@@ -160,7 +160,7 @@ class Snapshots:
         Raise the term of all that run, or may be resumed, to this one.
 
         Returns:
-            The largest term of any of them; one above `term` belongs to a later term.
+            The largest term of any of them. One above `term` belongs to a later term.
         """
         lasting = {**self._mine(), "state": {"$in": _LASTING}}
         with self._table.limit():
@@ -171,7 +171,7 @@ class Snapshots:
         return int(found["term"]) if found else 0
 
     def prepare(self, snapshot: Snapshot, term: int, *, uuid: bytes, at: Timestamp, estimated: int | None) -> bool:
-        """Record which collection it is, before its first chunk; False where it is not this term's."""
+        """Record which collection it is, before its first chunk. False where it is not this term's."""
         change: dict[str, Any] = {"uuid": uuid, "at": at} | ({"estimated": estimated} if estimated is not None else {})
         guard = {"_id": snapshot.id, "term": term, "uuid": None}
         return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
@@ -181,7 +181,7 @@ class Snapshots:
         Begin the next chunk.
 
         Returns:
-            L, the cluster time of this write; None where it was refused: it is another term's, does not run any more,
+            L, the cluster time of this write. None where it was refused: it is another term's, does not run any more,
             or has begun more chunks than was seen.
         """
         guard = {"_id": snapshot.id, "term": term, "state": RUNNING, "begun": snapshot.begun}
@@ -200,7 +200,7 @@ class Snapshots:
         Args:
             last: the end of what was scanned.
             count: how many documents were.
-            until: the end of what is to be scanned, where none was seen; None where one was.
+            until: the end of what is to be scanned, where none was seen. None where one was.
 
         Returns:
             False where it is not this term's chunk, or is recorded already, or has another end of what is to be
@@ -216,20 +216,20 @@ class Snapshots:
         return self._table.update_unretried(guard, change)
 
     def finish(self, snapshot_id: str, term: int, begun: int, state: str, sentence: str | None = None) -> bool:
-        """End it, after an empty chunk; False where that is not this term's."""
+        """End it, after an empty chunk. False where that is not this term's."""
         change: dict[str, Any] = {"state": state} | ({"sentence": sentence} if sentence else {})
         guard = {**_chunk(snapshot_id, term, begun), "state": RUNNING}
         return self._table.update(guard, {"$set": change, "$currentDate": {"movedAt": True}})
 
     def fail(self, snapshot_id: str, term: int, sentence: str, state: str = FAILED) -> bool:
-        """It cannot go on until somebody resumes it; False where it is not this term's, or does not run."""
+        """It cannot go on until somebody resumes it. False where it is not this term's, or does not run."""
         guard = {"_id": snapshot_id, "term": term, "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": state, "sentence": sentence}})
 
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, *, running: bool = False) -> list[Snapshot]:
-        """Those that run, or all, in the order in which they were asked for; without `last` and `until`."""
+        """Those that run, or all, in the order in which they were asked for. Without `last` and `until`."""
         query = {**self._mine(), "state": RUNNING} if running else self._mine()
         found = [_snapshot(document) for document in self._table.find(query, _FIELDS)]
         return sorted(found, key=lambda each: (str(each.since), each.id))

@@ -37,7 +37,7 @@ class Store:
     """
     All collections of a bridge's state: majority writes, majority reads, primary only.
 
-    Whatever concerns the URL sets are meant for the user's data; a lease or a claim that a fail-over
+    Whatever concerns the URL sets are meant for the user's data. A lease or a claim that a fail-over
     can roll back would give the same fencing token to two holders.
     """
 

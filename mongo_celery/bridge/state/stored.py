@@ -1,7 +1,7 @@
 """
 The document form of a stored change: where its document stands, and what is in it. See `backlog.py` for the rules.
 
-An `_id` is the partition's, a slash and the change's place; the parts of a change that fits into no document stand
+An `_id` is the partition's, a slash and the change's place. The parts of a change that fits into no document stand
 behind it, each behind one more slash. A slash sorts before every character of a place, and what ends a range after
 them all: so the stream's order is that of the `_id`s, and a change and its parts are never far from one another.
 
@@ -50,10 +50,10 @@ class StoredChange:
 
     Attributes:
         data: comparable part of its resume token.
-        raw: the event's bytes; empty where they were not read, or are damaged, and then there is a refusal.
+        raw: the event's bytes. Empty where they were not read, or are damaged, and then there is a refusal.
         hash: of its partition key, from 0 to 2^64 - 1.
-        refusal: why it is not given to its handler; None for all others.
-        token: the whole resume token, where `raw` may not give it, and where it is long; None for all others.
+        refusal: why it is not given to its handler. None for all others.
+        token: the whole resume token, where `raw` may not give it, and where it is long. None for all others.
         size: bytes of the event, as its document says; 0 before it is stored.
     """
 
@@ -85,7 +85,7 @@ def backlog_range(partition_id: str, after: str, until: str) -> dict[str, str]:
 
 
 def ids_under(prefix: str) -> dict[str, str]:
-    """The `_id`s that begin with this and a slash, of a bridge or a partition; a zero comes after a slash."""
+    """The `_id`s that begin with this and a slash, of a bridge or a partition. A zero comes after a slash."""
     return {"$gt": f"{prefix}/", "$lt": range_end(prefix)}
 
 
@@ -115,7 +115,7 @@ def to_unsigned(hash_: int) -> int:
 
 
 def build_documents(partition_id: str, changes: Iterable[StoredChange], term: int) -> Iterator[Document]:
-    """Yield the documents of some changes; the parts of a change come before it, so it is never there without them."""
+    """Yield the documents of some changes. The parts of a change come before it, so it is never there without them."""
     bridge, handler, partitioning, index = partition_id.split("/")
     where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(partitioning), "partition": int(index)}
     for change in changes:
@@ -150,7 +150,7 @@ def unpack_event(document: Mapping[str, Any]) -> bytes:
 
 
 def split_bulks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield groups of documents for one call each; the parts of a change are in earlier groups than itself."""
+    """Yield groups of documents for one call each. The parts of a change are in earlier groups than itself."""
     bulk: list[Document] = []
     size = 0
     for document in documents:
@@ -221,7 +221,7 @@ def parse_outline(head: Mapping[str, Any]) -> StoredChange:
 
 
 def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> StoredChange:
-    """Return the change of a document whose bytes cannot be given to a handler; it halts its partition."""
+    """Return the change of a document whose bytes cannot be given to a handler. It halts its partition."""
     partition_id, data = document_id.rpartition("/")[0], token_data(token)
     reason = (
         f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
@@ -231,7 +231,7 @@ def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> S
 
 
 def _join_bytes(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
-    """Return an event's bytes, and their damage; an empty text for none."""
+    """Return an event's bytes, and their damage. An empty text for none."""
     if len(parts) != head.get("parts", 0):
         return b"", f"of {head['parts']} parts {len(parts)} are there"
     raw = b"".join(part["raw"] for part in parts) if parts else head["raw"]

@@ -42,7 +42,7 @@ class Layout:
     The partitioning of a handler.
 
     Attributes:
-        generation: which layout it is; a later one has a larger number.
+        generation: which layout it is. A later one has a larger number.
         partitions: how many there are.
         key: hash and name of the partition rule.
     """
@@ -108,7 +108,7 @@ class Subscriptions:
 
     def activate_layout(self, name: str, layout: Layout, term: int) -> bool:
         """
-        Put a layout in force in one write; False when the term is over.
+        Put a layout in force in one write. False when the term is over.
 
         The position may have moved since the old partitions went, but only over history that was lost.
         """
@@ -128,7 +128,7 @@ class Subscriptions:
         Record where a new subscription begins: at a time, or behind a resume token.
 
         Args:
-            position: `resumeToken` and `clusterTime` of that token; None for a time.
+            position: `resumeToken` and `clusterTime` of that token. None for a time.
             with_snapshot: whether it is given what exists then, which is owed from this write on. When that was stays
                 known, whatever becomes of the start.
         """
@@ -141,7 +141,7 @@ class Subscriptions:
         return self._table.update(guard, {"$set": change})
 
     def note_snapshot(self, name: str, term: int) -> bool:
-        """The snapshots with which it begins are asked for; False when the term is over."""
+        """The snapshots with which it begins are asked for. False when the term is over."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$set": {"snapshot": "asked for"}})
 
     def move_start(self, name: str, term: int, start: Timestamp, policy: str) -> bool:
@@ -172,14 +172,14 @@ class Subscriptions:
         return self._table.update({"_id": self._id(name), "term": term}, [{"$set": change}])
 
     def clear_lost(self, name: str, term: int) -> bool:
-        """The place can be read after all; False when the term is over."""
+        """The place can be read after all. False when the term is over."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$unset": {"lost": ""}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
         Store watermarks in one call, together with the fingerprint of the stream that their tokens are from.
 
-        One is refused where the term is over, or the stored token is not smaller; which of
+        One is refused where the term is over, or the stored token is not smaller. Which of
         them were is not said.
 
         Raises:
@@ -222,7 +222,7 @@ def build_start_move(start: Timestamp, policy: str) -> list[dict[str, Any]]:
     """
     The update that moves a subscription over history that was lost, to a later time.
 
-    The token is dropped, since the server no longer accepts it; what partitions have committed stays. A start that was
+    The token is dropped, since the server no longer accepts it. What partitions have committed stays. A start that was
     pinned later still is kept. What is given up is noted among `gaps`.
     """
     return [
@@ -248,7 +248,7 @@ def parse_position(document: Mapping[str, Any]) -> Timestamp | None:
 
 
 def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the lost history of a stored handler; None if it has lost none, or its position has moved since."""
+    """Return the lost history of a stored handler. None if it has lost none, or its position has moved since."""
     lost, start = document.get("lost"), document.get("startAtOperationTime")
     if not lost or start is None:
         return None

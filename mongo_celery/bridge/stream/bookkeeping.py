@@ -63,7 +63,7 @@ class _Form:
     Attributes:
         paths: pattern of all paths below the field, two levels deep.
         whole: the paths that its value has when it is written as a whole, or is read.
-        proof: the path to which each of our writes gives another ObjectId; None if the paths are proof enough.
+        proof: the path to which each of our writes gives another ObjectId. None if the paths are proof enough.
     """
 
     paths: re.Pattern[str]
@@ -112,7 +112,7 @@ class Bookkeeping:
 
     def covers_event(self, event: Mapping[str, Any], namespace: str | None = None) -> bool:
         """
-        Return True if an event is an update that touches nothing else; False if that cannot be judged. Never raises.
+        Return True if an event is an update that touches nothing else. False if that cannot be judged. Never raises.
 
         Args:
             event: of whatever operation.
@@ -135,7 +135,7 @@ class Bookkeeping:
 
 
 def is_receipt(event: Mapping[str, Any]) -> bool:
-    """Return True if an event is about a receipt of two-phase commit; False if that cannot be judged. Never raises."""
+    """Return True if an event is about a receipt of two-phase commit. False if that cannot be judged. Never raises."""
     if isinstance(event, RawEvent) and not (event.origin or b"").endswith(_OF_RECEIPTS):
         return False
     try:
@@ -170,7 +170,7 @@ def _has_our_form(name: str, touched: Mapping[str, Changes]) -> bool:
 
 
 def _split(path: str, value: Any, levels: int = 2) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value with their paths; itself if it has none, or lies deeper."""
+    """Yield the parts of a value with their paths. Itself if it has none, or lies deeper."""
     if levels and value and isinstance(value, Mapping):
         for key in value:
             yield from _split(f"{path}.{key}", value[key], levels - 1)
@@ -179,7 +179,7 @@ def _split(path: str, value: Any, levels: int = 2) -> Iterator[tuple[str, Any]]:
 
 
 def find_touched_fields(description: Mapping[str, Any]) -> set[str]:
-    """Return the fields at the top of a document that an update has touched; none if that cannot be judged."""
+    """Return the fields at the top of a document that an update has touched. None if that cannot be judged."""
     try:
         return {_find_field(path) for path, _ in list_touched(description)}
     except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
@@ -214,7 +214,7 @@ def hide_fields(event: Mapping[str, Any], name: str, outboxes: Collection[str], 
     Return one of an event's `DOCUMENTS` without the fields that this package keeps. Never raises.
 
     Args:
-        event: plain, as the server sent it; it stays as it is.
+        event: plain, as the server sent it. It stays as it is.
         name: one of `DOCUMENTS`.
         outboxes: fields of the outboxes on its collection.
         asks_for: returns True for a field that stays.
@@ -266,7 +266,7 @@ def _may_alter(stage: Mapping[str, Any]) -> bool:
 
 def exclusion_stages(outboxes: Collection[tuple[str, str]]) -> list[Mapping[str, Any]]:
     """
-    Return the stage that leaves out the updates which touch nothing but an outbox's field; none without an outbox.
+    Return the stage that leaves out the updates which touch nothing but an outbox's field. None without an outbox.
 
     Args:
         outboxes: full name of the collection, and field of each.

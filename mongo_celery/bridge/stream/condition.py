@@ -24,7 +24,7 @@ def find_objection(condition: Any) -> str | None:
     Find what keeps a value from being a condition, for as much as can be told without a server.
 
     Returns:
-        The words that follow the condition in the sentence of a refusal, with what to do; None for a condition.
+        The words that follow the condition in the sentence of a refusal, with what to do. None for a condition.
     """
     if not _is_expression(condition):
         return f"is no condition: give an aggregation expression over the event, such as {_EXAMPLE}."
@@ -38,7 +38,7 @@ def find_objection(condition: Any) -> str | None:
 
 
 def find_paths(expression: Any) -> Iterator[str]:
-    """Yield the field paths that an expression reads, without their `$`; those of variables keep one."""
+    """Yield the field paths that an expression reads, without their `$`. Those of variables keep one."""
     if isinstance(expression, Mapping):
         for name, value in expression.items():
             if name != "$literal":

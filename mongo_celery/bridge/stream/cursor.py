@@ -80,7 +80,7 @@ def open_cursor(
 
 
 def post_batch_token(cursor: CommandCursor[RawBSONDocument]) -> Mapping[str, Any] | None:
-    """Return the token after everything that was read so far; None from a server that gives none."""
+    """Return the token after everything that was read so far. None from a server that gives none."""
     # PyMongo has no public name for it. Its own change stream takes it from here.
     token: Mapping[str, Any] | None = cursor._post_batch_resume_token  # noqa: SLF001
     return token

@@ -74,7 +74,7 @@ class Reread:
 
     Attributes:
         document: as much as the server could give.
-        error: why that is not what was asked for; None if it is.
+        error: why that is not what was asked for. None if it is.
     """
 
     document: RawBSONDocument
@@ -88,7 +88,7 @@ class EventIsolator:
     Args:
         scope: the whole stream.
         open_stream: opens a stream.
-        ping: asks the server anything; raises if it does not answer.
+        ping: asks the server anything. Raises if it does not answer.
     """
 
     def __init__(self, scope: Scope, open_stream: OpenStream, ping: Callable[[], object]) -> None:
@@ -104,10 +104,10 @@ class EventIsolator:
         ends when there are no more events for now, and after events that are too large to be read.
 
         Args:
-            last_stand_in: comparable part of the token of the last stand-in that was read; empty for none.
+            last_stand_in: comparable part of the token of the last stand-in that was read. Empty for none.
 
         Raises:
-            PyMongoError: these cannot be read either; then no single event is the reason.
+            PyMongoError: these cannot be read either. Then no single event is the reason.
         """
         last, time_ = token_data(start.token) if start.token is not None else "", start.time
         follows_stand_in, last = last_stand_in > last, max(last_stand_in, last)
@@ -134,7 +134,7 @@ class EventIsolator:
         return replace(self._scope.without_images, selection=(*self._scope.selection, *stages), flags={}, given=())
 
     def _find_oversized(self, start: Position, after: str, until: Token) -> RawBSONDocument | None:
-        """Return the stand-in of the next event between two places that is too large; None if there is none."""
+        """Return the stand-in of the next event between two places that is too large. None if there is none."""
         try:
             with closing(self._open(self._bare(*naming_stages(after, token_data(until))), start, 1)) as cursor:
                 cursor.try_next()
@@ -190,7 +190,7 @@ class EventIsolator:
 
     def _read_fragments(self, candidate: RawBSONDocument) -> RawBSONDocument | None:
         """
-        Read an event that is too large for one answer; None if the server cannot split it.
+        Read an event that is too large for one answer. None if the server cannot split it.
 
         Tokens of a stream that splits are others. So the event is found by its time and its document, which only
         changes of one transaction share: these are not read in fragments.
@@ -211,7 +211,7 @@ class EventIsolator:
             return None
 
     def _try(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
-        """Read this event alone; None if that fails because of the event, or the pipeline leaves it out."""
+        """Read this event alone. None if that fails because of the event, or the pipeline leaves it out."""
         try:
             return self._read_alone(candidate, scope)
         except PyMongoError as error:
@@ -221,7 +221,7 @@ class EventIsolator:
 
     def _read_alone(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
         """
-        Read this event alone; None if the pipeline leaves it out.
+        Read this event alone. None if the pipeline leaves it out.
 
         A server closes the connection if the event fits into an answer and its token does not. If it is asked for a
         second event, which does not come, it reads to the end of the oplog, and the token there is short.
@@ -248,7 +248,7 @@ class EventIsolator:
 
 def join_fragments(fragments: Iterable[RawBSONDocument], token: Token) -> RawBSONDocument | None:
     """
-    Return the whole event, under the token that it has in a stream that does not split; None if a fragment is missing.
+    Return the whole event, under the token that it has in a stream that does not split. None if a fragment is missing.
 
     A server has cut it. Each fragment has some of the event's top-level fields, whole, and says in `splitEvent` which
     one of how many it is. No more fragments are read than belong to the event. The event may be larger than 16 MB, and
@@ -273,7 +273,7 @@ def find_refused_matches(make_client: ClientFactory, scope: Scope) -> dict[str, 
         make_client: makes a client for the stream, with a socket timeout in seconds.
 
     Returns:
-        What the server said, by handler; empty where the stream can be opened, or fails for another reason.
+        What the server said, by handler. Empty where the stream can be opened, or fails for another reason.
     """
     if not scope.flags:
         return {}

@@ -19,7 +19,7 @@ class ReadError:
 
     Attributes:
         sentence: what failed and what the server said, for people.
-        only_match: whether nothing but `match` expressions failed on it; then only their handlers are concerned, which
+        only_match: whether nothing but `match` expressions failed on it. Then only their handlers are concerned, which
             are those whose flag the event lacks.
     """
 
@@ -32,7 +32,7 @@ class ChangeEvent:
     """
     A change event: its place, the document to match on, of which only the top is decoded, and its bytes.
 
-    Nobody changes one; it is not frozen since there is one for each change that is read, and that takes twice the time.
+    Nobody changes one. It is not frozen since there is one for each change that is read, and that takes twice the time.
 
     One with a read error was read with less (no look-up, no images, no flags, in the worst case no document at all).
     The failure policy of the handlers that it concerns decides about it.

@@ -1,7 +1,7 @@
 """
 The operation types of change events: those this version knows, and what a handler may ask for.
 
-Servers send more with every version. A handler gets what it asks for by name, or everything by `"*"`; a name
+Servers send more with every version. A handler gets what it asks for by name, or everything by `"*"`. A name
 that looks like a known one is taken for a misspelt one.
 """
 

@@ -51,7 +51,7 @@ def naming_stages(after: str, until: str) -> Sequence[Mapping[str, Any]]:
     They fail as well on the first event after the range, so that the server reads no further.
 
     Args:
-        after: comparable part of a token; the events after it are asked about.
+        after: comparable part of a token. The events after it are asked about.
         until: that of the token where the range ends.
     """
     ends = {"$or": [{"$gt": [_LENGTH, TOKEN_MAX]}, {"$gte": ["$_id._data", until]}]}
@@ -63,7 +63,7 @@ def naming_stages(after: str, until: str) -> Sequence[Mapping[str, Any]]:
 
 def find_oversized(error: OperationFailure) -> RawBSONDocument | None:
     """
-    Return the stand-in of an event that is too large, from the error of `naming_stages`; None if the event fits.
+    Return the stand-in of an event that is too large, from the error of `naming_stages`. None if the event fits.
 
     Raises:
         OperationFailure: `error` itself, if it has another reason.

@@ -71,7 +71,7 @@ def classify_error(error: BaseException, *, opening: bool) -> Reaction:
 
     Args:
         error: what PyMongo raised.
-        opening: whether the stream was being opened; then a parser's assertion is final.
+        opening: whether the stream was being opened. Then a parser's assertion is final.
     """
     if isinstance(error, OperationFailure) and not isinstance(error, WTimeoutError):
         return _classify_failure(error, opening=opening)

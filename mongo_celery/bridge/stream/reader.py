@@ -82,8 +82,8 @@ class StreamStatus:
 
     Attributes:
         reopenings: errors after which the stream was opened again, or which ended it.
-        failures: of these, the number in a row by which the pauses grow; a read in between does not end a row.
-        last_error: name, code and words of the last error; None if a read has succeeded since.
+        failures: of these, the number in a row by which the pauses grow. A read in between does not end a row.
+        last_error: name, code and words of the last error. None if a read has succeeded since.
         last_read: monotonic time of the last read that succeeded, even one that returned nothing.
     """
 
@@ -136,7 +136,7 @@ class StreamReader:
         position: where to begin.
         deliver: called in the reader's thread with the next items, one at least, in stream order.
         room: how far to read ahead of `grant_credit`, by `credit_cost`.
-        batch_size: the most events of a `getMore`; by default as many as the server likes.
+        batch_size: the most events of a `getMore`. By default as many as the server likes.
         comment: of all commands, for the server's log.
         pauses: between openings while an error lasts.
         status: a copy of that of the reader before: a stream that is opened again elsewhere has the same pauses.
@@ -183,7 +183,7 @@ class StreamReader:
 
     @property
     def read_to(self) -> Timestamp | None:
-        """The cluster time up to which everything was handed over; None before the first. Callable from any thread."""
+        """The cluster time up to which everything was handed over. None before the first. Callable from any thread."""
         return self._position.time if self.status.last_read is not None else None
 
     @property
@@ -239,7 +239,7 @@ class StreamReader:
         A first read may have to scan much of the oplog: each time-out without progress doubles the time for it.
 
         Returns:
-            The seconds to wait before the next opening; None if the error is final, and was handed over.
+            The seconds to wait before the next opening. None if the error is final, and was handed over.
         """
         attempt = self._attempt
         reaction = classify_error(error, opening=attempt.opened_at is None)

@@ -62,7 +62,7 @@ class Source:
     collection: str | None
 
     def covers(self, database: str | None, collection: str | None) -> bool:
-        """Return True if an event of this namespace belongs to the source; some events have no collection."""
+        """Return True if an event of this namespace belongs to the source. Some events have no collection."""
         if self.collection is None and collection is not None and collection.endswith(TOMBSTONES):
             return False  # what fenced deletes leave behind belongs to nobody's data
         if database is None or self.database is None:
@@ -79,7 +79,7 @@ def parse_source(target: object, default_database: str | None) -> Source:
 
     Args:
         target: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
-            collection or database, a Django model or a MongoEngine document class; or a lambda without arguments
+            collection or database, a Django model or a MongoEngine document class. Or a lambda without arguments
             that returns one of these.
         default_database: the database in the bridge's URL.
 
@@ -167,9 +167,9 @@ class Filter:
     The conditions of a handler for its changes.
 
     Attributes:
-        operations: operation types; `{"*"}` for all.
-        fields: an update counts only when it touches one of these; None for all.
-        match: an aggregation expression over the event, judged by the server; None for all.
+        operations: operation types. `{"*"}` for all.
+        fields: an update counts only when it touches one of these. None for all.
+        match: an aggregation expression over the event, judged by the server. None for all.
         bookkeeping: whether the handler sees what this package keeps in documents, and in collections of a database
             that is watched whole. Where there are `fields`, these alone decide which updates count.
     """
@@ -234,7 +234,7 @@ def make_filter(
 
 
 def _are_names(value: object) -> bool:
-    """Return True for several names that can be read more than once; False for one name, or none."""
+    """Return True for several names that can be read more than once. False for one name, or none."""
     return (
         isinstance(value, Collection)
         and not isinstance(value, (str, bytes))
@@ -251,7 +251,7 @@ class Selector:
     Attributes:
         is_single_collection: the stream is open on the one collection that is the source, so that every event of it
             belongs here, whatever the bridge's pipeline has made of the namespace.
-        bookkeeping: of the app; None for a handler that asks for it.
+        bookkeeping: of the app. None for a handler that asks for it.
         can_judge_updates: whether updates have their descriptions, by which bookkeeping is known, and no `fields`.
     """
 
@@ -443,7 +443,7 @@ def make_scope(
         full_document: as the option of that name.
         before_change: as the option `full_document_before_change`.
         expanded: as the option `show_expanded_events`.
-        bookkeeping: what of it is known; None to have all of it.
+        bookkeeping: what of it is known. None to have all of it.
 
     Raises:
         ConfigurationError: when a source lies in the bridge's own state database.

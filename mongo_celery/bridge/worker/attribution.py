@@ -48,7 +48,7 @@ class WaitReason:
 
     Attributes:
         cause: in words that can be shown.
-        doubts_max: how often in a row, since its handler may have caused it; None for as long as it lasts.
+        doubts_max: how often in a row, since its handler may have caused it. None for as long as it lasts.
     """
 
     cause: str
@@ -88,7 +88,7 @@ class Attempt:
 
 
 def infrastructure_cause(error: BaseException) -> str | None:
-    """Return what of the infrastructure was away, for people; None when the failure is the handler's own."""
+    """Return what of the infrastructure was away, for people. None when the failure is the handler's own."""
     for each in _causes(error):
         if _is_infrastructure(each):
             return cause_text(each)
@@ -98,7 +98,7 @@ def infrastructure_cause(error: BaseException) -> str | None:
 
 
 def conflict_cause(error: BaseException) -> str | None:
-    """Return what is in doubt, in words that can be shown; None when nothing is."""
+    """Return what is in doubt, in words that can be shown. None when nothing is."""
     for each in _causes(error):
         if is_conflict(each) or is_refused_user(each) or (isinstance(each, OutboxRefusedError) and each.retryable):
             return cause_text(each)
@@ -113,7 +113,7 @@ def has_reached_limit(error: BaseException, limit: BaseException | None) -> bool
 
     Args:
         error: what has left the handler.
-        limit: the error by which its own transaction, if it is transactional, has reached its limit; else it is that
+        limit: the error by which its own transaction, if it is transactional, has reached its limit. Else it is that
             of a `transactional` that the handler has called, and was aborted.
     """
     chain = list(_causes(error))

@@ -33,7 +33,7 @@ class DeferredWrite:
 
     Attributes:
         what: for the log.
-        write: makes it; returns True if it was accepted.
+        write: makes it. Returns True if it was accepted.
         answers: how often it is made again after a refusal: an earlier command may still take effect.
         ended: called when it is not to be made any more, for whatever reason.
     """
@@ -49,7 +49,7 @@ class DeferredWrites:
     The writes that one process still has to make for executions that have ended. Thread-safe.
 
     Args:
-        wiring: of the bridge; a process has one of these for each.
+        wiring: of the bridge. A process has one of these for each.
     """
 
     def __init__(self, wiring: Wiring) -> None:
@@ -62,7 +62,7 @@ class DeferredWrites:
         self, what: str, write: Callable[[], bool], *, answers: int = 0, ended: Callable[[], None] = lambda: None
     ) -> None:
         """
-        Make a write until it is answered; with `answers`, until it is accepted or was refused so often.
+        Make a write until it is answered. With `answers`, until it is accepted or was refused so often.
 
         Then `ended` is called, which must not raise.
         """
@@ -74,7 +74,7 @@ class DeferredWrites:
             self._changed.notify()
 
     def _run(self) -> None:
-        """Make all writes, again and again with pauses; end when none is left."""
+        """Make all writes, again and again with pauses. End when none is left."""
         failures = 0
         while True:
             with self._changed:
@@ -90,7 +90,7 @@ class DeferredWrites:
                     self._changed.wait(_PAUSES.nth(failures))
 
     def _make(self, deferred: DeferredWrite) -> bool:
-        """Make a write; return True if it is not to be made again."""
+        """Make a write. Return True if it is not to be made again."""
         try:
             accepted = deferred.write()
         except Exception as error:  # noqa: BLE001 - a write that nobody foresaw to fail is logged, and given up

@@ -32,7 +32,7 @@ _PROCESS = re.compile(r"(?:^|\.)([0-9]{1,10}@[A-Za-z0-9._-]{1,253})\Z")
 
 
 def parse_process(origin: object) -> str | None:
-    """Return `pid@host` of the sender that a message claims; None unless it looks like that. Nobody signs it."""
+    """Return `pid@host` of the sender that a message claims. None unless it looks like that. Nobody signs it."""
     found = _PROCESS.search(origin[-_SENDER_CHARS:]) if isinstance(origin, str) else None
     return found.group(1) if found is not None else None
 
@@ -46,7 +46,7 @@ class Repetitions:
         self._lock = threading.Lock()
 
     def add(self, kind: str) -> int:
-        """Count one more; return how many the record that is due has to name, or 0 if none is due."""
+        """Count one more. Return how many the record that is due has to name, or 0 if none is due."""
         now = time.monotonic()
         with self._lock:
             self._counts[kind] += 1
@@ -121,7 +121,7 @@ class Dropper:
             )
 
     def drop_foreign(self, origin: object) -> None:
-        """Drop a message of another installation or environment of this bridge; the sender's name is a claim."""
+        """Drop a message of another installation or environment of this bridge. The sender's name is a claim."""
         process = parse_process(origin)
         if count := self._count(FOREIGN, process):
             logger.warning(
@@ -148,7 +148,7 @@ class Dropper:
             )
 
     def _count(self, reason: str, process: str | None = None, *, kind: str = "") -> int:
-        """Count a message for the state; return how many a record of its kind has to name now."""
+        """Count a message for the state. Return how many a record of its kind has to name now."""
         with self._lock:
             self._counts[reason] += 1
             self._process = process or self._process

@@ -8,13 +8,13 @@ server sent, so that every BSON type arrives exact, whatever serializer the brok
 
 An undeliverable change travels alone, with its reason and its token. A run of stored changes travels by reference:
 the message names them by their tokens, and the worker reads their bytes under its claim. The replay of a dead letter
-names that and the number of the attempt; its change is read there. A run of several changes, or
+names that and the number of the attempt. Its change is read there. A run of several changes, or
 beside parked keys, carries the hash of each change's key: any of them may fail, and a worker stops before one whose
 key is parked.
 
-Who can only write to the broker can neither invent changes nor commits; who replays a valid message
+Who can only write to the broker can neither invent changes nor commits. Who replays a valid message
 meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
-and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
+and the link behind it, is signed with it (`Carrier`). `worker/request.py` sees to the rest.
 
 The id of the installation can be read before the signature is checked, so that a message of another
 installation is told from a forgery.
@@ -54,7 +54,7 @@ class Carrier:
 
     Attributes:
         task_id: the message's own.
-        links: digest of the tasks that follow; empty where none do.
+        links: digest of the tasks that follow. Empty where none do.
     """
 
     task_id: str
@@ -74,17 +74,17 @@ class Run:
     Consecutive changes of one partition, dispatched under one version of the lease.
 
     Attributes:
-        changes: the raw BSON of each event; empty in the envelope of a commit, and where they are stored.
+        changes: the raw BSON of each event. Empty in the envelope of a commit, and where they are stored.
         first: sequence number of the first change.
         last: sequence number of the last change.
-        carrier: the message in which it travels; None before it is signed.
-        refusal: why its one change is not given to the handler; None for all others.
+        carrier: the message in which it travels. None before it is signed.
+        refusal: why its one change is not given to the handler. None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
         hash: of the first change's partition key, from 0 to 2^64 - 1; 0 where no change travels.
-        stored: comparable parts of the tokens of changes that are stored, and do not travel; empty for all others.
-        dead_letter: `_id` of the one that is replayed; None for a run of changes.
+        stored: comparable parts of the tokens of changes that are stored, and do not travel. Empty for all others.
+        dead_letter: `_id` of the one that is replayed. None for a run of changes.
         starts: how often that dead letter was started before.
-        hashes: of the partition keys of all its changes; empty for one change of a partition without parked keys.
+        hashes: of the partition keys of all its changes. Empty for one change of a partition without parked keys.
     """
 
     bridge: str
@@ -133,11 +133,11 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
     The argument of a task.
 
     Args:
-        kind: `"run"` or `"commit"`; `verify_run` must ask for the same.
+        kind: `"run"` or `"commit"`. `verify_run` must ask for the same.
         run: what the message is about.
         key: the bridge's signing key.
         installation: id of the state that the key belongs to.
-        carrier: the message in which it travels; by default the run's own.
+        carrier: the message in which it travels. By default the run's own.
     """
     carrier = carrier or run.carrier
     assert carrier is not None, "a message is signed with its id"
@@ -174,7 +174,7 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
 
 def bridge_of(envelope: object) -> str:
     """
-    The bridge that an envelope names, before its signature is checked; only to find the key.
+    The bridge that an envelope names, before its signature is checked. Only to find the key.
 
     Raises:
         InvalidEnvelopeError: when it is no envelope at all.
@@ -183,7 +183,7 @@ def bridge_of(envelope: object) -> str:
 
 
 def read_installation(envelope: object) -> str:
-    """The installation that an envelope names, before its signature is checked; empty where it names none."""
+    """The installation that an envelope names, before its signature is checked. Empty where it names none."""
     try:
         return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:]).get("o", ""))
     except InvalidEnvelopeError:

@@ -14,11 +14,11 @@ The subject says which changes are given, and writes what happens to them (`subj
 (`outcome`): the loop returns a decision, and `_settle` alone writes it.
 
 A run means what one chain for each change would mean. What is done of one that takes long is recorded now and then, so
-a crash repeats only what was done since; and before a change that fails, so this one is the claim's first, and fails,
+a crash repeats only what was done since, and before a change that fails, so this one is the claim's first, and fails,
 retries and is counted as such. A list that fails counts against no change until one is alone, or named by the handler
 (`Changes.failed_at`). An outage counts against none. Time limits are those of a change (`limits`).
 
-Nothing here waits for a turn. A message that may not run now is dropped; the listener dispatches it when it is due.
+Nothing here waits for a turn. A message that may not run now is dropped. The listener dispatches it when it is due.
 """
 
 from __future__ import annotations
@@ -114,16 +114,16 @@ class Execution:
         handler: the subscription's handler.
         run: the verified envelope.
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
-        run_seconds: after which no further change of the run is begun; those of the bridge by default.
+        run_seconds: after which no further change of the run is begun. Those of the bridge by default.
         is_limited: whether the message has an end of its own, by limits of time or rate, made of these seconds.
-        since: monotonic time at which its task was called; now by default.
+        since: monotonic time at which its task was called. Now by default.
 
     Attributes:
         handler: whose function is called.
         subject: the changes that are given.
         claim: as it stands: its first change is the first one that is not recorded.
         attempt: the present call of the handler.
-        session: of the handler's transactions; None if it has none, or its last commit got no answer.
+        session: of the handler's transactions. None if it has none, or its last commit got no answer.
         begun: whether `before_start` has run under its claim.
     """
 
@@ -252,7 +252,7 @@ class Execution:
             )
 
     def _relinquish(self, owner: str) -> None:
-        """End a claim that is not used: now, or as soon as MongoDB answers again; else it would count as a crash."""
+        """End a claim that is not used: now, or as soon as MongoDB answers again. Else it would count as a crash."""
         where, claims = self.subject.run.partition_id, self._claims
         try:
             if claims.relinquish(where, owner):
@@ -281,7 +281,7 @@ class Execution:
     # -- the loop ----------------------------------------------------------------------------------
 
     def _load(self) -> Decision:
-        """Read the changes; a decision where the first one must not be given to the handler."""
+        """Read the changes. A decision where the first one must not be given to the handler."""
         claim, subject = self.claim, self.subject
         decision = subject.load(claim)
         if not decision and claim.crashes > self._wiring.options.max_crashes:
@@ -293,7 +293,7 @@ class Execution:
         return decision
 
     def _run_parts(self, call: Call) -> Decision:
-        """Give the changes to the handler, part by part; nothing where its transaction has stored the outcome."""
+        """Give the changes to the handler, part by part. Nothing where its transaction has stored the outcome."""
         parts = self._parts = self._plan_parts()
         self._halfway = (time.monotonic() + self._until) / 2
         while True:
@@ -309,7 +309,7 @@ class Execution:
         return self.subject.succeed(self.claim, parts.begin)
 
     def _plan_parts(self) -> Parts:
-        """Return the run up to the first change whose key is parked; after a crash only its first change."""
+        """Return the run up to the first change whose key is parked. After a crash only its first change."""
         claim, handler, changes = self.claim, self.handler, self.subject.run.changes
         ends = (at for at in range(1, len(changes)) if claim.crashes or self.subject.is_parked(claim, at))
         count = next(ends, len(changes))
@@ -337,7 +337,7 @@ class Execution:
         return bool(self._parts.begin) and time.monotonic() > self._until and not self._parts.is_closing
 
     def _run_part(self, call: Call) -> Decision | None:
-        """Give the next part to the handler; return a decision if the execution ends with it."""
+        """Give the next part to the handler. Return a decision if the execution ends with it."""
         parts, given, started = self._parts, self._parts.next_offsets(), time.monotonic()
         self.attempt = Attempt()
         try:
@@ -364,7 +364,7 @@ class Execution:
         return None
 
     def _give(self, given: Sequence[int], call: Call) -> int:
-        """Call the handler with these changes; return how many of them are done, fewer where there is to be a pause."""
+        """Call the handler with these changes. Return how many of them are done, fewer where there is to be a pause."""
         started, retries, subject = time.monotonic(), self.claim.retries, self.subject
         takes_list = self.handler.batch_size is not None
         for place, offsets in enumerate([given] if takes_list else [[offset] for offset in given]):
@@ -422,7 +422,7 @@ class Execution:
         Record that all changes before an offset are done, and continue with the one there as the claim's first.
 
         Raises:
-            Ignore: a newer execution decides; or MongoDB does not answer, and the process records it later.
+            Ignore: a newer execution decides. Or MongoDB does not answer, and the process records it later.
         """
         if end > self._recorded:
             started = time.monotonic()
@@ -469,7 +469,7 @@ class Execution:
             raise SupersededError
 
     def find_session(self, handler: Handler) -> ClientSession | None:
-        """Return the session for a transaction of this handler's; None where a handler calls another one, or itself."""
+        """Return the session for a transaction of this handler's. None where a handler calls another one, or itself."""
         is_free = self.session is not None and not self.session.in_transaction
         return self.session if is_free and self.handler is handler else None
 
@@ -583,7 +583,7 @@ class Execution:
 
     def _judge(self, error: BaseException) -> WaitReason | None:
         """
-        Return what the change has to wait for; None when the failure is the handler's own.
+        Return what the change has to wait for. None when the failure is the handler's own.
 
         What its transaction may have done to itself is given the benefit of the doubt for some times in a row.
         """
@@ -627,7 +627,7 @@ class Execution:
         Write the first outcome of a decision that can be stored, and return it.
 
         Raises:
-            Ignore: a newer execution decides; or MongoDB does not answer, and the process writes it later.
+            Ignore: a newer execution decides. Or MongoDB does not answer, and the process writes it later.
             Exception: none can be stored. The claim lapses, and that is counted.
         """
         claim, subject = self.claim, self.subject
@@ -674,7 +674,7 @@ class Execution:
             logger.debug("could not end the claim of %s", self.claim.partition_id)
 
     def _defer(self, outcome: Outcome, error: Exception) -> NoReturn:
-        """Have the process write an outcome as soon as MongoDB answers; until then the claim is kept alive."""
+        """Have the process write an outcome as soon as MongoDB answers. Until then the claim is kept alive."""
         claim, beat, beats, subject = self.claim, self._beat, self._beats, self.subject
         logger.warning(
             "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
@@ -700,7 +700,7 @@ class Execution:
 
     def _crash(self, error: BaseException, given: Sequence[int]) -> NoReturn:
         """
-        Record that the process ends under the first change that is not done, best effort, once; always raises.
+        Record that the process ends under the first change that is not done, best effort, once. Always raises.
 
         A signal in no shutdown is given the benefit of the doubt for some times in a row: it may be a time limit's.
 
@@ -740,7 +740,7 @@ class Execution:
 
 def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
     """
-    Write to the state, for a bounded time again and again while there is no answer; return True if it was accepted.
+    Write to the state, for a bounded time again and again while there is no answer. Return True if it was accepted.
 
     Raises:
         PyMongoError: what the last attempt met, or what repeating cannot fix.

@@ -3,7 +3,7 @@ Heartbeats: one thread of a worker process that renews the claims of running han
 
 All that are due are renewed by one write, so that their number does not matter to the time it takes. A beat is
 first due one period after the *start* of the claim call, so that a slow answer shortens the first pause, not the
-safety. A beat that fails is tried again a quarter of a period later; one that is refused is final: the claim belongs
+safety. A beat that fails is tried again a quarter of a period later. One that is refused is final: the claim belongs
 to somebody else, and the execution's later writes will be refused too. Handlers that end within a period cost no
 write.
 
@@ -57,7 +57,7 @@ class Heartbeat:
     The heartbeat of one claim.
 
     Attributes:
-        due: monotonic time of the next renewal; infinite for a claim that is not renewed.
+        due: monotonic time of the next renewal. Infinite for a claim that is not renewed.
         renewed: monotonic start of the last call that was seen to renew it.
         ttl: seconds for which it then lives.
         leaving: whether the claim is marked as one of a worker that was told to end.
@@ -75,7 +75,7 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """The heartbeats of one process. Thread-safe; the thread starts with the first claim."""
+    """The heartbeats of one process. Thread-safe. The thread starts with the first claim."""
 
     def __init__(self, claims: Claims, ttl: float) -> None:
         self._claims = claims
@@ -94,7 +94,7 @@ class Heartbeats:
         Args:
             claim: what to renew.
             started: monotonic time at which the claim call began.
-            ttl: seconds for which the claim lives; those of the bridge's claims by default.
+            ttl: seconds for which the claim lives. Those of the bridge's claims by default.
             renew: false for a claim that is long enough by itself: any write would abort its transaction.
         """
         beat = Heartbeat(claim, started + self._period if renew else float("inf"), started, ttl or self._ttl)
@@ -104,7 +104,7 @@ class Heartbeats:
         return beat
 
     def end(self, beat: Heartbeat) -> None:
-        """Renew it no more; a renewal may still be under way, and changes nothing once the claim has ended."""
+        """Renew it no more. A renewal may still be under way, and changes nothing once the claim has ended."""
         with self._changed:
             self._beats.pop(id(beat), None)
         if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > beat.ttl:
@@ -149,7 +149,7 @@ class Heartbeats:
                     self._postpone([beat for beat in self._beats.values() if beat.due <= now])
 
     def _wait(self) -> None:
-        """A quarter of a period; whoever made it much longer by work of this process will be charged."""
+        """A quarter of a period. Whoever made it much longer by work of this process will be charged."""
         before, used = time.monotonic(), time.process_time()
         with self._changed:
             self._changed.wait(self._period / 4)
@@ -159,7 +159,7 @@ class Heartbeats:
                     beat.charged |= late > beat.ttl - self._period
 
     def _renew(self, now: float) -> None:
-        """Renew what is due, the oldest first; what has to be marked is due at once."""
+        """Renew what is due, the oldest first. What has to be marked is due at once."""
         leaving = is_leaving()
         with self._changed:
             due = [
@@ -175,7 +175,7 @@ class Heartbeats:
             failures += not self._renew_some(chosen, leaving=leaving)
 
     def _renew_some(self, beats: list[Heartbeat], *, leaving: bool) -> bool:
-        """One write; False where it got no answer."""
+        """One write. False where it got no answer."""
         started = time.monotonic()
         try:
             lost = set(self._claims.extend([beat.claim for beat in beats], leaving=leaving))
@@ -218,7 +218,7 @@ class Heartbeats:
             self.withdraw(beat.claim)
 
     def _withdraw_all(self) -> None:
-        """Withdraw the crashes that were counted for living owners; the first one without an answer ends the turn."""
+        """Withdraw the crashes that were counted for living owners. The first one without an answer ends the turn."""
         for _ in range(len(self._charges)):
             partition_id, owner = self._charges[0]
             try:

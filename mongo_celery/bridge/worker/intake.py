@@ -78,7 +78,7 @@ class Intake:
         return consumed[0] if consumed and None not in consumed else None
 
     def read(self, read: Callable[[], object]) -> object:
-        """Read a message from Redis; what is no JSON was taken from the queue, and is dropped."""
+        """Read a message from Redis. What is no JSON was taken from the queue, and is dropped."""
         try:
             return read()
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
@@ -103,7 +103,7 @@ class Intake:
             handle(message)
 
     def _find_bridge(self, message: Any) -> Wiring | None:
-        """Return the bridge from whose queues a message comes; None if it may come from another queue."""
+        """Return the bridge from whose queues a message comes. None if it may come from another queue."""
         info = message.delivery_info
         key = info.get("routing_key") if isinstance(info, Mapping) else None
         return self._bridges[key] if isinstance(key, str) and key in self._bridges else self.default

@@ -5,7 +5,7 @@ Limits of a handler for a run of several changes: users set them for one call, C
   rate_limit`) begins no second change of a run.
 - `time_limit`, `soft_time_limit`: no change of a run is begun later than `seconds` after the message, and the message's
   limits are longer by that. So each change has all of its time, and at most a tenth more. (Where changes are coalesced
-  one more may be begun, if nothing could be recorded without it; where nothing limits them, all that is owed.)
+  one more may be begun, if nothing could be recorded without it. Where nothing limits them, all that is owed.)
 
 A list is one call, and so is a run of a transactional handler: their limits are Celery's own. Decided in the worker's
 parent process, which has the limits that hold at this moment, also those of the worker as a whole.
@@ -41,7 +41,7 @@ class RunLimits:
 
     Attributes:
         seconds: after which no further change of its run is begun.
-        time_limits: the message's own; None where Celery's hold.
+        time_limits: the message's own. None where Celery's hold.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class RunLimits:
 
 
 def time_limit(task: Any) -> float | None:
-    """Return the seconds after which Celery ends a call of a task, by its own limits or the app's; None for never."""
+    """Return the seconds after which Celery ends a call of a task, by its own limits or the app's. None for never."""
     if task is None:
         return None
     conf = task.app.conf
@@ -58,7 +58,7 @@ def time_limit(task: Any) -> float | None:
 
 
 def hard_limit(task: Any) -> float | None:
-    """Return the seconds after which Celery ends the running message of a task with its process; None for never."""
+    """Return the seconds after which Celery ends the running message of a task with its process. None for never."""
     if not task:
         return None
     given, worker = (task.request.timelimit or (None, None))[0], worker_limits.get(task.app, (None, None))[0]

@@ -55,7 +55,7 @@ class Outcome:
 
     Attributes:
         name: for logs.
-        raises: exception that Celery is given; None for a success.
+        raises: exception that Celery is given. None for a success.
     """
 
     name: ClassVar[str]
@@ -130,7 +130,7 @@ class Waiting(Outcome):
 
 @dataclass(frozen=True, slots=True)
 class Halted(Outcome):
-    """The partition halts at the first change; a plain one stores nothing of that change but its place."""
+    """The partition halts at the first change. A plain one stores nothing of that change but its place."""
 
     offset: int
     text: str
@@ -176,7 +176,7 @@ class ReplayFailed(Outcome):
 
 @dataclass(frozen=True, slots=True)
 class Redirected(Outcome):
-    """The dead letter that waits first for the key with this hash is replayed instead; `first` names its change."""
+    """The dead letter that waits first for the key with this hash is replayed instead. `first` names its change."""
 
     hash: int
     first: str
@@ -209,7 +209,7 @@ def retry_time(when: Any) -> tuple[datetime | None, float | None]:
     """
     Return the time of a retry, or its delay in seconds, from what a handler gave to Celery's `retry()`.
 
-    A delay is bounded by a century, an `eta` by the years 1970 and 2269; what is meant to be later waits so long.
+    A delay is bounded by a century, an `eta` by the years 1970 and 2269. What is meant to be later waits so long.
 
     Raises:
         HandlerUsageError: it is neither a time nor a number.

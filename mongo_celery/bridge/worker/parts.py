@@ -2,7 +2,7 @@
 The parts of a run: which of its changes the handler is given next.
 
 A run is given in **parts**, one behind the other: at first all of it. A part that fails is cut in halves, until the
-change that fails is alone; what stands before it has been given by then, and what is behind it comes with the next run.
+change that fails is alone. What stands before it has been given by then, and what is behind it comes with the next run.
 
 With **coalescing** only the last of several changes of one document is given, and stands for those before it. That
 holds within a part: at its end each document's last change in it is given, so a part that is done leaves nothing
@@ -26,8 +26,8 @@ class Parts:
 
     Args:
         count: of its changes that may be given.
-        documents: what tells the document of each; None for each that has none; None where nothing is coalesced.
-        most: of the changes of one part; all of them by default.
+        documents: what tells the document of each. None for each that has none. None where nothing is coalesced.
+        most: of the changes of one part. All of them by default.
         head_alone: whether the first change is a part of its own: it has been tried before.
 
     Attributes:
@@ -154,7 +154,7 @@ class Parts:
 
 
 def read_document_key(raw: bytes) -> bytes | None:
-    """Return what tells the document of an event from all others; None if it has none, or cannot be read."""
+    """Return what tells the document of an event from all others. None if it has none, or cannot be read."""
     try:
         event = wrap_event(raw)
         namespace, key = event.get("ns"), event.get("documentKey")

@@ -56,7 +56,7 @@ KEPT = "Its handler has succeeded, but the dead letter cannot be removed; the wo
 
 
 class ReplaySubject(Subject):
-    """The change of one dead letter; arguments as of `Subject`."""
+    """The change of one dead letter. Arguments as of `Subject`."""
 
     replays = True
     _request: ReplayRequest
@@ -73,7 +73,7 @@ class ReplaySubject(Subject):
     # -- what is given -----------------------------------------------------------------------------
 
     def take_claim(self, owner: str, ttl: float, session: Binary | None) -> Claim | None:
-        """Claim the partition, and record this start; None for a message that has been used up."""
+        """Claim the partition, and record this start. None for a message that has been used up."""
         run, replays, claims = self.run, self._store.replays, self._store.claims
         found = replays.find(self._letter_id)
         if found is None or found.failed or found.starts != run.starts or found.due_in > 0:
@@ -128,11 +128,11 @@ class ReplaySubject(Subject):
         return self._place.seq
 
     def token(self, claim: Claim) -> int:
-        """Return the token that was kept free for this start; over newer data the claim's own, which is the newest."""
+        """Return the token that was kept free for this start. Over newer data the claim's own, which is the newest."""
         return claim.fencing_token if self._request.over_newer else self._place.fencing_token + self._request.starts
 
     def fence(self, raw: bytes, rewound: int, change: Change) -> Fence:
-        """Return the fence at the place of the change; over newer data that of the claim."""
+        """Return the fence at the place of the change. Over newer data that of the claim."""
         key, run, place = f"{self.run.bridge}/{self.run.subscription}", self.run, self._place
         if self._request.over_newer:
             return Fence(key, run.generation, run.index, change.fencing_token)
@@ -153,7 +153,7 @@ class ReplaySubject(Subject):
         ]
 
     def succeed(self, claim: Claim, end: int) -> Decision:
-        """Remove the dead letter; one that cannot be removed stays, and its handler is not run again."""
+        """Remove the dead letter. One that cannot be removed stays, and its handler is not run again."""
         return [Handled(end), ReplayFailed(KEPT, "", claim.retries + claim.crashes + 1)]
 
     def last_resort(self, offset: int, what: str, error: BaseException) -> Outcome:
@@ -164,7 +164,7 @@ class ReplaySubject(Subject):
     def write(  # noqa: PLR0911 - one update for each outcome
         self, claim: Claim, outcome: Outcome, session: ClientSession | None = None
     ) -> bool:
-        """Write an outcome into the dead letter; the claim ends with it."""
+        """Write an outcome into the dead letter. The claim ends with it."""
         replays, letter = self._store.replays, self._letter_id
         match outcome:
             case Handled():

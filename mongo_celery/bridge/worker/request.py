@@ -58,7 +58,7 @@ def _list_unexpected(headers: Mapping[str, Any], properties: Mapping[str, Any]) 
 
 
 def _limits(task: Any) -> dict[str, Any]:
-    """Return the time limits of a message by its handler's; nothing for a commit."""
+    """Return the time limits of a message by its handler's. Nothing for a commit."""
     limits = getattr(task, "limits_of_runs", None)
     if limits is None:
         return {}
@@ -85,7 +85,7 @@ def _sanitize_payload(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], di
 
 @cache
 def harden_request(base: type[Request]) -> type[Request]:
-    """Return a request class that trusts nothing outside the envelope; the rest is the given class's."""
+    """Return a request class that trusts nothing outside the envelope. The rest is the given class's."""
 
     class HardenedRequest(base):  # type: ignore[misc, valid-type]
         """See the module."""

@@ -69,7 +69,7 @@ class WorkerRuntime:
 
     def open(self, kind: str, envelope: object, subscription: str | None, request: Any) -> Run | None:
         """
-        A verified run, or None for a message that must be dropped; the reason is logged and counted.
+        A verified run, or None for a message that must be dropped. The reason is logged and counted.
 
         The keys are read again when they were read some seconds ago: so all workers know a new one before it
         is used, and find a state database that was made anew.
@@ -77,7 +77,7 @@ class WorkerRuntime:
         Args:
             kind: `"run"` or `"commit"`.
             envelope: the task's argument.
-            subscription: of the handler; None for a commit.
+            subscription: of the handler. None for a commit.
             request: what the worker has made of the message.
         """
         try:
@@ -124,7 +124,7 @@ class WorkerRuntime:
         raise InvalidEnvelopeError
 
     def _keys(self) -> tuple[bytes, ...]:
-        """The accepted keys; those known so far while MongoDB does not answer."""
+        """The accepted keys. Those known so far while MongoDB does not answer."""
         with self._lock:
             if self._ring is None or time.monotonic() - self._ring_read >= KEY_SECONDS:
                 try:

@@ -126,14 +126,14 @@ class Subject(ABC):
 
     @abstractmethod
     def take_claim(self, owner: str, ttl: float, session: Binary | None) -> Claim | None:
-        """Claim the partition; None for a message that is a duplicate, stale or early."""
+        """Claim the partition. None for a message that is a duplicate, stale or early."""
 
     @abstractmethod
     def load(self, claim: Claim) -> Decision:
-        """Read the changes. Return the outcome of one that must not be given; nothing where the handler may start."""
+        """Read the changes. Return the outcome of one that must not be given. Nothing where the handler may start."""
 
     def change(self, claim: Claim, offset: int) -> Change:
-        """Return a change for the handler; it is decoded when it is first looked at."""
+        """Return a change for the handler. It is decoded when it is first looked at."""
         raw, codec = self.run.changes[offset], self._codec
         return Change.unread(
             lambda: strip_flags(bson.decode(raw, codec)),
@@ -216,7 +216,7 @@ class Subject(ABC):
     @abstractmethod
     def write(self, claim: Claim, outcome: Outcome, session: ClientSession | None = None) -> bool:
         """
-        Write an outcome under the claim; in the transaction of a session if there is one.
+        Write an outcome under the claim. In the transaction of a session if there is one.
 
         Returns:
             False where a newer execution decides.
@@ -228,7 +228,7 @@ class Subject(ABC):
 
 
 class RunSubject(Subject):
-    """Changes of one partition, behind its position; arguments as of `Subject`."""
+    """Changes of one partition, behind its position. Arguments as of `Subject`."""
 
     _is_stored = False
 

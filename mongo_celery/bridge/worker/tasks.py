@@ -87,7 +87,7 @@ class SignedTask:
 
     @property
     def Request(self) -> Any:  # noqa: N802 - Celery's name
-        """The class that the worker's consumer makes of a message; only workers import it."""
+        """The class that the worker's consumer makes of a message. Only workers import it."""
         from mongo_celery.bridge.worker.request import harden_request
 
         return harden_request(symbol_by_name(super().Request))  # type: ignore[misc]
@@ -113,7 +113,7 @@ class ChangeTask(SignedTask):
 
     @classmethod
     def annotate(cls) -> None:
-        """Apply `task_annotations`; a `before_start` of theirs has to wait for the claim, like that of a class."""
+        """Apply `task_annotations`. A `before_start` of theirs has to wait for the claim, like that of a class."""
         super().annotate()  # type: ignore[misc]
         if "before_start" in vars(cls):
             cls._begin = vars(cls)["before_start"]  # type: ignore[method-assign]
@@ -157,7 +157,7 @@ class ChangeTask(SignedTask):
             raise Ignore from error
 
     def limits_of_runs(self) -> RunLimits:
-        """Of a message that comes now; asked in the worker's parent process."""
+        """Of a message that comes now. Asked in the worker's parent process."""
         handler, options = self.handler, self.wiring.options
         is_one_call = handler.batch_size is not None or handler.transactional
         may_be_several = handler.run_size(options) > 1
@@ -194,7 +194,7 @@ class ChangeTask(SignedTask):
 
     def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
         """
-        Celery's `retry`, parked in MongoDB; it always raises, whatever `throw` says.
+        Celery's `retry`, parked in MongoDB. It always raises, whatever `throw` says.
 
         An outage that an `autoretry_for=(Exception,)` has taken in passes: the change waits, and nothing is counted.
         """
@@ -220,7 +220,7 @@ class ChangeTask(SignedTask):
         raise HandlerUsageError(self.explain_refusal())
 
     def explain_refusal(self) -> str:
-        """Return why nobody but the listener sends it; an outbox asks, too."""
+        """Return why nobody but the listener sends it. An outbox asks, too."""
         return (
             f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
             "watched collection, or call the function with a Change."
@@ -243,7 +243,7 @@ def _is_given(argument: object, *, takes_list: bool) -> bool:
 
 
 def _span_attributes(request: Any, run: Run, given: Change | Changes, retries: int) -> dict[str, Any]:
-    """Return what a trace shows of an execution: no contents and no `_id` of documents; of a list its first change."""
+    """Return what a trace shows of an execution: no contents and no `_id` of documents. Of a list its first change."""
     change = given if isinstance(given, Change) else given[0]
     return {
         **({} if isinstance(given, Change) else {"messaging.batch.message_count": len(given)}),
@@ -282,7 +282,7 @@ class ParkedSignature:
 
 
 def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
-    """Register a handler's Celery task; the returned proxy becomes the task when the app is finalized."""
+    """Register a handler's Celery task. The returned proxy becomes the task when the app is finalized."""
     function = handler.function if handler.batch_size is None else report_failed_change(handler.function)
     if handler.transactional:
         function = in_transaction(wiring, handler, function)
