@@ -98,9 +98,9 @@ class Table:
             return list(self.collection.find(query, fields, batch_size=_WHOLE, session=session))
 
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """All rows."""
+        """Return all rows, however many have to be sorted."""
         with self.limit():
-            return list(self.collection.aggregate(stages))
+            return list(self.collection.aggregate(stages, allowDiskUse=True))
 
     def update(self, guard: Mapping[str, Any], change: Update, *, upsert: bool = False) -> bool:
         """Update the document that the guard names; False when none matched."""

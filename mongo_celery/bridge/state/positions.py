@@ -34,11 +34,10 @@ from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
 
-from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.audit import AuditRecords
-from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED
+from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED, build_later_query
 from mongo_celery.bridge.state.partitions import build_attempt_reset, build_move
-from mongo_celery.bridge.state.stored import ids_under, range_end
+from mongo_celery.bridge.state.stored import ids_under
 from mongo_celery.bridge.state.subscriptions import build_start_move, watermark_fields
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
 from mongo_celery.mongo.opening import open_session
@@ -47,7 +46,6 @@ T = TypeVar("T")
 
 _SECONDS = 15.0
 _GAPS_KEPT = 20
-_LAST = chr(0x10FFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ class Positions:
         Those of existing documents, too: they would run before the changes that are in front of them.
         """
         theirs = {"replay.partitioningTerm": to.generation, "replay.partition": {"$in": list(indexes)}}
-        late = later_letters_query(self._bridge, to.subscription, str(to.token["_data"]))
+        late = build_later_query(self._bridge, to.subscription, str(to.token["_data"]))
         over = self._database["dead_letters"].update_many(
             {"$and": [ASKED, theirs, late]}, {"$unset": {"replay": ""}}, session=session
         )
@@ -244,26 +242,6 @@ class Positions:
         """Run a transaction of the state, repeated for a bounded time."""
         with pymongo.timeout(_SECONDS), open_session(self._database.client) as session:
             return session.with_transaction(body)
-
-
-def later_letters_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
-    """
-    A query for the dead letters of a subscription that lie behind a place.
-
-    Their `_id`s say so, but for those of existing documents, which are named by their keys.
-
-    Args:
-        data: comparable part of the place's token.
-    """
-    prefix = f"{bridge}/{subscription}"
-    changes = {"_id": {"$gt": f"{prefix}/{data}", "$lt": range_end(prefix)}}
-    return {"$or": [changes, later_existing_query(bridge, subscription, data)]}
-
-
-def later_existing_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
-    """As `later_letters_query`, of existing documents alone."""
-    first = f"{bridge}/{subscription}/{LETTER}"
-    return {"_id": {"$gte": first, "$lt": first + _LAST}, "resumeToken._data": {"$gt": data}}
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:
