@@ -14,7 +14,7 @@ from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_hash, partition_hash, partitioner
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.stored import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source

@@ -44,7 +44,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.error_text import error_text
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.state.stored import StoredChange
+    from mongo_celery.bridge.state.backlog import StoredChange
     from mongo_celery.bridge.state.subscriptions import Layout
     from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.stream.source import Selector

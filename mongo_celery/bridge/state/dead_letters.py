@@ -45,10 +45,10 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.change import token_data, wrap_event
 from mongo_celery.bridge.existing import END, is_unread, token_place
 from mongo_celery.bridge.raw_event import EVENT_TYPES
-from mongo_celery.bridge.state.stored import ids_under, pack_event, to_signed, to_unsigned, unpack_event
+from mongo_celery.bridge.state.backlog import pack_event, unpack_event
+from mongo_celery.bridge.state.collection import StateCollection, ids_under, to_signed, to_unsigned
 from mongo_celery.mongo.expressions import remaining
 from mongo_celery.mongo.index_creation import create_indexes, reading_seconds
-from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
 """Up to here an event is kept readable."""
@@ -251,12 +251,8 @@ class Selection:
     until: datetime | None = None
 
 
-class DeadLetters:
+class DeadLetters(StateCollection):
     """The dead letters of one bridge."""
-
-    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
-        self._bridge = bridge
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
