@@ -39,7 +39,7 @@ from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailed
 from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
 from mongo_celery.bridge.state.partitions import is_mostly_blocked
-from mongo_celery.bridge.stream.operation_types import MOVES
+from mongo_celery.bridge.stream.filter import MOVES
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:

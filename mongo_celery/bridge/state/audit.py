@@ -15,9 +15,9 @@ from typing import Any
 from pymongo import IndexModel
 from pymongo.client_session import ClientSession
 
-from mongo_celery.bridge.state.collection import StateCollection
-from mongo_celery.mongo.error_text import storable
-from mongo_celery.mongo.index_creation import create_indexes
+from mongo_celery.bridge.state.state_collection import StateCollection
+from mongo_celery.mongo.table import create_indexes
+from mongo_celery.mongo.verdicts import storable
 
 COLLECTION = "audit_records"
 KEPT_SECONDS = 365 * 24 * 3600

@@ -41,8 +41,8 @@ from pymongo.errors import BulkWriteError, OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import describe, read_token, token_data
 from mongo_celery.bridge.existing import END, token_place
-from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.collection import StateCollection, ids_under, range_end, to_signed, to_unsigned
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under, range_end, to_signed, to_unsigned
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.mongo.table import find_duplicates
 
 EVERYTHING = END

@@ -46,9 +46,9 @@ from mongo_celery.bridge.change import token_data, wrap_event
 from mongo_celery.bridge.existing import END, is_unread, token_place
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.backlog import pack_event, unpack_event
-from mongo_celery.bridge.state.collection import StateCollection, ids_under, to_signed, to_unsigned
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under, to_signed, to_unsigned
 from mongo_celery.mongo.expressions import remaining
-from mongo_celery.mongo.index_creation import create_indexes, reading_seconds
+from mongo_celery.mongo.table import create_indexes, reading_seconds
 
 CHANGE_BYTES = 15 << 20
 """Up to here an event is kept readable."""

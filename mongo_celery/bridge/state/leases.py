@@ -41,9 +41,9 @@ from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
-from mongo_celery.bridge.state.collection import StateCollection
 from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.bridge.state.signing import installation_id
+from mongo_celery.bridge.state.state_collection import StateCollection
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout

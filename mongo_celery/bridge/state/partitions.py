@@ -28,8 +28,8 @@ from pymongo.collection import Collection
 
 from mongo_celery.bridge.existing import extract_term
 from mongo_celery.bridge.state.claims import COMMIT, collect_parked_hashes, position_fields
-from mongo_celery.bridge.state.collection import StateCollection, ids_under, to_unsigned
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under, to_unsigned
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked

@@ -41,9 +41,9 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.bridge.state.audit import AuditRecords
-from mongo_celery.bridge.state.collection import ids_under
 from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED, build_later_query
 from mongo_celery.bridge.state.partitions import build_attempt_reset, build_move
+from mongo_celery.bridge.state.state_collection import ids_under
 from mongo_celery.bridge.state.subscriptions import build_start_move, watermark_fields
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
 from mongo_celery.mongo.opening import open_session

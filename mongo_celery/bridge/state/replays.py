@@ -57,7 +57,6 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.claims import Claim, claim_filter, record_session
-from mongo_celery.bridge.state.collection import ids_under, to_signed
 from mongo_celery.bridge.state.dead_letters import (
     ASKED,
     PARKED,
@@ -71,6 +70,7 @@ from mongo_celery.bridge.state.dead_letters import (
     ReplayRequest,
     parse_replay,
 )
+from mongo_celery.bridge.state.state_collection import ids_under, to_signed
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
 from mongo_celery.mongo.table import Table, call_timeout
 

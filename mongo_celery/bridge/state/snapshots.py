@@ -47,7 +47,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.bridge.existing import DocumentId, join_documents
-from mongo_celery.bridge.state.collection import StateCollection, ids_under
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under
 
 _RAW: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
 

@@ -24,7 +24,7 @@ from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import UpdateOne
 
-from mongo_celery.bridge.state.collection import StateCollection, ids_under
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import Update

@@ -57,8 +57,8 @@ from mongo_celery.bridge.worker.outcome import (
 )
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
-from mongo_celery.mongo.error_text import error_text, storable, traceback_text
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
 
 if TYPE_CHECKING:
     from datetime import datetime
