@@ -223,7 +223,7 @@ class Leader:
         self._repartition(now)
         self._note_progress()
         self._storing.turn(now, at_end=self.intake.at_end)
-        self._snapshot(now)
+        self._snapshot()
         self._replaying.turn(self.subscriptions, now)
         self._note_progress()
         self._dispatch()
@@ -284,10 +284,10 @@ class Leader:
         self._activity.of(subscription.name).add_counts(self.subscriptions[subscription.name].counted)
         self.subscriptions[subscription.name] = subscription
 
-    def _snapshot(self, now: float) -> None:
+    def _snapshot(self) -> None:
         """Go on with existing documents, between the changes."""
         may_begin = self.intake.has_stream and not self.intake.full and not self._storing.waits
-        self.snapshots.turn(now, room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
+        self.snapshots.turn(room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
         self.intake.hurry()
 
     def _dispatch(self) -> None:

@@ -65,8 +65,8 @@ _READ_AGAIN_PAUSE = 1.0
 _SOON_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
 _RULE_NEEDED = (
-    "some are ahead of others, and by that rule alone it is known which changes they have done. Deploy it again, with the "
-    "options that it needs, until `status` shows nothing outstanding and nothing blocked. Then change it"
+    "some are ahead of others, and by that rule alone it is known which changes they have done. Deploy it again, with "
+    "the options that it needs, until `status` shows nothing outstanding and nothing blocked. Then change it"
 )
 
 
