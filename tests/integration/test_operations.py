@@ -18,7 +18,7 @@ from celery.app.task import Context
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavailableError, TopologyError
+from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
@@ -34,6 +34,7 @@ from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
+from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.findings import Finding
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet

@@ -16,9 +16,9 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 
-from mongo_celery import AccessError, Outbox, OutboxCollection, ServerUnavailableError
+from mongo_celery import Outbox, OutboxCollection
 from mongo_celery.command_line import ANY_APP
-from mongo_celery.errors import CommandRefusedError
+from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError
 from mongo_celery.mongo.keys import new_key
 from mongo_celery.outbox.check.examination import judge_state
 from mongo_celery.outbox.failures import FAILURE_POLICIES

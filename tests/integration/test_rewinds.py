@@ -10,7 +10,6 @@ from bson import ObjectId, Timestamp
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mongo_celery import CommandRefusedError
 from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.listener.starts import open_position, read_starts
 from mongo_celery.bridge.operations import commands
@@ -25,6 +24,7 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 from mongo_celery.command_line import CommandLine
+from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.oplog import earliest_token
 from tests.fixtures.samples import IDENTITY
 from tests.integration.positions_rig import HANDLER, NAME, PARTITIONS, Stage, data_of, staged
