@@ -33,7 +33,7 @@ except ImportError as error:
 
 PREFIX = "mongo_celery_bridge_"
 
-_PARTITION_STATES = ("flowing", "halted", "paused", "waiting", "parked", "not_led")
+_PARTITION_STATES = ("flowing", "halted", "paused", "waiting", "retrying", "not_led")
 _SNAPSHOT_STATES = (RUNNING, DONE, GONE, STOPPED, FAILED)
 _SEVERITIES = {"degraded": 1, "failing": 2}
 _BRIDGE = ("bridge",)
