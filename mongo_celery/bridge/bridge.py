@@ -14,7 +14,7 @@ from mongo_celery.app import check_app
 from mongo_celery.bridge.bindings import Bindings, itself
 from mongo_celery.bridge.discovery import discover_last
 from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
-from mongo_celery.bridge.http.launch import serving
+from mongo_celery.bridge.http import serve_beside
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.outboxes import DeclaredOutbox
@@ -286,7 +286,7 @@ class Bridge:
             outboxes[-1].declare()
         if BRIDGES.add(app, wiring, name):
             register_commit(app)
-            install(app, serving)
+            install(app, serve_beside)
             install_intake(app)
             discover_last()
         for each, handler in handlers:
