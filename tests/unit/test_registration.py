@@ -14,11 +14,12 @@ from celery import Celery
 from celery.app.task import Task
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, Changes, ConfigurationError, Fence, HandlerUsageError
+from mongo_celery import Bridge, Change, Changes, Fence
 from mongo_celery.bridge.handlers import TASK_OPTIONS
 from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, overridden_attributes
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 
 URL = "mongodb://127.0.0.1:1/shop?replicaSet=rs0"
 CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 7})

@@ -13,11 +13,11 @@ from types import FrameType
 
 from celery import Celery
 
-from mongo_celery.bridge.error_text import traceback_text
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.error_text import traceback_text
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.visible import Lines

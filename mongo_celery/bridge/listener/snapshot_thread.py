@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation
 
-from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.listener import pace as paces
 from mongo_celery.bridge.listener.chunks import (
     Chunk,
@@ -34,6 +33,7 @@ from mongo_celery.bridge.listener.chunks import (
 from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
+from mongo_celery.mongo.error_text import error_text
 from mongo_celery.mongo.verdicts import Concern, explain_error
 
 if TYPE_CHECKING:
