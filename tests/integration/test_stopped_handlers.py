@@ -15,7 +15,6 @@ from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
-from mongo_celery.errors import LayoutError
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]

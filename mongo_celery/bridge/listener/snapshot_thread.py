@@ -21,12 +21,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation
 
-<<<<<<< HEAD
-from mongo_celery.bridge.listener import pace as paces
-=======
-from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.listener import chunks
->>>>>>> w-lst
 from mongo_celery.bridge.listener.chunks import (
     Chunk,
     ChunkFailedError,
@@ -38,13 +33,9 @@ from mongo_celery.bridge.listener.chunks import (
 )
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
-<<<<<<< HEAD
 from mongo_celery.mongo.error_text import error_text
-from mongo_celery.mongo.verdicts import Concern, explain_error
-=======
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import Concern, explain_error, is_outage, is_unanswered
->>>>>>> w-lst
 
 if TYPE_CHECKING:
     from bson import Timestamp
