@@ -17,7 +17,7 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ConfigurationError, MongoCeleryError, ServerUnavailableError
-from mongo_celery.findings import Finding, error
+from mongo_celery.findings import Finding, failing
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, brief, explain_error, is_logged_out, is_refused_session, is_unanswered
 
@@ -170,7 +170,7 @@ def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: 
         for finding in part():
             found.append(finding)  # noqa: PERF402 - what was found before an error counts
     except MongoCeleryError as failure:
-        found.append(error(name, without_credentials(str(failure))))
+        found.append(failing(name, without_credentials(str(failure))))
     except PyMongoError as failure:
-        found.append(error(name, without_credentials(error_sentence(failure, concern))))
+        found.append(failing(name, without_credentials(error_sentence(failure, concern))))
     return found

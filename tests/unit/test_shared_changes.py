@@ -72,12 +72,12 @@ def test_it_is_for_the_bridge_that_it_names() -> None:
     assert (names(orders), names(carts), names(late)) == (["summarise"], [], ["count"])
     another = Bridge(made_app(None, "another"), URL)
     assert names(another) == []
-    told = [finding.message for finding in _check_celery(another.wiring) if finding.name == "shared_handlers"]
+    told = [finding.sentence for finding in _check_celery(another.wiring) if finding.code == "shared_handlers"]
     assert [message.split(", ")[0] for message in told] == [
         "tests.unit.binding_rig.summarise is shared with bridge 'orders'",
         "tests.unit.test_shared_changes.count is shared with bridge 'late'",
     ]
-    assert [finding for finding in _check_celery(late.wiring) if finding.name == "shared_handlers"] == []
+    assert [finding for finding in _check_celery(late.wiring) if finding.code == "shared_handlers"] == []
 
 
 def test_with_several_bridges_it_has_to_name_one() -> None:
