@@ -131,7 +131,7 @@ class SnapshotThread:
     def start(self, led: Mapping[str, Subscription], version: int, initial: InitialSnapshots) -> None:
         """Begin the thread of a term."""
         self._led, self._version, self._initial = led, version, initial
-        self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, self._room, version)
+        self._reader = ChunkReader(self._wiring.client, self._room, version)
         threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
 
     def close(self) -> None:
