@@ -265,7 +265,7 @@ def test_who_asks_for_it_has_other_definitions_and_nobody_else_has() -> None:
         with Celery("shop", broker="memory://", set_as_current=False) as app:
             bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
             bridge.on_change("shop.orders", **options)(summarise)
-            digests.append(build_identity(bridge.wiring).handlers["summarise"].digest)
+            digests.append(build_identity(bridge.wiring).handlers["summarise"]["digest"])
     assert digests[0] == digests[1] != digests[2]
 
 
