@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_type
 
 import mongo_celery
-from mongo_celery import (
+from mongo_celery.errors import (
     AccessError,
     CommandRefusedError,
     ConfigurationError,

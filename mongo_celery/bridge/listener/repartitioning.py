@@ -308,7 +308,7 @@ class Repartitioning:
         if image.state == "paused":
             return f"is paused. Run: {line.on('resume', name, [index])}"
         if image.due_in > _SOON_SECONDS:
-            state = "retrying" if visible_state(image) == "parked" else visible_state(image)
+            state = visible_state(image)
             return f"is {state}, next in {image.due_in:.0f} s. To run it now: {line.on('retry', name, [index])}"
         return ""
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import pymongo
 from pymongo.errors import InvalidOperation
 
-from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.listener import chunks
 from mongo_celery.bridge.listener.chunks import (
     Chunk,
@@ -37,6 +36,7 @@ from mongo_celery.bridge.listener.chunks import (
 )
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
+from mongo_celery.mongo.error_text import error_text
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import Concern, explain_error, is_outage, is_unanswered
