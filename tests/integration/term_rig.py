@@ -151,7 +151,7 @@ def begin_term(
     term = store.leases.acquire(IDENTITY)
     assert term is not None, "the lease has lapsed"
     handlers = [_handler(name, options, partition_by, (starts or {}).get(name)) for name in names]
-    renewal = Renewal(store.leases, store.signing, term, TTL, dict)
+    renewal = Renewal(store.leases, store.signing, term, TTL)
     return TermRig(store, renewal, options, handlers, client[database])
 
 

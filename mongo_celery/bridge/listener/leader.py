@@ -193,7 +193,7 @@ class Leader:
     def _begin(self) -> None:
         beginning = begin_term(self._wiring, self._renewal, self._led, self._wiring.handlers)
         version, subscriptions = beginning.takeover.version, beginning.subscriptions
-        self.subscriptions.update(subscriptions)  # immediately: the renewal thread reports from it
+        self.subscriptions.update(subscriptions)
         self._publishing.begin(subscriptions)
         self.poller.begin(version, self._publishing.fairness)
         self._storing.begin(self.subscriptions, version, self.housekeeping)

@@ -57,7 +57,7 @@ _ROOM_SHARE = 8  # of the buffer, for a chunk
 
 class Snapshotting:
     """
-    The leading thread's part in the snapshots of one term. `report` is also called by the one that renews the lease.
+    The leading thread's part in the snapshots of one term.
 
     Args:
         wiring: of the bridge.

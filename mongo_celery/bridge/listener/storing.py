@@ -86,7 +86,7 @@ _PAUSES = Pauses(first=1.0, longest=16.0)
 
 class Storing:
     """
-    The stored changes of one term. Used by the leading thread. `report` by the one that renews the lease, too.
+    The stored changes of one term. Used by the leading thread.
 
     Args:
         store: the state database.
