@@ -44,7 +44,7 @@ def _led(store: Store) -> Term:
 
 
 def _renewed(store: Store, term: Term) -> Term:
-    renewed = store.leases.renew(term, {})
+    renewed = store.leases.renew(term)
     assert renewed is not None
     return renewed
 

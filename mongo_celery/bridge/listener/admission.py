@@ -162,13 +162,12 @@ class Admission:
             return  # the reader has said so
         if not self._throttle.may_log():
             return
-        left_out = self._throttle.count_left_out()
         logger.error(
             "%s is refused before handler %s, in partition %d%s: %s",
             describe(change.raw),
             self._selector.name,
             change.index,
-            f" (and {left_out} more since the last such line)" if left_out else "",
+            self._throttle.describe_left_out(),
             change.refusal.reason,
             extra={"event": "change_refused", "partition": change.index},
         )

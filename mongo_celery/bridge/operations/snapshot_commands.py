@@ -15,8 +15,7 @@ from bson import Timestamp, json_util
 from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import is_number, nearest
-from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, read_facts
-from mongo_celery.bridge.listener.initial_snapshots import find_collections
+from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, find_collections, read_facts
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings

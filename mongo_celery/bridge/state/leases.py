@@ -135,25 +135,16 @@ class Leases(StateCollection):
             return None
         return Term(listener_id, document["term"], started + self._ttl * _TRUST, document)
 
-    def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
+    def renew(self, term: Term) -> Term | None:
         """
         Extend the lease of this term.
-
-        Args:
-            term: the term that calls.
-            report: what `status` shows of the listener.
 
         Returns:
             The term with its new trusted time, or None when it has ended: then nothing may be
             dispatched any more.
         """
         started = time.monotonic()
-        change = {
-            "expiresAt": after(self._ttl),
-            "renewedAt": "$$NOW",
-            "report": literal(dict(report)),
-            "reportedAt": "$$NOW",
-        }
+        change = {"expiresAt": after(self._ttl), "renewedAt": "$$NOW"}
         document = self._table.find_and_update(self._mine(term), [{"$set": change}])
         if document is None:
             return None
