@@ -12,7 +12,7 @@ from mongo_celery.bench.payload import write_orders
 from mongo_celery.bench.setting import BRIDGE_BULK, RAW_CHAIN
 from mongo_celery.bench.stage import Scene, Stage, pause
 from mongo_celery.bench.usage import cpu_us_per_change
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 
 APP = "mongo_celery.bench.app"
 WARM_UP = 100

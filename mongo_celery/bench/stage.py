@@ -24,7 +24,7 @@ from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Laps
 from mongo_celery.bench.usage import cpu_seconds
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from mongo_celery.embedded.crew import GRACE_SECONDS, ChildProcess, Supervisor
+from mongo_celery.embedded.processes import GRACE_SECONDS, ChildProcess, Supervisor
 from mongo_celery.errors import MongoCeleryError
 
 _OPLOG_MB = 2048

@@ -31,7 +31,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.demo.app import DemoSetting
 from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
-from mongo_celery.embedded.crew import ChildProcess, Supervisor
+from mongo_celery.embedded.processes import ChildProcess, Supervisor
 from mongo_celery.errors import MongoCeleryError, ServerUnavailableError
 from mongo_celery.mongo.oplog import operation_time
 

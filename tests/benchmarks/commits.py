@@ -13,7 +13,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import BenchError, Scene, pause
 from mongo_celery.bench.usage import cpu_us_per_change
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 
 _LOOK_SECONDS = 0.02
 

@@ -19,7 +19,7 @@ from mongo_celery.bench.payload import make_order, write_orders
 from mongo_celery.bench.run import APP
 from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 from tests.benchmarks.latency_app import NAIVE, WRITTEN
 from tests.benchmarks.processes import sockets
 from tests.benchmarks.readings import MILLISECONDS, SECONDS, Reading, quantile, reading

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from mongo_celery.bench.payload import make_order, write_orders
 from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
 from mongo_celery.bench.stopwatch import Laps
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 from tests.benchmarks.commits import Measured, Measuring, listen
 from tests.benchmarks.readings import RATE, Reading, quantile, reading
 from tests.benchmarks.sizes import Sizes

@@ -15,7 +15,7 @@ from pymongo.database import Database
 from mongo_celery import TwoPhaseCommit, select_for_update, select_many_for_update, transactional
 from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 from tests.benchmarks.answers import answers, give_sign, ready
 from tests.benchmarks.readings import RATE, SECONDS, Reading, reading
 from tests.benchmarks.sizes import Sizes
