@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mongo_celery.bench.setting import BenchSetting, make_app, make_bridge
-from mongo_celery.bridge.change import Change
-from mongo_celery.bridge.changes import Changes
+from mongo_celery.bridge.change import Change, Changes
 
 _FILE = "handlers.json"
 
