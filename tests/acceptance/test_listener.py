@@ -21,10 +21,10 @@ from pymongo import MongoClient
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.demo.history import going_back, longest_gap, lost, shared_versions, stale, weak_tokens
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from mongo_celery.embedded.ports import free_port
+from mongo_celery.embedded.server import free_port
 from tests.acceptance.scene import KEYS, LEASE_TTL, TAKE_OVER_SECONDS_MAX, Scene, now
+from tests.chaos.history import going_back, longest_gap, lost, shared_versions, stale, weak_tokens
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.rights import DATA, STATE, UrlOf, with_a_wrong_password
