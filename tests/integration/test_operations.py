@@ -26,13 +26,13 @@ from mongo_celery.bridge.operations import commands, going_on, heads, worker_che
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
-from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import parse_name
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.findings import Finding

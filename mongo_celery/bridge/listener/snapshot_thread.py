@@ -36,10 +36,9 @@ from mongo_celery.bridge.listener.chunks import (
 )
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
-from mongo_celery.mongo.error_text import error_text
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, explain_error, is_outage, is_unanswered
+from mongo_celery.mongo.verdicts import Concern, error_text, explain_error, is_outage, is_unanswered
 
 if TYPE_CHECKING:
     from bson import Timestamp

@@ -40,7 +40,7 @@ from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, extract_t
 from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailedError
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
 from mongo_celery.bridge.state.partitions import is_mostly_blocked
-from mongo_celery.bridge.stream.operation_types import MOVES
+from mongo_celery.bridge.stream.filter import MOVES
 
 if TYPE_CHECKING:
     from bson import Timestamp

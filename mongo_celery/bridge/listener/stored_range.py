@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mongo_celery.bridge.state.stored import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 
 
 @dataclass(slots=True)

@@ -53,12 +53,11 @@ from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import visible_state
-from mongo_celery.bridge.state.stored import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.error_text import storable
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final, storable
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store

@@ -21,7 +21,7 @@ from mongo_celery.bridge.operations.snapshot_progress import named, progress_of,
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
 from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
-from mongo_celery.bridge.stream.condition import find_objection
+from mongo_celery.bridge.stream.filter import find_objection
 from mongo_celery.bridge.stream.source import parse_source
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import with_majority
