@@ -148,9 +148,8 @@ class HttpService(HttpServer):
 
     def _complete(self) -> list[BridgeSnapshot]:
         """Return the snapshots with the workers that answer."""
-        found = _call_all([*self._snapshots, *self._workers])
-        count = len(self._snapshots)
-        return [replace(each, workers=workers) for each, workers in zip(found[:count], found[count:], strict=True)]
+        asked = zip(_call_all(self._snapshots), _call_all(self._workers), strict=True)
+        return [replace(each, workers=workers) for each, workers in asked]
 
 
 def _call_all(reads: Sequence[Callable[[], T]]) -> list[T]:
@@ -234,7 +233,7 @@ def _make_exposition(
 
     def expose(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
-        found = chain(*_call_all([lambda each=each: list(each.collect()) for each in collectors]))
-        return Response(encode(SimpleNamespace(collect=lambda: found)), content_type)
+        found = _call_all([partial(list, each.collect()) for each in collectors])
+        return Response(encode(SimpleNamespace(collect=lambda: chain(*found))), content_type)
 
     return expose
