@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from mongo_celery.bridge.declarations import find_stray_handlers
 from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
@@ -16,7 +17,6 @@ from mongo_celery.bridge.operations.lease_check import check_lease
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_time_limits, check_workers
-from mongo_celery.bridge.shared import find_stray_handlers
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.command_line import CommandLine
