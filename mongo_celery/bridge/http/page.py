@@ -187,6 +187,10 @@ def _attempts(partition: PartitionStatus) -> str:
     return ", ".join(parts)
 
 
+_OWN: Sequence[Callable[[Any], Any]] = (
+    *(duration, size, _prose, _commands, _ago, _amount, _rate),
+    *(_processes, _reading, _oplog_left, _waiting, _cells, _notes, _attempts),
+)
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "level": lambda state: _LEVELS.get(state, ""),
     "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
@@ -196,12 +200,5 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "dead": _find_level("dead_letters"),
     "words": lambda code: code.replace("_", " "),
     "newest": lambda groups: sorted(groups, key=lambda each: str(each.newest_at), reverse=True)[:_ROWS_MAX],
-    "duration": duration,
-    "size": size,
-} | {
-    each.__name__.strip("_"): each
-    for each in (
-        *(_prose, _commands, _ago, _amount, _rate),
-        *(_processes, _reading, _oplog_left, _waiting, _cells, _notes, _attempts),
-    )
+    **{each.__name__.strip("_"): each for each in _OWN},
 }

@@ -46,6 +46,7 @@ from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
 
 if TYPE_CHECKING:
     from celery import Celery
+    from prometheus_client import Metric
 
     from mongo_celery.bridge.listener.activity import Activity
 
@@ -233,7 +234,7 @@ def _make_exposition(
 
     def expose(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
-        found = _call_all([partial(list, each.collect()) for each in collectors])
+        found: list[list[Metric]] = _call_all([partial(list, each.collect()) for each in collectors])
         return Response(encode(SimpleNamespace(collect=lambda: chain(*found))), content_type)
 
     return expose
