@@ -115,8 +115,8 @@ def _commands(finding: Finding) -> list[str]:
     return list(dict.fromkeys([finding.command, *quoted] if finding.command else quoted))
 
 
-def _ago(moment: datetime | None) -> str:
-    return "" if moment is None else f"{duration(max((datetime.now(UTC) - moment).total_seconds(), 0))} ago"
+def _age(moment: datetime | None) -> str:
+    return duration(None if moment is None else max((datetime.now(UTC) - moment).total_seconds(), 0))
 
 
 def _amount(count: int | None) -> str:
@@ -136,7 +136,7 @@ def _find_level(*codes: str) -> Callable[[BridgeSnapshot], str]:
 
 def _processes(shown: BridgeSnapshot) -> str:
     leader, workers = shown.leader, shown.workers
-    parts = [f"Leader on {leader.host}, process {leader.pid}, since {_ago(leader.since)}"] if leader else []
+    parts = [f"Leader on {leader.host}, process {leader.pid}, for {_age(leader.since)}"] if leader else []
     parts += [f"No listener for {duration(shown.unled_seconds)}"] if shown.unled_seconds is not None else []
     parts += [f"Standby on {each.host}, process {each.pid}" for each in shown.standbys]
     parts += [number(workers.serving, "worker answers", "workers answer")] if workers else []
@@ -180,7 +180,7 @@ def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
 
 
 def _attempts(partition: PartitionStatus) -> str:
-    parts = [f"since {_ago(partition.since)}"] if partition.since else []
+    parts = [f"for {_age(partition.since)}"] if partition.since else []
     parts += [number(partition.retries, "retry", "retries")] if partition.retries else []
     parts += [number(partition.crashes, "crash", "crashes")] if partition.crashes else []
     parts += [f"again in {duration(partition.due_seconds)}"] if partition.due_seconds else []
