@@ -188,7 +188,7 @@ def _attempts(partition: PartitionStatus) -> str:
 
 
 _OWN: Sequence[Callable[[Any], Any]] = (
-    *(duration, size, _prose, _commands, _ago, _amount, _rate),
+    *(duration, size, _prose, _commands, _age, _amount, _rate),
     *(_processes, _reading, _oplog_left, _waiting, _cells, _notes, _attempts),
 )
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
