@@ -52,8 +52,8 @@ from mongo_celery.bridge.listener.removal import Removal
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
