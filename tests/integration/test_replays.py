@@ -545,7 +545,7 @@ def test_the_page_groups_the_newest_dead_letters_and_verdict_and_metrics_do_not_
     try:
         term.database.command({"profile": 2})
         for path, reads in (("/readyz", 0), ("/verdict", 0), ("/metrics", 0), ("/status", 1)):
-            answer = service.answer(path, "") or Response(b"")
+            answer = service.answer(path) or Response(b"")
             assert term.database["system.profile"].count_documents(listing) == reads, path
     finally:
         term.database.command({"profile": 0})
