@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mongo_celery.bridge.http.recent import Recent
 from mongo_celery.bridge.http.server import (
     CONNECTIONS_MAX,
     Answer,
@@ -22,7 +23,6 @@ from mongo_celery.bridge.http.server import (
     is_own_host,
     parse_address,
 )
-from mongo_celery.bridge.http.recent import Recent
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from tests.fixtures.process import wait_for
 

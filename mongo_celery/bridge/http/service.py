@@ -114,10 +114,10 @@ class HttpService(HttpServer):
         try:
             from mongo_celery.bridge.http.metrics import expose
         except ImportError:
-            text = "There are no metrics. Install them: pip install 'mongo-celery[metrics]'\n"
-            return Response(text.encode(), status=HTTPStatus.NOT_IMPLEMENTED)
-        text = expose(self._app, self._activities, self._read_snapshots)
-        return Response(text, "text/plain; version=0.0.4; charset=utf-8")
+            text = b"There are no metrics. Run: pip install 'mongo-celery[metrics]'\n"
+            return Response(text, status=HTTPStatus.NOT_IMPLEMENTED)
+        found = expose(self._app, self._activities, self._read_snapshots)
+        return Response(found, "text/plain; version=0.0.4; charset=utf-8")
 
     def _status(self) -> Response:
         snapshots = call_all([each.read_whole for each in self._bridges])
