@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from mongo_celery.bridge.http.recent import ANSWER_SECONDS, call_all
+from mongo_celery.bridge.http.recent import call_all
 from mongo_celery.bridge.listener.activity import BUCKETS, Activity
 from mongo_celery.bridge.operations.bridge_snapshot import PARTITION_STATES, BridgeSnapshot
 from mongo_celery.bridge.operations.judgement import CODES
 from mongo_celery.findings import SEVERITIES
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.outbox.prometheus import OutboxCollector
 from mongo_celery.twophase.prometheus import TransactionCollector
 

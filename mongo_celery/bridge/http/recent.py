@@ -11,12 +11,10 @@ from typing import Generic, TypeVar
 import pymongo
 
 from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short, without_credentials
 
 T = TypeVar("T")
-
-ANSWER_SECONDS = 3.0
-"""Time for MongoDB to answer an HTTP request."""
 
 _OLD_SECONDS = 5.0
 
