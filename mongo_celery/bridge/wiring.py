@@ -38,7 +38,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, to_user_error
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.outbox import Outbox
 from mongo_celery.outbox.idempotency import IDEMPOTENCY_STORES, IdempotencyStore
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
@@ -303,9 +303,9 @@ class Wiring:
         return CommandLine.of(self.bound, self.name if several else None)
 
     @property
-    def state_concern(self) -> Concern:
+    def state_concern(self) -> ErrorContext:
         """Whom an error of the state database concerns, for the sentences about it."""
-        return Concern(
+        return ErrorContext(
             f"the state database {self.options.database} of bridge {self.name}",
             f"readWrite there, or the role that {self.line.changes('grants')} prints",
         )

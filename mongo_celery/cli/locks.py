@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pymongo import MongoClient
 
     from mongo_celery.locking.holders import OpenTransaction
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.mongo.verdicts import ErrorContext
 
     Found = tuple[MongoClient[Any], OpenTransaction]
 
@@ -110,10 +110,10 @@ def free(
 # -- inside ----------------------------------------------------------------------------------------
 
 
-def _concern() -> Concern:
-    from mongo_celery.mongo.verdicts import Concern
+def _concern() -> ErrorContext:
+    from mongo_celery.mongo.verdicts import ErrorContext
 
-    return Concern("the open transactions", "inprog and killAnySession on the cluster")
+    return ErrorContext("the open transactions", "inprog and killAnySession on the cluster")
 
 
 def _clients(ctx: click.Context, url: str | None) -> list[MongoClient[Any]]:
