@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.handlers import Handler, token_seconds
 from mongo_celery.bridge.listener.starts import Start, find_starts
-from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
+from mongo_celery.bridge.listener.subscription import Subscription, TermFacts, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover, find_undeliverable, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
@@ -69,7 +69,7 @@ class Beginning:
     stopped: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def owed_snapshots(self) -> list[tuple[Plan, Timestamp]]:
+    def owed_snapshots(self) -> list[tuple[TermFacts, Timestamp]]:
         """Subscriptions that begin with snapshots, each with the start that was pinned with that."""
         starts = [(each.plan, self.starts[each.name].owed_from) for each in self.subscriptions.values()]
         return [(plan, owed_from) for plan, owed_from in starts if owed_from is not None]
@@ -101,7 +101,7 @@ def begin_term(
         if name in rules.missing:
             continue
         start, rule, layout = starts[name], rules.in_force[name], takeover.layouts[name]
-        plan = Plan(
+        plan = TermFacts(
             handler,
             selector,
             rule,
