@@ -63,14 +63,16 @@ class Plan:
         """
         Make the change, and store its audit record where the command has one.
 
-        It can be repeated after any error. If there is nothing to do, it does nothing.
+        It can be repeated after any error. If there is nothing to do, it returns what the plan says.
 
         Raises:
             CommandRefusedError: what was read has changed meanwhile. Nothing was changed.
             ServerUnavailableError: MongoDB did not answer.
             DeploymentError: a right is missing, or the audit record could not be stored.
         """
-        return PlanResult(refused=self.refused) if self.act is None else self.act()
+        if self.act is None:
+            return PlanResult(lines=self.lines, fields=self.fields, refused=self.refused)
+        return self.act()
 
     def plain(self, result: PlanResult | None = None) -> dict[str, Any]:
         """Return the plan as JSON has it; of one that was run with its result."""

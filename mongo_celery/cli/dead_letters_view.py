@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from mongo_celery.bridge.operations.letter_commands import short_ids
 from mongo_celery.quantities import moment, number, size
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.letter_commands import Found
 
-_LEAST_ID = 18  # the time and the number of an oplog entry: only changes of one transaction need more
 _LINE = 72
 
 
@@ -47,7 +46,7 @@ def passed_line(plain: Mapping[str, Any]) -> str | None:
 def parked_line(plain: Mapping[str, Any]) -> str | None:
     """What waits behind what for a parked key; None where nothing does."""
     if plain["behind"] is not None:
-        return f"waits behind {plain['behind'][:_LEAST_ID]}"
+        return f"waits behind {short_ids([plain['behind']])[0]}"
     if not plain["parked"]:
         return None
     count = plain["waiting"]
@@ -89,19 +88,6 @@ def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bo
         yield "  its change cannot be read as a document; --json has its bytes in base64"
     else:
         yield "  its change was too large to be kept"
-
-
-def short_ids(ids: Sequence[str]) -> list[str]:
-    """The beginnings by which these can be told from each other."""
-    ordered = sorted(set(ids))
-    common = (_common(first, second) for first, second in pairwise(ordered))
-    length = max([_LEAST_ID, *(each + 1 for each in common)])
-    return [each[:length] for each in ids]
-
-
-def _common(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
-    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), len(first))
 
 
 def _cut(text: str) -> str:

@@ -157,7 +157,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"subscriptions": [subscription(lost=LOST)]},
             "failing",
-            "celery -A shop changes go-on summarise --from oldest",
+            "celery -A shop changes reset summarise --to oldest",
             "stands still",
         ),
     ],
@@ -247,8 +247,8 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(0), halted(3)]},
             "failing",
-            "celery -A shop changes retry summarise --partition 3",
-            "`celery -A shop changes set-aside summarise --partition 3` moves it to the dead letters.",
+            "celery -A shop changes retry summarise 3",
+            "`celery -A shop changes skip summarise 3` moves it to the dead letters.",
             without={"images": [image(0), image(3)]},
         ),
         Case(
@@ -288,7 +288,7 @@ CASES: dict[str, list[Case]] = {
                 ]
             },
             "failing",
-            "celery -A shop changes snapshot --resume shop/summarise/a1",
+            "celery -A shop changes snapshot resume shop/summarise/a1",
             "after 7 documents: the server said no.",
             without={},
         ),
@@ -305,7 +305,7 @@ CASES: dict[str, list[Case]] = {
                 ]
             },
             "failing",
-            "celery -A shop changes snapshot --stop shop/summarise/a1",
+            "celery -A shop changes snapshot stop shop/summarise/a1",
             "was dropped",
         ),
     ],
@@ -313,7 +313,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(1, waiting={"since": NOON, "cause": "AutoReconnect: gone", "count": 9}, due_in=4.0)]},
             "degraded",
-            "celery -A shop changes retry summarise --partition 1",
+            "celery -A shop changes retry summarise 1",
             "since 2030-01-01 12:00:00 UTC, with 9 attempts: AutoReconnect: gone.",
         ),
     ],
@@ -378,7 +378,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(1, due_in=PARKED_SECONDS + 3700.0)]},
             "degraded",
-            "celery -A shop changes retry summarise --partition 1",
+            "celery -A shop changes retry summarise 1",
             "parked for up to 2 h",
             without={"images": [image(1, due_in=PARKED_SECONDS - 1.0)]},
         ),
@@ -387,7 +387,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(0), image(1, state="paused")]},
             "degraded",
-            "celery -A shop changes resume summarise --partition 1",
+            "celery -A shop changes resume summarise 1",
             "Partition 1 of summarise is paused",
         ),
         Case(
@@ -519,11 +519,11 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     lost = {"subscriptions": [subscription(lost=LOST)]}
     found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).reasons}
     reason = found["halted"]
-    assert reason.command == "celery -A shop changes skip summarise --partition 3"
+    assert reason.command == "celery -A shop changes skip summarise 3"
     assert "`celery -A shop changes head summarise 3`" in reason.sentence
     kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
     assert {each.code: each.command for each in judged(kept).reasons}["halted"] == (
-        "celery -A shop changes retry summarise --partition 3"
+        "celery -A shop changes retry summarise 3"
     )
 
 
@@ -632,7 +632,7 @@ def test_check_says_what_the_verdict_says() -> None:
         "halted": "error",
         "dead_letters": "warning",
     }
-    assert told["halted"].command == "celery -A shop changes retry summarise --partition 1"
+    assert told["halted"].command == "celery -A shop changes retry summarise 1"
     assert {each.level for each in judge_state(shape(calm()))} == {"ok"}
 
 
