@@ -2,7 +2,7 @@
 MongoDB change streams as ordered, fenced Celery tasks.
 
 Public names are imported when they are first used: the `celery` command loads its plug-ins at every
-start, and must not pay for PyMongo before a command of ours runs.
+start, and must not pay for PyMongo before a command of ours runs. Errors are in `mongo_celery.errors`.
 """
 
 from __future__ import annotations
@@ -14,40 +14,9 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.change import Change
     from mongo_celery.bridge.changes import Changes
+    from mongo_celery.bridge.declarations import shared_change, shared_changes
     from mongo_celery.bridge.fenced import FencedCollection
     from mongo_celery.bridge.fenced.fence import Fence
-    from mongo_celery.bridge.shared import shared_change, shared_changes
-    from mongo_celery.errors import (
-        AccessError,
-        CommandRefusedError,
-        ConfigurationError,
-        DeploymentError,
-        DocumentLockedError,
-        EmbeddedServerError,
-        ForeignBridgeError,
-        ForkedClientError,
-        HandlerCrashedError,
-        HandlerUsageError,
-        HistoryLostError,
-        InvalidEnvelopeError,
-        LayoutError,
-        LeaseLostError,
-        MongoCeleryError,
-        OutboxRefusedError,
-        OutdatedChangeError,
-        RefusedChangeError,
-        ServerUnavailableError,
-        StaleFencingTokenError,
-        StreamError,
-        StreamRefusedError,
-        TopologyError,
-        TransactionCanceledError,
-        TransactionError,
-        TransactionRequiredError,
-        TransactionStateError,
-        TransactionTimeoutError,
-        UnreadableEventError,
-    )
     from mongo_celery.locking import select_for_update, select_many_for_update, transactional
     from mongo_celery.outbox import STORED_ID, Event, Outbox, OutboxCollection
     from mongo_celery.outbox.once import once  # by itself: mypy takes the package's for the module of that name
@@ -70,52 +39,23 @@ _HOMES = {
     "once": "outbox",
     "select_for_update": "locking",
     "select_many_for_update": "locking",
-    "shared_change": "bridge.shared",
-    "shared_changes": "bridge.shared",
+    "shared_change": "bridge.declarations",
+    "shared_changes": "bridge.declarations",
     "transactional": "locking",
 }
 
 __all__ = [
     "STORED_ID",
-    "AccessError",
     "Bridge",
     "Change",
     "Changes",
-    "CommandRefusedError",
-    "ConfigurationError",
-    "DeploymentError",
-    "DocumentLockedError",
-    "EmbeddedServerError",
     "Event",
     "Fence",
     "FencedCollection",
-    "ForeignBridgeError",
-    "ForkedClientError",
-    "HandlerCrashedError",
-    "HandlerUsageError",
-    "HistoryLostError",
-    "InvalidEnvelopeError",
-    "LayoutError",
-    "LeaseLostError",
-    "MongoCeleryError",
     "Outbox",
     "OutboxCollection",
-    "OutboxRefusedError",
-    "OutdatedChangeError",
     "Participant",
-    "RefusedChangeError",
-    "ServerUnavailableError",
-    "StaleFencingTokenError",
-    "StreamError",
-    "StreamRefusedError",
-    "TopologyError",
-    "TransactionCanceledError",
-    "TransactionError",
-    "TransactionRequiredError",
-    "TransactionStateError",
-    "TransactionTimeoutError",
     "TwoPhaseCommit",
-    "UnreadableEventError",
     "once",
     "select_for_update",
     "select_many_for_update",
@@ -132,7 +72,7 @@ def __getattr__(name: str) -> Any:
         return version("mongo-celery")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"mongo_celery.{_HOMES.get(name, 'errors')}"), name)
+    value = getattr(importlib.import_module(f"mongo_celery.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -26,29 +26,31 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from mongo_celery.errors import StaleFencingTokenError
-from mongo_celery.mongo.redaction import format_traceback, short
+from mongo_celery.mongo.error_text import storable, traceback_text
+from mongo_celery.mongo.redaction import short
 
 logger = logging.getLogger("mongo_celery.tracing")
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
 Attributes = Callable[[], Mapping[str, Any]]
+Begun = tuple[Any, Any]
+"""A trace context, and the span that ends with its block; None for no span of ours."""
 
 STORED_BYTES_MAX = 1024
 """Of the trace context in one entry of an outbox: much baggage is left out before a document grows by it."""
 
 _HEADER_CHARS_MAX = 8192
 _MESSAGE_CHARS = 2000
-_STACKTRACE_CHARS = 8000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REPORTS_MAX = 16
 _CELERY_INSTRUMENTATION = "opentelemetry.instrumentation.celery"
@@ -138,84 +140,53 @@ def _is_header(name: object, value: object) -> bool:
     return _NAME.fullmatch(name) is not None and value.isascii() and value.isprintable()
 
 
-class TraceScope:
-    """
-    A with-block in which a trace context is current. Behind it the one before is current again, whatever happened.
-
-    It raises nothing of its own, and swallows nothing.
-
-    Args:
-        api: of OpenTelemetry; None for a block that does nothing.
-        begin: gives the context, and the span that ends with the block; None for a block that does nothing.
-    """
-
-    def __init__(self, api: _Api | None = None, begin: Callable[[], tuple[Any, Any] | None] | None = None) -> None:
-        self._api = api
-        self._begin = begin
-        self._token: Any = None
-        self._span: Any = None
-
-    def __enter__(self) -> Self:
-        if self._api is not None and self._begin is not None:
-            try:
-                _guarded(lambda: self._enter(self._api), None)
-            except BaseException:
-                self._leave()
-                raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        span, self._span = self._span, None
+@contextmanager
+def _current(api: _Api, begin: Callable[[], Begun | None]) -> Iterator[None]:
+    """Make a trace context current for the block, and end its span. It raises nothing, and swallows nothing."""
+    context, span = _guarded(begin, None) or (None, None)
+    token = None
+    try:
+        if context is not None:
+            token = _guarded(lambda: api.context.attach(context), None)
+        yield
+    except BaseException as error:
+        if span is not None:
+            _guarded(partial(_note_error, api, span, error), None)
+        raise
+    finally:
         try:
             if span is not None:
-                _guarded(lambda: self._note(span, error), None)
                 _guarded(span.end, None)
         finally:
-            self._leave()
-
-    def _enter(self, api: Any) -> None:
-        begun = None if self._begin is None else self._begin()
-        if begun is not None:
-            context, self._span = begun
-            self._token = api.context.attach(context)
-
-    def _leave(self) -> None:
-        token, self._token = self._token, None
-        if token is not None and self._api is not None:
-            detach = self._api.context.detach
-            _guarded(lambda: detach(token), None)
-
-    def _note(self, span: Any, error: BaseException | None) -> None:
-        """How it ended: a task's own decision is no error, and a retry has its cause."""
-        if error is None or self._api is None or not span.is_recording():
-            return
-        span.set_attribute("mongo_celery.ended_by", type(error).__name__)
-        cause = error.exc if isinstance(error, Retry) else error
-        if isinstance(cause, BaseException) and not isinstance(cause, Ignore):
-            span.add_event("exception", _exception(cause))
-        if not isinstance(error, _DECISIONS):
-            status = self._api.trace.Status(self._api.trace.StatusCode.ERROR, _text_of(error))
-            span.set_status(status)
-            span.set_attribute("error.type", type(error).__qualname__)
+            if token is not None:
+                _guarded(lambda: api.context.detach(token), None)
 
 
-_NOTHING = TraceScope()
+def _note_error(api: _Api, span: Any, error: BaseException) -> None:
+    """Record how a block ended. A task's own decision is no error, and a retry has its cause."""
+    if not span.is_recording():
+        return
+    span.set_attribute("mongo_celery.ended_by", type(error).__name__)
+    cause = error.exc if isinstance(error, Retry) else error
+    if isinstance(cause, BaseException) and not isinstance(cause, Ignore):
+        span.add_event("exception", _exception(cause))
+    if not isinstance(error, _DECISIONS):
+        span.set_status(api.trace.Status(api.trace.StatusCode.ERROR, _text_of(error)))
+        span.set_attribute("error.type", type(error).__qualname__)
 
 
-def received(request: Any) -> TraceScope:
+def received(request: Any) -> AbstractContextManager[None]:
     """
     Continue the trace that a message carries, unless somebody has begun a span for its task.
 
     Args:
-        request: what a worker has made of the message; of its headers only those of the propagator are looked at.
+        request: what a worker has made of the message. Of its headers only those of the propagator are read.
     """
     api = _api()
     if api is None:
-        return _NOTHING
+        return nullcontext()
 
-    def begin() -> tuple[Any, Any] | None:
+    def begin() -> Begun | None:
         if api.trace.get_current_span().get_span_context().is_valid:
             return None
         found = {name: request.get(name) for name in api.propagate.get_global_textmap().fields}
@@ -224,74 +195,66 @@ def received(request: Any) -> TraceScope:
         span = api.trace.get_current_span(api.propagate.extract(carried, api.context.Context()))
         return (api.trace.set_span_in_context(span), None) if span.get_span_context().is_valid else None
 
-    return TraceScope(api, begin)
+    return _current(api, begin)
 
 
-def sending(name: str, attributes: Attributes) -> TraceScope:
+def sending(name: str, attributes: Attributes) -> AbstractContextManager[None]:
     """
-    The span of a task that is published within the block, child of what is current; its message carries
-    `trace_headers`.
+    Open the span of a task that is published within the block. Its message carries `trace_headers`.
 
     Args:
         name: what is sent, of few values.
         attributes: of the span, by OpenTelemetry's conventions for messaging.
     """
-    api = _api()
-    if api is None or _is_unheard(api):
-        return _NOTHING
-    return TraceScope(api, lambda: _begun(api, f"send {name}", _sender(api, is_task=True), attributes, None, ()))
+    return _span(f"send {name}", attributes, lambda api: _sender(api, is_task=True))
 
 
-def sending_for(context: Headers, name: str, attributes: Attributes, *, is_task: bool) -> TraceScope:
+def sending_for(context: Headers, name: str, attributes: Attributes, *, is_task: bool) -> AbstractContextManager[None]:
     """
-    As `sending`, in the trace of whoever wrote the message; linked to what is current.
+    Do as `sending`, in the trace of whoever wrote the message, linked to what is current.
 
     Args:
-        context: as `trace_to_store` gave it to the writer; a message without one is in nobody's trace.
-        name: as of `sending`.
-        attributes: as of `sending`.
+        context: as `trace_to_store` gave it to the writer. A message without one is in nobody's trace.
         is_task: whether Celery publishes it.
     """
+    return _span(f"send {name}", attributes, lambda api: _sender(api, is_task=is_task), context)
+
+
+def processing(name: str, attributes: Attributes) -> AbstractContextManager[None]:
+    """Open the span of a handler's work on a change. See `sending`."""
+    return _span(f"process {name}", attributes, lambda api: _receiver(api, api.trace.SpanKind.CONSUMER))
+
+
+def committing(name: str, attributes: Attributes) -> AbstractContextManager[None]:
+    """Open the span of a commit. See `sending`."""
+    return _span(f"commit {name}", attributes, lambda api: _receiver(api, api.trace.SpanKind.CLIENT))
+
+
+def _span(
+    name: str, attributes: Attributes, choose_kind: Callable[[_Api], Any], written: Headers | None = None
+) -> AbstractContextManager[None]:
+    """Open a span: a child of what is current, or, if `written` is given, of that context and linked to it."""
     api = _api()
-    if api is None or (not context and _is_unheard(api)):
-        return _NOTHING
+    if api is None or (not written and _is_unheard(api)):
+        return nullcontext()
 
-    def begin() -> tuple[Any, Any]:
-        written = api.propagate.extract(dict(context), api.context.Context())
-        here = api.trace.get_current_span().get_span_context()
-        there = api.trace.get_current_span(written).get_span_context()
-        links = [api.trace.Link(here)] if here.is_valid and here.trace_id != there.trace_id else []
-        return _begun(api, f"send {name}", _sender(api, is_task=is_task), attributes, written, links)
+    def begin() -> Begun:
+        within, links = None, []
+        if written is not None:
+            within = api.propagate.extract(dict(written), api.context.Context())
+            here = api.trace.get_current_span().get_span_context()
+            there = api.trace.get_current_span(within).get_span_context()
+            links = [api.trace.Link(here)] if here.is_valid and here.trace_id != there.trace_id else []
+        nothing: Mapping[str, Any] = {}
+        given = {"messaging.system": "celery", **_guarded(attributes, nothing)}
+        span = api.tracer.start_span(name, within, choose_kind(api), given, links)
+        return api.trace.set_span_in_context(span, within), span
 
-    return TraceScope(api, begin)
-
-
-def processing(name: str, attributes: Attributes) -> TraceScope:
-    """The span of what a handler does with a change; see `sending`."""
-    return _of_receiver("process", name, attributes, "CONSUMER")
-
-
-def committing(name: str, attributes: Attributes) -> TraceScope:
-    """The span of a commit; see `sending`."""
-    return _of_receiver("commit", name, attributes, "CLIENT")
-
-
-def _of_receiver(verb: str, name: str, attributes: Attributes, kind: str) -> TraceScope:
-    api = _api()
-    if api is None or _is_unheard(api):
-        return _NOTHING
-
-    def begin() -> tuple[Any, Any]:
-        current = api.trace.get_current_span().get_span_context()
-        is_ours = current.is_remote or not current.is_valid
-        chosen = getattr(api.trace.SpanKind, kind) if is_ours else api.trace.SpanKind.INTERNAL
-        return _begun(api, f"{verb} {name}", chosen, attributes, None, ())
-
-    return TraceScope(api, begin)
+    return _current(api, begin)
 
 
 def _is_unheard(api: _Api) -> bool:
-    """Whether a span would be nobody's: no SDK keeps it, and it continues no trace. Many have the API alone."""
+    """Return True if no SDK keeps a span, and it continues no trace. Many have the API alone."""
 
     def is_unheard() -> bool:
         if not isinstance(api.trace.get_tracer_provider(), api.trace.ProxyTracerProvider):
@@ -301,11 +264,9 @@ def _is_unheard(api: _Api) -> bool:
     return _guarded(is_unheard, otherwise=False)
 
 
-def _begun(api: _Api, name: str, kind: Any, attributes: Attributes, within: Any, links: Any) -> tuple[Any, Any]:
-    nothing: Mapping[str, Any] = {}
-    given = {"messaging.system": "celery", **_guarded(attributes, nothing)}
-    span = api.tracer.start_span(name, within, kind, given, links)
-    return api.trace.set_span_in_context(span, within), span
+def _receiver(api: _Api, kind: Any) -> Any:
+    current = api.trace.get_current_span().get_span_context()
+    return kind if current.is_remote or not current.is_valid else api.trace.SpanKind.INTERNAL
 
 
 def _sender(api: _Api, *, is_task: bool) -> Any:
@@ -319,25 +280,16 @@ def _is_celery_instrumented() -> bool:
 
 
 def _exception(error: BaseException) -> dict[str, str]:
-    """By OpenTelemetry's conventions, and without the credentials that drivers' words may hold."""
-    try:
-        lines = str(format_traceback(error))
-    except Exception:  # noqa: BLE001 - a user's __str__ or __notes__
-        lines = ""
+    """Return the attributes of OpenTelemetry's conventions, without credentials that drivers' words may hold."""
     return {
         "exception.type": type(error).__qualname__,
         "exception.message": _text_of(error),
-        "exception.stacktrace": _plain(lines[-_STACKTRACE_CHARS:]),
+        "exception.stacktrace": traceback_text(error),
     }
 
 
 def _text_of(error: BaseException) -> str:
     try:
-        return _plain(short(error)[:_MESSAGE_CHARS])
+        return storable(short(error)[:_MESSAGE_CHARS])
     except Exception:  # noqa: BLE001 - a user's __str__
         return ""
-
-
-def _plain(text: str) -> str:
-    """Without lone surrogates, which exporters refuse."""
-    return text.encode("utf-8", "replace").decode()

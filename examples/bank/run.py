@@ -16,8 +16,9 @@ from typing import Any
 
 from pymongo import MongoClient
 
-from mongo_celery import Participant, TransactionCanceledError, TwoPhaseCommit, select_many_for_update, transactional
+from mongo_celery import Participant, TwoPhaseCommit, select_many_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.errors import TransactionCanceledError
 
 THREADS, TRANSFERS, BALANCE = 8, 15, 1000
 ACCOUNTS = {"low": 50, "high": 2}

@@ -9,7 +9,8 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 
-from mongo_celery import TransactionTimeoutError, select_for_update, select_many_for_update, transactional
+from mongo_celery import select_for_update, select_many_for_update, transactional
+from mongo_celery.errors import TransactionTimeoutError
 
 PRICE = 10
 THINKING_SECONDS = 0.02

@@ -18,11 +18,11 @@ from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import ConfigurationError as ClientConfigurationError
 
-from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence, Origin
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.errors import HandlerUsageError
+from mongo_celery.mongo.error_text import storable
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mongo_celery.bridge.error_text import storable
+from mongo_celery.mongo.error_text import storable
 
 _CHARS = 1000
 

@@ -162,7 +162,7 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     for each in bridges_of(ctx, bridge):
         with one_sentence_errors():
             findings = preflight(each, line_of(ctx, each))
-        wrong = any(finding.level == "error" for finding in findings)
+        wrong = any(finding.severity == "failing" for finding in findings)
         failed = failed or wrong
         if as_json:
             from dataclasses import asdict

@@ -29,8 +29,9 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery import Bridge, Change, StaleFencingTokenError
+from mongo_celery import Bridge, Change
 from mongo_celery.demo.setting import NAME_FROM_CUSTOMER, NAME_INTO_ORDER, SUMMARISE, from_environment
+from mongo_celery.errors import StaleFencingTokenError
 
 setting = from_environment()
 app = Celery(

@@ -17,7 +17,8 @@ from typing import Any
 from celery import Celery
 from pymongo import MongoClient, monitoring
 
-from mongo_celery import TransactionCanceledError, TwoPhaseCommit
+from mongo_celery import TwoPhaseCommit
+from mongo_celery.errors import TransactionCanceledError
 
 NAME = os.environ.get("BANK_NAME", "bank")
 URL = os.environ.get("BANK_MONGO", "mongodb://localhost/")

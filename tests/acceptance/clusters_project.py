@@ -16,7 +16,8 @@ from typing import Any
 
 from pymongo import MongoClient
 
-from mongo_celery import MongoCeleryError, Participant, TransactionCanceledError, TwoPhaseCommit
+from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.errors import MongoCeleryError, TransactionCanceledError
 
 ACCOUNTS = 6
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery import OutboxCollection, TransactionTimeoutError, transactional
+from mongo_celery import OutboxCollection, transactional
+from mongo_celery.errors import TransactionTimeoutError
 from tests.acceptance import outbox_project as project
 from tests.acceptance.outbox_project import NAME, OPTIONS, app, client, effect
 

@@ -21,8 +21,9 @@ from pymongo import MongoClient, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
-from mongo_celery import MongoCeleryError, TwoPhaseCommit
+from mongo_celery import TwoPhaseCommit
 from mongo_celery.embedded import MongoReplicaSet, MongoServer
+from mongo_celery.errors import MongoCeleryError
 from tests.acceptance.clusters_project import ACCOUNTS, bank_of
 from tests.fixtures.election import Elections, common, newest
 from tests.fixtures.mongo import MakeReplicaSet

@@ -13,7 +13,8 @@ import pytest
 from kombu import Connection, Exchange, Queue
 from pymongo import MongoClient
 
-from mongo_celery import Event, Outbox, TransactionTimeoutError, transactional
+from mongo_celery import Event, Outbox, transactional
+from mongo_celery.errors import TransactionTimeoutError
 from tests.acceptance.outbox_project import KINDS, SWEEPS, configured
 from tests.acceptance.outbox_rig import OPTIONS, WORK, Shop, Tap, said, within
 from tests.fixtures.failpoint import Failpoint

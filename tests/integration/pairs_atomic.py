@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pymongo.client_session import ClientSession
 
-from mongo_celery import Change, ConfigurationError, once, transactional
+from mongo_celery import Change, once, transactional
+from mongo_celery.errors import ConfigurationError
 from tests.integration.pairs_rig import TABLE, Shop, label
 
 row, fate = TABLE.row, TABLE.fate

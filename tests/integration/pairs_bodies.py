@@ -11,14 +11,8 @@ import pytest
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.client_session import ClientSession
 
-from mongo_celery import (
-    ConfigurationError,
-    TransactionError,
-    once,
-    select_for_update,
-    select_many_for_update,
-    transactional,
-)
+from mongo_celery import once, select_for_update, select_many_for_update, transactional
+from mongo_celery.errors import ConfigurationError, TransactionError
 from mongo_celery.locking import after_commit, asynchronous, current
 from tests.integration.pairs_rig import TABLE, Shop, together
 

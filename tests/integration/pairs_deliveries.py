@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mongo_celery import Changes, CommandRefusedError, StaleFencingTokenError
+from mongo_celery import Changes
+from mongo_celery.errors import CommandRefusedError, StaleFencingTokenError
 from tests.integration.pairs_rig import TABLE, Shop, label
 
 row = TABLE.row

@@ -13,20 +13,15 @@ from bson import ObjectId
 from pymongo import AsyncMongoClient
 from pymongo.client_session import ClientSession
 
-from mongo_celery import (
-    STORED_ID,
-    Change,
+from mongo_celery import STORED_ID, Change, Participant, once, select_for_update, transactional
+from mongo_celery.contrib.mongoengine import OutboxMixin
+from mongo_celery.errors import (
     ConfigurationError,
     OutboxRefusedError,
-    Participant,
     StaleFencingTokenError,
     TransactionCanceledError,
     TransactionStateError,
-    once,
-    select_for_update,
-    transactional,
 )
-from mongo_celery.contrib.mongoengine import OutboxMixin
 from mongo_celery.testing import pending_entries
 from tests.integration.pairs_rig import TABLE, Shop, label, note_nothing, together
 

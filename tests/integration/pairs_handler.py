@@ -9,7 +9,8 @@ import pytest
 from pymongo.client_session import ClientSession
 from pymongo.errors import InvalidOperation
 
-from mongo_celery import Change, Changes, ConfigurationError, HandlerUsageError, once, select_for_update, transactional
+from mongo_celery import Change, Changes, once, select_for_update, transactional
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.locking import current
 from tests.integration.pairs_rig import TABLE, Program, Shop, label, note_nothing
 

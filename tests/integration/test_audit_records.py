@@ -12,13 +12,13 @@ import pytest
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
-from mongo_celery import CommandRefusedError, DeploymentError
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.state.audit import COLLECTION, KEPT_SECONDS, AuditRecords
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.cli.changes import changes
 from mongo_celery.cli.listener import listener
+from mongo_celery.errors import CommandRefusedError, DeploymentError
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, staged
 from tests.integration.test_position_commands import plain, run
 from tests.integration.test_replays import letter_of

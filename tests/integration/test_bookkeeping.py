@@ -23,7 +23,6 @@ from mongo_celery import (
     Changes,
     OutboxCollection,
     Participant,
-    TransactionCanceledError,
     TwoPhaseCommit,
     select_for_update,
     select_many_for_update,
@@ -33,6 +32,7 @@ from mongo_celery.bridge.operations import letter_commands as letters
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.source import Scope, Selector, make_scope, resolve_selectors
+from mongo_celery.errors import TransactionCanceledError
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for

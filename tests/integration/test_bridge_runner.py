@@ -21,18 +21,9 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect, ServerSelectionTimeoutError
 
-from mongo_celery import (
-    Bridge,
-    Change,
-    Changes,
-    ConfigurationError,
-    HandlerUsageError,
-    Outbox,
-    TransactionError,
-    transactional,
-)
+from mongo_celery import Bridge, Change, Changes, Outbox, transactional
 from mongo_celery.bridge.listener import feedback
-from mongo_celery.errors import CommandRefusedError
+from mongo_celery.errors import CommandRefusedError, ConfigurationError, HandlerUsageError, TransactionError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner, drain
 

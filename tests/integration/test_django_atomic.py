@@ -32,7 +32,8 @@ from django.db import connection, models
 from django_mongodb_backend import transaction
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
-from mongo_celery import Bridge, ConfigurationError, OutboxCollection, TransactionError, once, transactional
+from mongo_celery import Bridge, OutboxCollection, once, transactional
+from mongo_celery.errors import ConfigurationError, TransactionError
 from mongo_celery.contrib.django import transactional as with_django
 from mongo_celery.locking import current
 from mongo_celery.locking.django import django_client, joined

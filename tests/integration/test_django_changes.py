@@ -39,7 +39,8 @@ import django
 django.setup()
 from celery import Celery
 from django.db import connections, models
-from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError, Outbox, OutboxCollection
+from mongo_celery import Bridge, Change, Outbox, OutboxCollection
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.contrib.django import celery_app, instance, transactional
 from mongo_celery.testing import BridgeRunner
 

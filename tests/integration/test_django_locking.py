@@ -31,7 +31,8 @@ from django.db import connection, connections, models, router
 from django_mongodb_backend import transaction
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
-from mongo_celery import ConfigurationError, DocumentLockedError, TransactionRequiredError, transactional
+from mongo_celery import transactional
+from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking import skipping
 from mongo_celery.locking.django import django_client, joined, select_for_update
 

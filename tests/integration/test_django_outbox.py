@@ -30,7 +30,8 @@ from celery import Celery
 from django.db import IntegrityError, connection, models
 from django.db.models.signals import post_save
 from django_mongodb_backend import transaction
-from mongo_celery import ConfigurationError, Outbox, OutboxCollection
+from mongo_celery import Outbox, OutboxCollection
+from mongo_celery.errors import ConfigurationError
 
 class Order(models.Model):
     customer = models.CharField(max_length=20)
@@ -182,7 +183,7 @@ assert Page.objects.get(pk=twice.pk).views == 1 and Page.objects.count() == 3
 assert pages.status().pending == 0
 pages.save(Page(title="Taken"), tasks=[receipt.s("again")])
 from django.db import DatabaseError
-from mongo_celery import OutboxRefusedError
+from mongo_celery.errors import OutboxRefusedError
 for instance, options, error in (
     (Page(title="draft"), {}, OutboxRefusedError),
     (Page(title="Itself"), {}, ConfigurationError),

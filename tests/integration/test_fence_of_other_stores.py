@@ -8,9 +8,10 @@ import pytest
 from celery import Celery
 from pymongo.database import Database
 
-from mongo_celery import Bridge, Change, StaleFencingTokenError
+from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations import letter_commands as commands
 from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
 

@@ -11,11 +11,12 @@ from pymongo import DeleteOne, ReplaceOne, UpdateOne
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect
 
-from mongo_celery import Bridge, Change, Changes, OutdatedChangeError
+from mongo_celery import Bridge, Change, Changes
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Origin
 from mongo_celery.bridge.operations import letter_commands as commands
 from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.errors import OutdatedChangeError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
 from tests.integration.fenced_rig import FENCE, KEY, fence, stored

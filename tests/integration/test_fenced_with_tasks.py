@@ -11,8 +11,9 @@ import pytest
 from pymongo import DeleteOne, ReplaceOne, UpdateOne
 from pymongo.database import Database
 
-from mongo_celery import STORED_ID, FencedCollection, Outbox, OutboxRefusedError, StaleFencingTokenError
+from mongo_celery import STORED_ID, FencedCollection, Outbox
 from mongo_celery.bridge.worker.attribution import conflict_cause, infrastructure_cause
+from mongo_celery.errors import OutboxRefusedError, StaleFencingTokenError
 from tests.integration.fenced_rig import FENCE, fence, stamp, view
 from tests.integration.outbox_rig import Rig, due_again, opened, pending
 

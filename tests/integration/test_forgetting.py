@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from pymongo.database import Database
 
-from mongo_celery import Bridge, CommandRefusedError
+from mongo_celery import Bridge
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.names import Names
+from mongo_celery.errors import CommandRefusedError
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
 from tests.integration.test_replays import letter_of
 from tests.integration.test_rewinds import REQUEST

@@ -31,17 +31,15 @@ from mongo_celery import (
     Bridge,
     Change,
     Changes,
-    ConfigurationError,
     Outbox,
     OutboxCollection,
     Participant,
-    TransactionCanceledError,
     TwoPhaseCommit,
     once,
     select_for_update,
     transactional,
 )
-from mongo_celery.errors import TransactionRequiredError
+from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionRequiredError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.testing import BridgeRunner

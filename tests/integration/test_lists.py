@@ -14,12 +14,13 @@ from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateOne
 from pymongo.errors import AutoReconnect
 
-from mongo_celery import Changes, StaleFencingTokenError
+from mongo_celery import Changes
 from mongo_celery.bridge.changes import ChangeFailed
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.bridge.worker.tasks import report_failed_change
+from mongo_celery.errors import StaleFencingTokenError
 from tests.integration.list_rig import Begin, beginning, failing, number_of, numbers
 from tests.integration.parking_rig import WantedError, event_of_key, hash_of
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token

@@ -14,8 +14,9 @@ from celery import Celery
 from mongoengine.errors import FieldDoesNotExist, NotUniqueError, ValidationError
 from pymongo.database import Database
 
-from mongo_celery import ConfigurationError, Event, Outbox, OutboxRefusedError
+from mongo_celery import Event, Outbox
 from mongo_celery.contrib.mongoengine import OutboxMixin, PendingEventsField
+from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 
 Document = dict[str, Any]
 

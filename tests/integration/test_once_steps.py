@@ -15,7 +15,8 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
-from mongo_celery import Bridge, Change, Changes, ConfigurationError, TwoPhaseCommit, once, transactional
+from mongo_celery import Bridge, Change, Changes, TwoPhaseCommit, once, transactional
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner
 

@@ -13,7 +13,8 @@ from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError, InvalidOperation
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
-from mongo_celery import STORED_ID, CommandRefusedError, Event, Outbox, OutboxRefusedError
+from mongo_celery import STORED_ID, Event, Outbox
+from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox import Write
 from mongo_celery.outbox.canvas import bound

@@ -16,7 +16,8 @@ from kombu.serialization import register, unregister
 from pymongo import monitoring
 from pymongo.database import Database
 
-from mongo_celery import Event, Outbox, OutboxRefusedError
+from mongo_celery import Event, Outbox
+from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import relay as module
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry

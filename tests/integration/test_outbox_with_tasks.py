@@ -17,7 +17,8 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import WriteError
 
-from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, OutboxCollection, OutboxRefusedError, transactional
+from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, OutboxCollection, transactional
+from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import dispatcher
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.entries import Entry

@@ -11,11 +11,12 @@ from celery.exceptions import Ignore
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
-from mongo_celery import Change, CommandRefusedError
+from mongo_celery import Change
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, record_session
 from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.table import Table
 from tests.fixtures.process import wait_for
 from tests.integration.parking_rig import Parking, WantedError, hash_of, parking_on

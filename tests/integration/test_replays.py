@@ -17,7 +17,7 @@ from pymongo import IndexModel, MongoClient
 from pymongo.database import Database
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery import Bridge, CommandRefusedError
+from mongo_celery import Bridge
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.http.sights import Sights
 from mongo_celery.bridge.listener.replaying import Replaying
@@ -39,6 +39,7 @@ from mongo_celery.bridge.state.dead_letters import (
     keep_change,
 )
 from mongo_celery.command_line import ANY_APP
+from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient

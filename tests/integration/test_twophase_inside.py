@@ -239,7 +239,8 @@ from django.db import connection, models
 from django_mongodb_backend import transaction
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
-from mongo_celery import ConfigurationError, OutboxCollection, TwoPhaseCommit
+from mongo_celery import OutboxCollection, TwoPhaseCommit
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.contrib.django import transactional
 
 class Seat(models.Model):

@@ -9,8 +9,9 @@ from uuid import uuid4
 
 import pytest
 
-from mongo_celery import Participant, TransactionCanceledError, TransactionStateError
+from mongo_celery import Participant
 from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.errors import TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase import follower
 from mongo_celery.twophase.states import read_transaction
 from tests.integration.receipts_rig import START, Clusters, StepGate

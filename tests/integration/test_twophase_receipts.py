@@ -13,15 +13,14 @@ import pytest
 from bson import Decimal128
 from pymongo import MongoClient, monitoring
 
-from mongo_celery import (
+from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.errors import (
     ConfigurationError,
-    Participant,
     TransactionCanceledError,
     TransactionStateError,
     TransactionTimeoutError,
-    TwoPhaseCommit,
 )
-from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.twophase.log import LOG_INDEXES
 from mongo_celery.twophase.states import read_transaction
 from tests.fixtures.process import wait_for

@@ -22,18 +22,16 @@ from pymongo.database import Database
 from pymongo.errors import PyMongoError
 from redis import Redis
 
-from mongo_celery import (
-    ConfigurationError,
-    Outbox,
-    Participant,
-    TransactionCanceledError,
-    TransactionStateError,
-    TransactionTimeoutError,
-    TwoPhaseCommit,
-)
+from mongo_celery import Outbox, Participant, TwoPhaseCommit
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.errors import (
+    ConfigurationError,
+    TransactionCanceledError,
+    TransactionStateError,
+    TransactionTimeoutError,
+)
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.twophase import final, recovery
 from mongo_celery.twophase.across import plan_for

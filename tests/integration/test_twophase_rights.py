@@ -14,8 +14,8 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
-from mongo_celery import Participant, TransactionCanceledError, TransactionStateError, TwoPhaseCommit
-from mongo_celery.errors import AccessError, MongoCeleryError
+from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.errors import AccessError, MongoCeleryError, TransactionCanceledError, TransactionStateError
 from tests.fixtures.rights import PASSWORD, UrlOf
 
 Document = dict[str, Any]

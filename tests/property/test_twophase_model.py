@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 )
 from pymongo import MongoClient
 
-from mongo_celery import TransactionStateError, TwoPhaseCommit
+from mongo_celery import TwoPhaseCommit
+from mongo_celery.errors import TransactionStateError
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.states import State, Transaction
 from tests.fixtures.mongo import empty

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import mongo_celery
+from mongo_celery import errors
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -64,7 +65,8 @@ def test_users_code_uses_every_public_name() -> None:
         alias.name
         for path in USERS
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "mongo_celery"
+        if isinstance(node, ast.ImportFrom) and node.module in ("mongo_celery", "mongo_celery.errors")
         for alias in node.names
     }
-    assert set(mongo_celery.__all__) - used == set()
+    kinds = {name for name in vars(errors) if name.endswith("Error")}
+    assert {*mongo_celery.__all__, *kinds} - used == set()

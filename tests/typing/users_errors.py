@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_type
 
 import mongo_celery
-from mongo_celery import (
+from mongo_celery.errors import (
     AccessError,
     CommandRefusedError,
     ConfigurationError,
@@ -18,7 +18,6 @@ from mongo_celery import (
     HandlerUsageError,
     HistoryLostError,
     InvalidEnvelopeError,
-    LayoutError,
     LeaseLostError,
     MongoCeleryError,
     OutboxRefusedError,
@@ -45,7 +44,6 @@ SET_UP_WRONGLY: tuple[type[MongoCeleryError], ...] = (
     ForeignBridgeError,
     ForkedClientError,
     HandlerUsageError,
-    LayoutError,
     StreamRefusedError,
     TopologyError,
 )

@@ -12,16 +12,8 @@ from pymongo import MongoClient, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery import (
-    Bridge,
-    Change,
-    Changes,
-    Fence,
-    FencedCollection,
-    HandlerUsageError,
-    shared_change,
-    shared_changes,
-)
+from mongo_celery import Bridge, Change, Changes, Fence, FencedCollection, shared_change, shared_changes
+from mongo_celery.errors import HandlerUsageError
 
 app = Celery("shop", broker="redis://localhost:6379/0")
 bridge = Bridge(app, "mongodb://localhost:27017/?replicaSet=rs0", name="shop", claim_ttl=timedelta(seconds=20))

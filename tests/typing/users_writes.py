@@ -13,20 +13,22 @@ from pymongo.results import BulkWriteResult, InsertOneResult, UpdateResult
 from mongo_celery import (
     STORED_ID,
     Bridge,
-    ConfigurationError,
-    DocumentLockedError,
     Event,
-    MongoCeleryError,
     Outbox,
     OutboxCollection,
-    OutboxRefusedError,
     Participant,
-    TransactionCanceledError,
     TwoPhaseCommit,
     once,
     select_for_update,
     select_many_for_update,
     transactional,
+)
+from mongo_celery.errors import (
+    ConfigurationError,
+    DocumentLockedError,
+    MongoCeleryError,
+    OutboxRefusedError,
+    TransactionCanceledError,
 )
 from mongo_celery.locking import after_commit
 

@@ -10,7 +10,6 @@ import bson
 import pytest
 
 from mongo_celery.bridge.change import FLAGS, wrap_event
-from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_hash, partition_hash, partitioner
@@ -19,6 +18,7 @@ from mongo_celery.bridge.state.stored import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
+from mongo_celery.mongo.error_text import error_text
 from tests.fixtures.samples import event, mark
 
 PARTITIONS = 8

@@ -14,16 +14,7 @@ from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import (
-    Bridge,
-    Change,
-    Changes,
-    ConfigurationError,
-    Outbox,
-    OutboxCollection,
-    TwoPhaseCommit,
-    once,
-)
+from mongo_celery import Bridge, Change, Changes, Outbox, OutboxCollection, TwoPhaseCommit, once
 from mongo_celery.bridge.change import FLAGS, wrap_event
 from mongo_celery.bridge.identity import build_identity
 from mongo_celery.bridge.listener.admission import Admission
@@ -34,6 +25,7 @@ from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_receipt, keep
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Selector, Source, make_filter, make_scope, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.testing.change import inserted
 from mongo_celery.twophase import receipts
 from tests.fixtures.samples import event, mark

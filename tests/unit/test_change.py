@@ -13,8 +13,9 @@ import pytest
 from bson import ObjectId, Timestamp
 from pymongo import MongoClient
 
-from mongo_celery import Change, ConfigurationError, Fence, FencedCollection, HandlerUsageError
+from mongo_celery import Change, Fence, FencedCollection
 from mongo_celery.bridge.change import describe, read_namespace, token_data
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
 
 SECRET = "not for any log"

@@ -9,7 +9,7 @@ import pytest
 from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTimeoutError
 
 from mongo_celery import tracing
-from mongo_celery.bridge.error_text import error_text, traceback_text
+from mongo_celery.mongo.error_text import error_text, traceback_text
 from mongo_celery.mongo.redaction import short, terse, without_credentials
 from mongo_celery.mongo.verdicts import brief
 from tests.unit.test_log_events import LEVELS, ROOT, _event_of, _log_calls

@@ -17,8 +17,9 @@ from celery.signals import import_modules
 from flask import Flask, current_app, g, has_app_context
 from flask.cli import ScriptInfo
 
-from mongo_celery import Bridge, Change, ConfigurationError, Outbox
+from mongo_celery import Bridge, Change, Outbox
 from mongo_celery.contrib.flask import celery_init_app
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.sweep import SWEEP_TASK
 
 NOWHERE = "mongodb://localhost:1/shop?replicaSet=nowhere"

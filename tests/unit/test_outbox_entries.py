@@ -14,7 +14,8 @@ from bson import Decimal128, Int64, ObjectId, Regex
 from celery import Celery, chain, chord, group
 from kombu.serialization import loads
 
-from mongo_celery import STORED_ID, Event, OutboxRefusedError
+from mongo_celery import STORED_ID, Event
+from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.entries import Entry, Home, bound_event, entries_of, event_entry, task_entry, without_payload
 from mongo_celery.outbox.pending import PendingField

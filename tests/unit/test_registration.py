@@ -14,11 +14,12 @@ from celery import Celery
 from celery.app.task import Task
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, Changes, ConfigurationError, Fence, HandlerUsageError
+from mongo_celery import Bridge, Change, Changes, Fence
 from mongo_celery.bridge.handlers import TASK_OPTIONS
 from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, overridden_attributes
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 
 URL = "mongodb://127.0.0.1:1/shop?replicaSet=rs0"
 CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 7})
@@ -633,7 +634,7 @@ def test_a_bridge_may_meet_its_app_later(app: Celery) -> None:
     task = bridge.on_change("shop.orders")(handle)
     assert task(CHANGE) == {"_id": 7}
     with pytest.raises(ConfigurationError, match=r"bridge shop has no app yet; pass one, or call init_app\(app\)"):
-        task.name  # noqa: B018 - asked for
+        bridge.app  # noqa: B018 - asked for
     bridge.init_app(app)
     assert bridge.app is app
     assert task.name in app.tasks

@@ -18,7 +18,8 @@ import pytest
 from celery import Celery
 
 import mongo_celery.testing
-from mongo_celery import Bridge, Change, ConfigurationError, Fence, HandlerUsageError
+from mongo_celery import Bridge, Change, Fence
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.testing import BridgeRunner, build_change, deleted, inserted, plugin, replaced, updated
 from mongo_celery.testing.runner import placed
 

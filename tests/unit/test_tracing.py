@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from mongo_celery import Event, StaleFencingTokenError, tracing
+from mongo_celery import Event, tracing
+from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.outbox.entries import Entry, Home, event_entry, task_entry
 from mongo_celery.tracing import (
     STORED_BYTES_MAX,

@@ -34,7 +34,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import FLAGS, describe, wrap_event
-from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.existing import is_unread, opens_stream, token_place
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
@@ -42,6 +41,7 @@ from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.error_text import error_text
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.stored import StoredChange

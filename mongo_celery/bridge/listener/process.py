@@ -13,11 +13,11 @@ from types import FrameType
 
 from celery import Celery
 
-from mongo_celery.bridge.error_text import traceback_text
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.error_text import traceback_text
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.visible import Lines
@@ -111,7 +111,7 @@ class ListenerThreads:
                 self._failed.add(listener)
             goes_on = not (self._stopping.is_set() or (self._ends_with_all and self.all_failed))
             pause = backoff.after(time.monotonic() - started)
-            listener.activity.note_turn(pause)  # nothing hangs: it rests on purpose
+            listener.activity.note_failure(pause)
             _log_failure(name, error, pause if goes_on else None)
             if not goes_on:
                 self.ended.set()

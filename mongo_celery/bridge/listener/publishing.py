@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.partition import Partition, Rejection
+from mongo_celery.mongo.error_text import storable
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 

@@ -42,7 +42,6 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import token_data
-from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.housekeeping import Housekeeping, Job
 from mongo_celery.bridge.listener.pacing import LogThrottle, RetryGate
@@ -57,6 +56,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.error_text import storable
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final
 

@@ -204,7 +204,7 @@ def _describe(done: str, results: Sequence[CommandResult]) -> list[str]:
         if each.result in {"done", "planned"}:
             indexes.setdefault(each.subscription, []).append(each.index)
     lines = [f"{name}: {done} {', '.join(map(str, found))}" for name, found in indexes.items()]
-    left = [each.reason for each in results if each.result == "unfit" and each.state in {"halted", "parked"}]
+    left = [each.reason for each in results if each.result == "unfit" and each.state in {"halted", "retrying"}]
     if left[_SENTENCES:]:
         more = number(len(left) - _SENTENCES, "more partition", "more partitions")
         left[_SENTENCES:] = [f"{more} left as they are. `--json` shows the reason of each."]

@@ -397,7 +397,10 @@ def _describe(found: _Reset, line: CommandLine) -> list[str]:
     ends = "it is passed over" if found.forward else "it runs again"
     lines += [f"  {each.index} is halted at {each.key}: {ends}" for each in found.partitions if each.key is not None]
     states = (
-        ("retries that are due later end in", [each.index for each in found.partitions if each.state == "parked"]),
+        (
+            "retries that are due later end in",
+            [each.index for each in found.partitions if each.state in ("retrying", "waiting")],
+        ),
         ("still paused afterwards:", [each.index for each in found.partitions if each.state == "paused"]),
         ("handlers run now, their outcome is refused, in", [each.index for each in found.partitions if each.running]),
     )

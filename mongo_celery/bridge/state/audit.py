@@ -16,7 +16,7 @@ from pymongo import IndexModel
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.error_text import storable
+from mongo_celery.mongo.error_text import storable
 from mongo_celery.mongo.index_creation import create_indexes
 from mongo_celery.mongo.table import Table, call_timeout
 

@@ -34,9 +34,9 @@ from typing import Any, ClassVar
 from celery.exceptions import Ignore, Retry
 from celery.utils.time import maybe_make_aware
 
-from mongo_celery.bridge.error_text import error_text, storable
 from mongo_celery.bridge.state.dead_letters import KeptChange
 from mongo_celery.errors import HandlerUsageError
+from mongo_celery.mongo.error_text import error_text, storable
 from mongo_celery.mongo.expressions import LONGEST_SECONDS
 
 _EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)

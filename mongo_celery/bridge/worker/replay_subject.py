@@ -16,7 +16,6 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change
-from mongo_celery.bridge.error_text import error_text, traceback_text
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Place, ReplayRequest
 from mongo_celery.bridge.worker.attribution import cause_text
@@ -35,6 +34,7 @@ from mongo_celery.bridge.worker.outcome import (
 )
 from mongo_celery.bridge.worker.subject import Subject, count_attempts
 from mongo_celery.errors import CommandRefusedError, StaleFencingTokenError
+from mongo_celery.mongo.error_text import error_text, traceback_text
 
 if TYPE_CHECKING:
     from bson.binary import Binary

@@ -11,7 +11,6 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.identity import build_identity, ways_out
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
@@ -19,6 +18,7 @@ from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
 from mongo_celery.bridge.worker.envelope import Carrier, Run, read_installation, verify_run
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
+from mongo_celery.mongo.error_text import error_text
 from mongo_celery.mongo.verdicts import brief, explain_error
 from mongo_celery.quantities import number
 

@@ -22,7 +22,6 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change, describe, token_data
-from mongo_celery.bridge.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.existing import dead_letter_name, is_existing, is_unread
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import make_origin
@@ -59,6 +58,7 @@ from mongo_celery.bridge.worker.outcome import (
 )
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
+from mongo_celery.mongo.error_text import error_text, storable, traceback_text
 from mongo_celery.mongo.repeating import Pauses
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.changes import ChangeFailed, Changes
-from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.dropping import Repetitions
@@ -40,6 +39,7 @@ from mongo_celery.bridge.worker.execution import ANSWER_SECONDS, Execution, curr
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
+from mongo_celery.mongo.error_text import error_text
 from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
 from mongo_celery.mongo.transaction.scopes import current as open_session
 from mongo_celery.mongo.transaction.scopes import join_transaction, open_scope

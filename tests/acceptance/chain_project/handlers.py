@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mongo_celery import Change, Changes, StaleFencingTokenError
+from mongo_celery import Change, Changes
 from mongo_celery.bridge.worker.execution import current
+from mongo_celery.errors import StaleFencingTokenError
 from tests.acceptance.chain_project.acts import WantedError, perform
 from tests.acceptance.chain_project.application import DATA, bridge
 from tests.acceptance.chain_project.recording import record, record_start

@@ -10,9 +10,10 @@ import pytest
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, Fence, StaleFencingTokenError
+from mongo_celery import Bridge, Change, Fence
 from mongo_celery.bridge.changes import ChangeFailed
 from mongo_celery.bridge.fenced.fence import Origin
+from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.testing import BridgeRunner
 
 EVE = {"_id": "eve", "name": "Eve"}

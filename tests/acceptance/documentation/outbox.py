@@ -19,7 +19,8 @@ from django.db import connection, models
 from fastapi.testclient import TestClient
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, Fence, StaleFencingTokenError
+from mongo_celery import Bridge, Change, Fence
+from mongo_celery.errors import StaleFencingTokenError
 from tests.fixtures.process import wait_for
 
 TASKS = ("send_receipt", "reserve", "book", "ship", "remind", "note")

@@ -41,7 +41,7 @@ _NAMES = ("bridge", "handler", "partition")
 _DOES = {"pause": "Pause", "resume": "Resume", "retry": "Retry"}
 _CURES: Mapping[str, Sequence[tuple[str, str]]] = {
     "halted": (("retry", "Retry"), ("skip", "Skip")),
-    "parked": (("retry", "Retry"),),
+    "retrying": (("retry", "Retry"),),
     "paused": (("resume", "Resume"),),
 }
 """What can be done about a partition in some state: the action, and its button."""
