@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,23 @@ def show(ctx: click.Context, /, *, bridge: str | None, as_json: bool, **given: A
         say(f"and {found.count - len(letters)} more: --limit")
 
 
+def _checking_choice(command: Callable[..., None]) -> Callable[..., None]:
+    """Refuse a command that names nothing, before the app is looked for."""
+
+    @functools.wraps(command)
+    def checked(*, everything: bool, **given: Any) -> None:
+        is_chosen = any(given[name] for name in ("handler", "ids", "key", "since", "until"))
+        if is_chosen and everything:
+            raise click.UsageError("--all is every dead letter of the bridge: leave it out, or whatever else chooses.")
+        if not is_chosen and not everything:
+            raise click.UsageError(
+                "choose dead letters by HANDLER, --id, --key, --since or --until, or all of them with --all."
+            )
+        command(**given)
+
+    return checked
+
+
 ALL = click.option("--all", "everything", is_flag=True, help="All of the bridge.")
 
 
@@ -129,8 +147,9 @@ ALL = click.option("--all", "everything", is_flag=True, help="All of the bridge.
     help="Let them overwrite what newer changes have written through fenced(); without it that is refused.",
 )
 @_selecting(_CHANGED)
+@_checking_choice
 @acting
-def replay(operations: Operations, *, everything: bool, **given: Any) -> Plan:
+def replay(operations: Operations, **given: Any) -> Plan:
     """
     Run the handler again for dead letters.
 
@@ -141,15 +160,15 @@ def replay(operations: Operations, *, everything: bool, **given: Any) -> Plan:
 
     Ends with status 1 if any of them cannot be replayed.
     """
-    _check_chosen(everything, given)
     return operations.replay_dead_letters(**given)
 
 
 @dead_letters.command()
 @ALL
 @_selecting(_CHANGED)
+@_checking_choice
 @acting
-def discard(operations: Operations, *, everything: bool, **given: Any) -> Plan:
+def discard(operations: Operations, **given: Any) -> Plan:
     """
     Throw dead letters away.
 
@@ -158,16 +177,4 @@ def discard(operations: Operations, *, everything: bool, **given: Any) -> Plan:
 
     If the first of a parked key goes, those after it that stay are replayed.
     """
-    _check_chosen(everything, given)
     return operations.discard_dead_letters(**given)
-
-
-def _check_chosen(everything: bool, given: Mapping[str, Any]) -> None:
-    """Refuse a command that names nothing."""
-    is_chosen = any(given[name] for name in ("handler", "ids", "key", "since", "until"))
-    if is_chosen and everything:
-        raise click.UsageError("--all is every dead letter of the bridge: leave it out, or whatever else chooses.")
-    if not is_chosen and not everything:
-        raise click.UsageError(
-            "choose dead letters by HANDLER, --id, --key, --since or --until, or all of them with --all."
-        )

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.operations.letter_commands import short_ids
 from mongo_celery.quantities import moment, number, size
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) ->
     Args:
         plain: the letters as JSON has them.
     """
+    from mongo_celery.bridge.operations.letter_commands import short_ids
+
     yield f"{bridge}: {number(found.count, 'dead letter', 'dead letters')}"
     for id_, each in zip(short_ids([each["id"] for each in plain]), plain, strict=True):
         yield f"{id_}  {each['cause'].replace('_', ' ')} {moment(each['at'])}"
@@ -45,6 +46,8 @@ def passed_line(plain: Mapping[str, Any]) -> str | None:
 
 def parked_line(plain: Mapping[str, Any]) -> str | None:
     """What waits behind what for a parked key; None where nothing does."""
+    from mongo_celery.bridge.operations.letter_commands import short_ids
+
     if plain["behind"] is not None:
         return f"waits behind {short_ids([plain['behind']])[0]}"
     if not plain["parked"]:

@@ -430,7 +430,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "backlog_unserved": [],  # never alone: see below
     "unregistered": [
-        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", None, "forget retired"),
+        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", None, "remove retired"),
         Case({"subscriptions": [RETIRED]}, "degraded", None, "name='retired'"),
     ],
     "state_unreadable": [],  # there is no status to judge then

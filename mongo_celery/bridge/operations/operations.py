@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.operations import commands, letter_commands, removal, resets, snapshot_commands
+from mongo_celery.bridge.operations import commands, handler_removal, letter_commands, resets, snapshot_commands
 from mongo_celery.bridge.operations.acts import HISTORY_LIMIT, Act, reached, read_history
 from mongo_celery.bridge.operations.keys import keys_of
 from mongo_celery.bridge.state.audit import user_at_host
@@ -145,7 +145,7 @@ class Operations:
             reason: for the audit record.
         """
         act = self._act("remove", handler, reason=reason, dead_letters=dead_letters, stamps=list(stamps))
-        return removal.plan_remove(act, handler, dead_letters=dead_letters, stamps=stamps)
+        return handler_removal.plan_remove(act, handler, dead_letters=dead_letters, stamps=stamps)
 
     # -- snapshots ---------------------------------------------------------------------------------
 
