@@ -18,7 +18,7 @@ from importlib.resources import files
 from string import Formatter
 from typing import Any
 
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerView, PartitionView
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, PartitionStatus
 from mongo_celery.quantities import duration, number, size
 from mongo_celery.visible import visible
 
@@ -146,14 +146,14 @@ def _oplog_left(shown: BridgeSnapshot) -> str | None:
     return duration(min(left)) if left else None
 
 
-def _cells(handler: HandlerView) -> list[tuple[str, str]]:
+def _cells(handler: HandlerStatus) -> list[tuple[str, str]]:
     """Return title and class of partitions."""
     shown = handler.partitions[:_CELLS_MAX]
     states = [(each.index, "running" if each.is_running and not each.is_blocked else each.state) for each in shown]
     return [(f"{index} {state}", f"{state} {_LEVELS[state]}") for index, state in states]
 
 
-def _notes(handler: HandlerView) -> str:
+def _notes(handler: HandlerStatus) -> str:
     """Return the partitions of a handler in words."""
     states = Counter(each.state for each in handler.partitions if each.state not in {"flowing", "not_led"})
     notes = [f"{count} {state}" for state, count in states.items()]
@@ -162,16 +162,16 @@ def _notes(handler: HandlerView) -> str:
     return handler.error or ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 
-def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionView]]:
+def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
     """Return the partitions that no finding names: those that retry or wait, and all of several that are halted."""
-    found: list[tuple[str, PartitionView]] = []
+    found: list[tuple[str, PartitionStatus]] = []
     for handler in shown.handlers:
         states = {"retrying", "waiting"} | ({"halted"} if len(handler.list_in("halted")) > 1 else set())
         found += [(handler.name, each) for each in handler.partitions if each.state in states or each.crashes]
     return found[:_ROWS_MAX]
 
 
-def _attempts(partition: PartitionView) -> str:
+def _attempts(partition: PartitionStatus) -> str:
     parts = [f"since {_ago(partition.since)}"] if partition.since else []
     parts += [number(partition.retries, "retry", "retries")] if partition.retries else []
     parts += [number(partition.crashes, "crash", "crashes")] if partition.crashes else []
