@@ -187,7 +187,7 @@ class PartitionPoller:
         times = self.times
         if now - times.swept_at >= SWEEP_SECONDS:
             times.swept_at = times.polled_at = now
-            generations = {name: led.plan.layout.generation for name, led in self._led.items()}
+            generations = {name: led.plan.layout.term for name, led in self._led.items()}
             images = self._partitions.of(generations, self._session)
             for subscription in self._led.values():
                 self._activity.of(subscription.name).add_counts(subscription.counted)

@@ -343,7 +343,7 @@ class Subscription:
         run = Run(
             self._options.name,
             self.name,
-            self.plan.layout.generation,
+            self.plan.layout.term,
             partition.index,
             self.plan.version,
             first,
@@ -361,7 +361,7 @@ class Subscription:
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
         index, first = partition.index, partition.next_sequence
-        generation, version = self.plan.layout.generation, self.plan.version
+        generation, version = self.plan.layout.term, self.plan.version
         run = Run(
             self._options.name,
             self.name,

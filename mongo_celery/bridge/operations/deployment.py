@@ -284,7 +284,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
         documents = {parse_name(document): document for document in wiring.store.subscriptions.read_all()}
         names = sorted(registered & documents.keys())
         layouts = layouts_in_force([documents[name] for name in names])
-        images = wiring.store.partitions.of({name: layout.generation for name, layout in layouts.items()})
+        images = wiring.store.partitions.of({name: layout.term for name, layout in layouts.items()})
     except OperationFailure:
         return []  # no right to read the state; a finding of its own says so
     reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}

@@ -23,7 +23,7 @@ def check_marks(wiring: Wiring) -> Iterator[Finding]:
     """Look for partitions that say that changes of theirs are stored, which are not; for some seconds at most."""
     store = wiring.store
     layouts = layouts_in_force(store.subscriptions.read_all())
-    generations = {name: layout.generation for name, layout in layouts.items()}
+    generations = {name: layout.term for name, layout in layouts.items()}
     until = time.monotonic() + _LOOKING_SECONDS
     for image in store.partitions.of(generations):
         partition_id = store.partitions.partition_id(image.subscription, generations[image.subscription], image.index)

@@ -257,7 +257,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "fed_back": _fed_back(fed_back[name]) if name in fed_back else None,
                 "commit": facts.commits.get(name),
                 "time_limit": facts.time_limits.get(name),
-                "partitioning_term": int(layout.generation) if layout else None,
+                "partitioning_term": int(layout.term) if layout else None,
                 "partitions": layout.partitions if layout else None,
                 "new_layout": _new_layout(moving[name]) if name in moving else None,
                 "watermark": _data(document.get("resumeToken")),
