@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 from bson import ObjectId
 from pymongo.client_session import ClientSession
@@ -80,7 +81,7 @@ def once_runs() -> Iterator[OnceRuns]:
     ) -> IdempotencyClaim:
         return _noted(runs, identity, claim_done(store, identity, owner, session))
 
-    with _instead("claim", claimed), _instead("claim_done", claimed_done):
+    with patch.multiple(IdempotencyStore, claim=claimed, claim_done=claimed_done):
         yield runs
 
 
@@ -130,14 +131,3 @@ def _shown(identity: Any) -> str:
     if isinstance(identity, dict) and set(identity) == {"t", "k"}:
         return f"{identity['t']} with key {identity['k']!r}"
     return f"task {identity!r}"
-
-
-@contextlib.contextmanager
-def _instead(name: str, function: Callable[..., IdempotencyClaim]) -> Iterator[None]:
-    """Inside, records are claimed by another function."""
-    kept = getattr(IdempotencyStore, name)
-    setattr(IdempotencyStore, name, function)
-    try:
-        yield
-    finally:
-        setattr(IdempotencyStore, name, kept)

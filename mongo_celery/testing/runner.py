@@ -29,10 +29,8 @@ from mongo_celery.testing.calls import (
     checked_point,
     handlers_part,
 )
-from mongo_celery.testing.memory_broker import MemoryBroker
-from mongo_celery.testing.sent_tasks import SentTask
+from mongo_celery.testing.messages import MemoryBroker, SentTask, run_message
 from mongo_celery.testing.term import SteppedTerm, await_ends
-from mongo_celery.testing.worker import run_message
 
 __tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _PAUSE_SECONDS = 0.005
