@@ -58,6 +58,15 @@ class HandlerCall:
     """
     One call of a handler.
 
+    ::
+
+        with BridgeRunner(bridge, url=url) as runner:
+            orders.insert_one({"_id": 3, "total": 20})
+            runner.crash("called", handler="summarise")
+            first, second = runner.deliver().of("summarise")
+        assert first.was_killed
+        assert second.is_done
+
     Attributes:
         handler: its name.
         changes: that it was given; one, unless it is a bulk handler.

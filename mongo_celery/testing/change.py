@@ -21,6 +21,11 @@ def inserted(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
     """
     An insert.
 
+    ::
+
+        change = inserted("shop.orders", {"_id": 1, "total": 20})
+        assert change.full_document == {"_id": 1, "total": 20}
+
     Args:
         ns: `"db.collection"`.
         document: with its `_id`.
@@ -35,6 +40,11 @@ def inserted(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
 def replaced(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
     """
     A replace.
+
+    ::
+
+        change = replaced("shop.orders", {"_id": 1, "total": 30})
+        assert change.operation_type == "replace"
 
     Args:
         ns: `"db.collection"`.
@@ -59,6 +69,11 @@ def updated(
     """
     An update.
 
+    ::
+
+        change = updated("shop.orders", {"_id": 1, "total": 40}, {"total": 40}, removed=["note"])
+        assert change.update_description["removedFields"] == ["note"]
+
     Args:
         ns: `"db.collection"`.
         document: as the server has looked it up, with its `_id`; None for one that was deleted meanwhile.
@@ -82,6 +97,11 @@ def updated(
 def deleted(ns: str, key: Any, **options: Any) -> Change:
     """
     A delete.
+
+    ::
+
+        change = deleted("shop.orders", 1)
+        assert change.document_key == {"_id": 1}
 
     Args:
         ns: `"db.collection"`.

@@ -30,6 +30,13 @@ class SentTask:
     """
     One message that nobody has taken yet.
 
+    ::
+
+        with BridgeRunner(bridge, url=url) as runner:
+            send_receipt.delay(4)
+            [task] = runner.sent("shop.send_receipt")
+        assert task.args == (4,)
+
     Attributes:
         name: of the task.
         args: as a worker would give them.

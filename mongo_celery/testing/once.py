@@ -22,6 +22,13 @@ class OnceRuns:
     """
     The bodies of functions under `once` that were begun in this process, of `once_runs`.
 
+    ::
+
+        with once_runs() as runs:
+            pay.apply([7])
+            pay.apply([7])
+        assert runs.count(7, task="shop.pay") == 1
+
     A body that failed counts, and so does each time that a transaction repeats it. A call without a record does not: a
     direct call, or one of which `key=` gave None.
     """
@@ -69,7 +76,15 @@ class OnceRuns:
 
 @contextlib.contextmanager
 def once_runs() -> Iterator[OnceRuns]:
-    """Inside, the bodies of all functions under `once` are counted that this process begins, in whatever thread."""
+    """
+    Count the bodies of all functions under `once` that this process begins inside, in whatever thread.
+
+    ::
+
+        with once_runs() as runs:
+            pay.apply([9])
+        runs.assert_ran(9, task="shop.pay")
+    """
     runs = OnceRuns()
     claim, claim_done = IdempotencyStore.claim, IdempotencyStore.claim_done
 
@@ -88,6 +103,12 @@ def once_runs() -> Iterator[OnceRuns]:
 def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool = True) -> None:
     """
     Demand that what has a key has run to its end under `once`, or was not run: whoever ran it, in whatever process.
+
+    ::
+
+        pay.apply([10])
+        assert_once(records, 10, task="shop.pay")
+        assert_once(records, 11, task="shop.pay", ran=False)
 
     Args:
         marks: what `once` was given: the collection, or a callable that returns it.

@@ -34,6 +34,14 @@ class BridgeWorkers:
     """
     Starts workers on the servers of a test, and waits for them: a context manager.
 
+    ::
+
+        with BridgeWorkers([bridge], url, broker_url, directory) as workers:
+            workers.start("shop", environment={"MONGODB_URL": url})
+            orders.insert_one({"_id": 5, "total": 20})
+            workers.drain()
+        assert summaries.find_one({"_id": 5})["total"] == 20
+
     In this process the bridges have those servers meanwhile, so that what a worker does can be looked at.
 
     Args:
@@ -131,6 +139,14 @@ def _as_it_is(_options: BridgeOptions, handler: Handler) -> Handler:
 def drain(bridge: Wired, timeout: Duration = 30.0) -> None:
     """
     Wait until the listener and the workers of a bridge have handled all that was written before the call.
+
+    ::
+
+        with BridgeWorkers([bridge], url, broker_url, directory) as workers:
+            workers.start("shop", environment={"MONGODB_URL": url})
+            orders.insert_one({"_id": 6, "total": 20})
+            drain(bridge, timeout=60)
+            assert summaries.find_one({"_id": 6})["total"] == 20
 
     For processes: they run the bridge with the same URL, name and `database`. Not waited for: tasks that handlers have
     sent, and what handlers write.

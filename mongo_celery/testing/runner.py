@@ -52,6 +52,14 @@ class DeliveredChanges:
     """
     What one `deliver` did.
 
+    ::
+
+        with BridgeRunner(bridge, url=url) as runner:
+            orders.insert_one({"_id": 2, "total": 20})
+            delivered = runner.deliver(duplicates=True)
+        assert len(delivered.of("summarise")) == 1
+        assert not delivered.failures
+
     Attributes:
         calls: of handlers, in the order of their ends.
         standing: partitions that a person has to see to, each with its error.
@@ -111,6 +119,13 @@ def _repeats(later: HandlerCall, call: HandlerCall) -> bool:
 class BridgeRunner:
     """
     Delivers the changes of bridges in this process and thread, by the listener's and the worker's own code.
+
+    ::
+
+        with BridgeRunner(bridge, url=url) as runner:
+            orders.insert_one({"_id": 1, "total": 20})
+            runner.deliver()
+        assert summaries.find_one({"_id": 1})["total"] == 20
 
     A context manager. What is written inside is delivered by `deliver`; what was written before is not, unless a
     handler begins with a snapshot. State lies in a database of its own that is removed at the end, and messages in a
