@@ -43,7 +43,7 @@ from mongo_celery.mongo.verdicts import Concern, error_text, explain_error, is_o
 if TYPE_CHECKING:
     from bson import Timestamp
 
-    from mongo_celery.bridge.listener.subscription import Plan, Subscription
+    from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
     from mongo_celery.bridge.state.snapshots import Snapshot
     from mongo_celery.bridge.wiring import Wiring
 
@@ -131,7 +131,7 @@ class SnapshotThread:
 
     # -- the leading thread's side -----------------------------------------------------------------
 
-    def start(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[Plan, Timestamp]]) -> None:
+    def start(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
         """
         Begin the thread of a term.
 
@@ -140,7 +140,7 @@ class SnapshotThread:
                 itself goes back with a rewind.)
         """
         self._led, self._version, self._owed = led, version, list(owed)
-        self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, self._room, version)
+        self._reader = ChunkReader(self._wiring.client, self._room, version)
         threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
 
     def close(self) -> None:
