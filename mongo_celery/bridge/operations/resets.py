@@ -26,7 +26,7 @@ from bson import Timestamp
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
-from mongo_celery.bridge.operations.places import NOW, OLDEST, Asked, Reach, StreamPlace, parse_place, place_of
+from mongo_celery.bridge.operations.places import NOW, OLDEST, StreamPlace, find_place
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.dead_letters import ASKED, build_later_query
 from mongo_celery.bridge.state.partitions import Image, visible_state
@@ -125,21 +125,21 @@ class _Reset:
 
 def plan_reset(act: Act, handler: str, to: str, *, key: str | None, source: str | None) -> Plan:
     """Plan to move a handler's position; see `Operations.reset`."""
-    wiring, asked = act.wiring, parse_place(to)
+    wiring = act.wiring
     with reached(wiring) as store:
         documents = {parse_name(document): document for document in store.subscriptions.read_all()}
         if handler not in documents:
             raise refuse_unknown(wiring, handler, documents)
         lost = parse_lost_history(documents[handler])
         if lost:
-            if asked.word is None or key is not None:
+            if to not in (OLDEST, NOW) or key is not None:
                 ways = (act.line.changes("reset", handler, "--to", word) for word in (OLDEST, NOW))
                 raise CommandRefusedError(
                     f"The oplog no longer reaches the position of handler {handler}, so it cannot be sent to another "
                     f"place. Decide first with `{'` or `'.join(ways)}`.",
                 )
-            return _plan_passing(act, handler, lost, asked.word, store)
-        found = _read(act, store, documents[handler], asked, key, source)
+            return _plan_passing(act, handler, lost, to, store)
+        found = _read(act, store, documents[handler], to, key, source)
     way = "Pass over what lies between?" if found.forward else "Handle all of that again?"
     return Plan(
         command=act.command,
@@ -228,7 +228,7 @@ def _refuse_moved(handler: str) -> CommandRefusedError:
 
 
 def _read(
-    act: Act, store: Store, document: Mapping[str, Any], asked: Asked, key: str | None, source: str | None
+    act: Act, store: Store, document: Mapping[str, Any], text: str, key: str | None, source: str | None
 ) -> _Reset:
     """
     Look at what sending a handler to a place would do.
@@ -243,8 +243,8 @@ def _read(
     if key is not None:
         meant = key_of(wiring, handler, layout, key, source)
         chosen = partition_of_key(wiring, handler, layout, meant, source)
-    to = place_of(wiring, asked, Reach.of(wiring.client), "--to")
-    forward = asked.word == NOW
+    to = find_place(wiring, text)
+    forward = text == NOW
     images = store.partitions.of({handler: layout.generation})
     sent = [each for each in images if chosen in (None, each.index) and _is_sent(each, to, forward=forward)]
     is_watermark_moved = _is_watermark_moved(document, to, forward=forward, is_alone=chosen is not None)
