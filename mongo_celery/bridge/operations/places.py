@@ -163,8 +163,8 @@ def _short(text: str) -> str:
 def _is_in_stream(wiring: Wiring, data: str, time: Timestamp) -> bool:
     """Return True if the stream of a bridge has a change with this token, or the server gives it for this time."""
     _, scope = wiring.stream()
-    # What users filter or project away, and what is looked up, is of no interest: a change is one all the same.
-    bare = replace(scope, options={}, flags={}, given=(WITHOUT_OVERSIZED,))
+    # What is looked up and matched is of no interest: a change is one all the same.
+    bare = replace(scope, options={}, flags={}).add_stage(WITHOUT_OVERSIZED)
     until = monotonic() + _LOOKUP_SECONDS
     client = wiring.stream_client(_SOCKET_SECONDS)
     try:

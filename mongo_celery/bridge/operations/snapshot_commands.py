@@ -222,7 +222,7 @@ def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
 def _judge(wiring: Wiring, source: str, condition: str) -> None:
     """The server judges a condition on one document: what it cannot read at all would fail on each of them."""
     database, _, name = source.partition(".")
-    shape = build_shape(source, Timestamp(1, 1), [json_util.loads(condition)], ())
+    shape = build_shape(source, Timestamp(1, 1), [json_util.loads(condition)])
     try:
         list(with_majority(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:
