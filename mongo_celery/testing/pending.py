@@ -28,7 +28,7 @@ class PendingEntry:
 
         with undispatched(outbox):
             outbox.insert_one({"_id": 8}, tasks=[send_receipt.s(8)])
-            [entry] = pending_entries(outbox)
+            entry: PendingEntry = pending_entries(outbox)[0]
         assert (entry.name, entry.args, entry.place) == ("shop.send_receipt", (8,), 8)
 
     Attributes:
