@@ -157,7 +157,7 @@ def _notes(handler: HandlerStatus) -> str:
     notes = [f"{count} {state}" for state, count in states.items()]
     notes += [f"{_amount(handler.stored)} stored"] if handler.stored != 0 else []
     notes += [f"new partitions wait for {handler.repartitioning.waits}"] if handler.repartitioning else []
-    return handler.error or ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
+    return ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 
 def _blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
@@ -181,6 +181,7 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
     "late": _find_level("halted", "lag", "no_listener", "reading_waits", "no_worker", "consumers", "broker_down"),
     "room": _find_level("backlog_bound", "backlog_refused", "backlog_missing"),
+    "dead": _find_level("dead_letters"),
     "history": _find_level("history_lost", "history_at_risk"),
     "duration": duration,
     "size": size,
