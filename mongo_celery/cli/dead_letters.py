@@ -241,7 +241,7 @@ def set_aside(
 
     from mongo_celery.bridge.operations import commands, heads
     from mongo_celery.bridge.operations.acts import audited
-    from mongo_celery.cli.head_view import head_lines
+    from mongo_celery.cli.show import head_lines
     from mongo_celery.errors import CommandRefusedError
     from mongo_celery.quantities import number
 

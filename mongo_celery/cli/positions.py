@@ -49,7 +49,7 @@ def rewind(
     from mongo_celery.bridge.operations.places import parse_place
     from mongo_celery.bridge.operations.rewinding import plan_rewind
     from mongo_celery.bridge.operations.rewinding import rewind as rewound
-    from mongo_celery.cli.health import line_of
+    from mongo_celery.cli.apps import line_of
     from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 
     wiring = one_bridge(ctx, bridge)

@@ -8,7 +8,7 @@ computes. `BridgeSnapshot.plain` is `--json` and `/status`. docs/reference/statu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -494,7 +494,7 @@ class BridgeSnapshot:
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON: all fields, times in ISO 8601, and `verdict`."""
-        found: dict[str, Any] = {"verdict": self.verdict, **_plain(asdict(self))}
+        found: dict[str, Any] = {"verdict": self.verdict, **to_plain(self)}
         return found
 
 
@@ -507,11 +507,14 @@ def unreadable(bridge: str, sentence: str) -> BridgeSnapshot:
     return BridgeSnapshot(bridge=bridge, findings=(Finding("state_unreadable", "failing", sentence),))
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Return a dataclass of this module, or what it holds, as JSON: times in ISO 8601."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: to_plain(each) for name, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
+        return [to_plain(each) for each in value]
     return value

@@ -86,6 +86,11 @@ CODES = (
 NAMED = 3
 """Handlers, or partitions, that are named; more are counted."""
 
+NO_HANDLERS = (
+    "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for example with "
+    "include=[...] of the Celery app."
+)
+
 _TEXT_MAX = 200
 
 
@@ -324,11 +329,7 @@ class _Judge:
 
     def _handlers(self) -> Iterator[Finding]:
         if not self._served:
-            yield failing(
-                "handlers",
-                "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for "
-                "example with include=[...] of the Celery app.",
-            )
+            yield failing("handlers", NO_HANDLERS)
         stopped = []
         for each in self._snapshot.handlers:
             if each.state == "match_refused":

@@ -13,37 +13,44 @@ from typing import Any
 
 from bson import Timestamp
 
+from mongo_celery.bridge.operations.bridge_snapshot import SnapshotStatus, to_plain
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings
 from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING, Snapshot
 
 _SHOWN_SECONDS = 3600
 
 
-def snapshots_shown(snapshots: Sequence[Snapshot], now: Timestamp, around: Surroundings) -> list[dict[str, Any]]:
-    """Those that somebody may ask about: that run, that have failed, and that have ended within the last hour."""
+def snapshots_shown(snapshots: Sequence[Snapshot], now: Timestamp, around: Surroundings) -> tuple[SnapshotStatus, ...]:
+    """Return those that run, that have failed, and that have ended within the last hour."""
     shown = [each for each in snapshots if each.state in (RUNNING, FAILED, GONE) or _is_recent(each, now)]
-    return [progress_of(each, around) for each in shown]
+    return tuple(describe_snapshot(each, around) for each in shown)
 
 
 def progress_of(snapshot: Snapshot, around: Surroundings) -> dict[str, Any]:
-    """How far one is, and what keeps it; `status` says what the values mean."""
+    """Return the progress of one as JSON."""
+    found: dict[str, Any] = to_plain(describe_snapshot(snapshot, around))
+    return found
+
+
+def describe_snapshot(snapshot: Snapshot, around: Surroundings) -> SnapshotStatus:
+    """Return the progress of one, and what it waits for."""
     hindrance = around.hindrance(snapshot)
     moves = snapshot.state == RUNNING and hindrance is None
     rate = _rate(snapshot)
     left = None if snapshot.estimated is None else max(snapshot.estimated - snapshot.done, 0)
-    return {
-        "id": snapshot.id,
-        "handler": snapshot.subscription,
-        "source": snapshot.source,
-        "state": snapshot.state,
-        "done": snapshot.done,
-        "estimated": snapshot.estimated,
-        "rate": None if rate is None else round(rate, 1),
-        "remaining_seconds": round(left / rate) if rate and left is not None and moves else None,
-        "since": None if snapshot.since is None else _aware(snapshot.since).isoformat(),
-        "by": snapshot.by,
-        "sentence": snapshot.sentence or hindrance or around.tried(snapshot),
-    }
+    return SnapshotStatus(
+        id=snapshot.id,
+        handler=snapshot.subscription,
+        source=snapshot.source,
+        state=snapshot.state,
+        done=snapshot.done,
+        estimated=snapshot.estimated,
+        per_second=None if rate is None else round(rate, 1),
+        remaining_seconds=round(left / rate) if rate and left is not None and moves else None,
+        since=None if snapshot.since is None else _aware(snapshot.since),
+        by=snapshot.by,
+        reason=snapshot.sentence or hindrance or around.tried(snapshot),
+    )
 
 
 def short_names(ids: Iterable[str]) -> dict[str, str]:

@@ -70,7 +70,7 @@ def _snapshots(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
         yield failing(
             "snapshot_failed",
             f"The snapshot of {each['source']} for {each['handler']} has ended after {each['done']} documents: "
-            f"{cut(each['sentence'] or 'no reason is recorded')}. What it has not read is not delivered. {rest}",
+            f"{cut(each['reason'] or 'no reason is recorded')}. What it has not read is not delivered. {rest}",
             line.changes("snapshot", "--resume" if can_go_on else "--stop", each["id"]),
         )
 

@@ -22,6 +22,7 @@ from mongo_celery.bridge.handlers import token_seconds
 from mongo_celery.bridge.identity import Identity
 from mongo_celery.bridge.listener.activity import read_times
 from mongo_celery.bridge.operations.amounts import GLANCE_SECONDS
+from mongo_celery.bridge.operations.bridge_snapshot import to_plain
 from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_reader import Facts, read_facts
@@ -183,7 +184,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "spill": _spill(facts, report),
         "dead_letters": sum(facts.dead_letters.values()),
         "oversized": facts.oversized,
-        "snapshots": snapshots_shown(facts.snapshots, facts.now, around),
+        "snapshots": [to_plain(each) for each in snapshots_shown(facts.snapshots, facts.now, around)],
         "subscriptions": subscriptions,
         "partitions": [
             _partition(image, facts)
