@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
+from mongo_celery.bridge.declarations import find_stray_handlers
 from mongo_celery.bridge.operations.broker_check import ask_servers, check_time_limits
 from mongo_celery.bridge.operations.judgement import CODES, NO_HANDLERS, judge
 from mongo_celery.bridge.operations.mongodb_check import check_encryption, check_mongodb, check_sources
 from mongo_celery.bridge.operations.snapshot_reader import LOOK_SECONDS, read_unjudged
-from mongo_celery.bridge.shared import find_stray_handlers
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.command_line import CommandLine
