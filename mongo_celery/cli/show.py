@@ -102,7 +102,7 @@ def head_lines(head: Head, most: int | None) -> Iterator[str]:
 @click.pass_context
 def where(ctx: click.Context, handler: str, key: str, source: str | None, bridge: str | None, as_json: bool) -> None:
     """
-    Show whether the changes of a document have reached a handler.
+    Show whether a document has reached a handler.
 
     Its partition, up to when that is handled, and what of the document is running, blocked, stored, parked or a dead
     letter.

@@ -15,6 +15,7 @@ from bson.binary import Binary
 from bson.datetime_ms import DatetimeMS
 from celery import Celery
 from celery.app.task import Context
+from mongo_celery.bridge.operations.status import read_status
 from pymongo import MongoClient
 from pymongo.database import Database
 
@@ -25,7 +26,6 @@ from mongo_celery.bridge.listener.takeover import take_over
 from mongo_celery.bridge.operations import commands, going_on, heads, worker_check
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.preflight import check
-from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim

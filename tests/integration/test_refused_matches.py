@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.verdict import judge
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.operations.status import read_status
-from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.errors import StreamRefusedError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for

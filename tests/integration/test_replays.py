@@ -19,11 +19,11 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import LETTER
-from mongo_celery.bridge.http.sights import Sights
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.operations import letter_commands
 from mongo_celery.bridge.operations.keys import keys_of
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import (
     CHANGE_BYTES,
@@ -38,7 +38,6 @@ from mongo_celery.bridge.state.dead_letters import (
     dead_letter,
     keep_change,
 )
-from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.failpoint import Failpoint
@@ -530,28 +529,12 @@ def _stored(database: Database[Document], number: int, *, name: str | None = Non
     return document
 
 
-def test_the_page_has_the_newest_letters_with_their_replays_and_nothing_else_reads_them(
-    bridge: Bridge, term: TermRig
-) -> None:
-    """P16: verdict and metrics are as quick with many letters as without; a snapshot's letters count by time, too."""
+def test_dead_letters_with_the_same_error_are_one_group_with_its_newest(bridge: Bridge, term: TermRig) -> None:
+    """P16: the snapshot's rows count by time, too."""
     for number in range(1, 13):
         _stored(term.database, number, replays=number % 2, name=f"{LETTER}{number:02}" if number < 3 else None)
-    wiring = bridge.wiring
-    last = letter_commands.find(wiring, Selection(), 0).letters[-1:]
-    letter_commands.replay(wiring, last, over_newer=False, dry_run=False)
-    sights = Sights(wiring.app, [wiring], lambda _: ANY_APP)
-    listing = {"command.find": "dead_letters", "command.projection.traceback": 1}
-    try:
-        term.database.command({"profile": 2})
-        assert sights.bridges()[BRIDGE].status is not None
-        assert term.database["system.profile"].count_documents(listing) == 0
-        shown = sights.shown()[BRIDGE]["status"]
-        assert term.database["system.profile"].count_documents(listing) == 1
-    finally:
-        term.database.command({"profile": 0})
-        sights.stop()
-    assert [each["id"] for each in shown["letters"]] == [token(number)["_data"] for number in range(12, 2, -1)]
-    assert [(each["replay"], each["replays"]) for each in shown["letters"][:2]] == [("requested", 0), (None, 1)]
+    groups = read_snapshot(bridge.wiring).dead_letter_groups
+    assert [(each.handler, each.count, each.newest_id) for each in groups] == [("record", 12, token(12)["_data"])]
 
 
 def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: TermRig) -> None:

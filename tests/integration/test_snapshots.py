@@ -19,6 +19,7 @@ import bson
 import pytest
 from bson import Binary, Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
 from bson.raw_bson import RawBSONDocument
+from mongo_celery.bridge.operations.status import read_status
 from pymongo import MongoClient
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect
@@ -27,7 +28,6 @@ from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations import snapshot_commands as commands
-from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import OWED

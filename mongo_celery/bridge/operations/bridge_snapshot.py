@@ -32,6 +32,8 @@ class LeaderStatus:
     The listener that leads.
 
     Attributes:
+        host: its machine.
+        pid: its process there.
         since: when its term began.
         app: name of its Celery app.
         handlers: names of the handlers that it serves.
@@ -419,8 +421,10 @@ class BridgeSnapshot:
         reopenings: how often the stream was opened again in this term.
         broker_down: whether the listener cannot publish.
         untaken: queues that no worker takes from.
-        undeliverable: some messages that the broker rejects, of `undeliverable_count`.
-        not_stored: some partitions whose changes MongoDB does not store, of `not_stored_count`.
+        undeliverable: some messages that the broker rejects.
+        undeliverable_count: how many there are.
+        not_stored: some partitions whose changes MongoDB does not store.
+        not_stored_count: how many there are.
         locked: some partitions that an open transaction has locked, so that this term could not win them yet.
         dropped: how many messages workers have dropped since the bridge exists, by reason.
         dropped_lately: the reasons for which one was dropped within the last hour.

@@ -124,15 +124,14 @@ def _try_stream(client: Client, scope: Scope, roles: Sequence[str]) -> Finding:
         if judge_error(failure) is Verdict.ACCESS and "operator" in roles:
             return degraded(
                 "change_stream",
-                f"This user has an operator's rights, and not a listener's to open the change stream on {where}. Run the "
-                "check as the listener's user, too.",
+                f"This user has an operator's rights, and not a listener's to open the change stream on {where}. Run "
+                "the check as the listener's user, too.",
             )
         reaction = classify_error(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
             concern = Concern(f"a change stream on {where}", "changeStream and find there")
-            return failing(
-                "change_stream", f"The change stream did not open on {where}: {error_sentence(failure, concern)}"
-            )
+            text = f"The change stream did not open on {where}: {error_sentence(failure, concern)}"
+            return failing("change_stream", text)
         return failing("change_stream", str(final_error(reaction, failure, where)))
 
 
