@@ -18,7 +18,7 @@ def progress_line(each: Mapping[str, Any]) -> str:
         amount = f"{each['done']} of {each['estimated']} read ({share:.0%})"
     facts = [each["state"], amount]
     if each["state"] == "running" and each["per_second"]:
-        facts.append(f"{each['rate']:.0f}/s")
+        facts.append(f"{each['per_second']:.0f}/s")
     if each["remaining_seconds"] is not None:
         facts.append(f"{duration(each['remaining_seconds'])} left")
     said = f": {each['sentence']}" if each["reason"] else ""

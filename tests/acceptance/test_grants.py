@@ -24,8 +24,7 @@ from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
-from mongo_celery.bridge.operations.status import read_status
-from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import Letter, Selection
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import MongoCeleryError
@@ -190,7 +189,7 @@ def _partition(setting: Setting) -> Document:
 def operate(wiring: Wiring) -> str:
     """Every command but `check` and those that ask nothing of MongoDB; what they said."""
     steps: tuple[Callable[[], object], ...] = (
-        lambda: read_status(wiring),
+        lambda: read_snapshot(wiring),
         lambda: heads.read_head(wiring, "record", 0),
         lambda: _skip(wiring, "record"),
         lambda: _skip(wiring, "letters", commands.set_aside),
@@ -289,7 +288,7 @@ def test_workers_that_may_not_claim_are_named_and_no_change_is_charged(
     worker = processes.celery("tests.acceptance.grants_project", *arguments, environment=environment)
 
     def codes() -> set[str]:
-        return {each.code for each in judge(read_status(clean.bridge.wiring)).reasons}
+        return {each.code for each in read_snapshot(clean.bridge.wiring).findings}
 
     with _led(clean, said):
         worker.wait_for_output("ready")
@@ -337,9 +336,9 @@ def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Set
     standing.only("viewer")
     wiring = standing.bridge_of("viewer").wiring
     before = stored(standing.state)
-    status = read_status(wiring)
-    assert status["oplog_window_seconds"] is None, "that is optional"
-    assert {each["name"] for each in status["subscriptions"]} >= {"record", "letters"}
+    status = read_snapshot(wiring)
+    assert status.oplog_seconds is None, "that is optional"
+    assert {each.name for each in status.handlers} >= {"record", "letters"}
     assert heads.read_head(wiring, "record", 0).bytes
     for read in (snapshot_commands.listed, _letters, read_history):
         read(wiring)

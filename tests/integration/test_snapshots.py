@@ -19,7 +19,6 @@ import bson
 import pytest
 from bson import Binary, Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
 from bson.raw_bson import RawBSONDocument
-from mongo_celery.bridge.operations.status import read_status
 from pymongo import MongoClient
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect
@@ -28,6 +27,8 @@ from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations import snapshot_commands as commands
+from mongo_celery.bridge.operations.bridge_snapshot import to_plain
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import OWED
@@ -689,7 +690,7 @@ def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
     term.finish()
     (shown,) = commands.listed(term.wiring, HANDLER)
     assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
-    assert shown in read_status(term.wiring)["snapshots"]
+    assert shown in to_plain(read_snapshot(term.wiring).snapshots)
     with pytest.raises(CommandRefusedError, match=r"has no snapshot.*changes snapshot --list"):
         commands.stop(term.wiring, "nothing")
     with pytest.raises(CommandRefusedError, match="cannot be resumed"):

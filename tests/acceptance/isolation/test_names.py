@@ -12,7 +12,7 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations.lease_check import check_lease
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from tests.acceptance.chain_rig import APP, Chain
 from tests.fixtures.forked import run_celery
 from tests.fixtures.process import wait_for
@@ -72,7 +72,9 @@ def test_messages_of_another_installation_are_dropped_counted_and_named(
     assert set(counted["dropped"]) == {"foreign"}
     bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
     bridge.on_change("shop.orders", name="plain")(lambda_handler)
-    assert ("foreign_bridge", "degraded") in [(each.code, each.severity) for each in check_lease(bridge.wiring)]
+    assert ("foreign_bridge", "degraded") in [
+        (each.code, each.severity) for each in read_snapshot(bridge.wiring).findings
+    ]
     bridge.client.close()
     assert worker.terminate() == 0
     neighbour.worker(name="theirs-worker", **OLD)
@@ -152,9 +154,9 @@ def _codes(chain: Chain, command: str, environment: Document | None = None) -> d
     variables = {**chain._variables("command"), **OLD, **(environment or {})}
     done = run_celery("-A", APP, "changes", command, "--json", environment=variables)
     said = json.loads(done.stdout)
-    found: dict[str, list[str]] = {"failing": [], "degraded": [], "error": []}
-    for each in said.get("reasons", said.get("findings", ())):
-        found.setdefault(each.get("severity", each.get("level")), []).append(each.get("code", each.get("name")))
+    found: dict[str, list[str]] = {"failing": [], "degraded": [], "ok": []}
+    for each in said["findings"]:
+        found[each["severity"]].append(each["code"])
     return found
 
 
@@ -164,10 +166,10 @@ def test_a_rolling_deploy_is_told_until_the_last_old_listener_ends(chain: Chain)
     new = chain.run("listener", name="new", **NEW)
     said = new.wait_for_output("standing by: another listener leads .*")
     assert f"process {old.pid} " in said.group()
-    assert "definitions" in _codes(chain, "health", NEW)["degraded"]
+    assert "definitions" in _codes(chain, "status", NEW)["degraded"]
     assert old.terminate() == 0
     _wait_served(chain, "plain", "other")
-    assert "definitions" not in _codes(chain, "health", NEW)["degraded"]
+    assert "definitions" not in _codes(chain, "status", NEW)["degraded"]
     assert "other" in new.text
 
 
