@@ -41,9 +41,9 @@ class CommandLine:
         which = ["--bridge", self.bridge] if self.bridge is not None else []
         return self.celery("changes", command, *words, *which)
 
-    def on(self, command: str, subscription: str, indexes: Sequence[int]) -> str:
-        """The same on the partition of a subscription, or on all of it where several are concerned."""
-        return self.changes(command, subscription, *(["--partition", str(indexes[0])] if len(indexes) == 1 else []))
+    def on(self, command: str, handler: str, indexes: Sequence[int]) -> str:
+        """The same on the partition of a handler, or on all of them where several are concerned."""
+        return self.changes(command, handler, *([str(indexes[0])] if len(indexes) == 1 else []))
 
 
 ANY_APP = CommandLine()

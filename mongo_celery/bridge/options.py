@@ -160,8 +160,8 @@ class BridgeOptions:
     def _check_choices(self) -> None:
         if self.on_history_lost == "snapshot":
             raise ConfigurationError(
-                "on_history_lost='snapshot': run `celery -A APP changes snapshot HANDLER` after a loss of history; "
-                "choose 'oldest' or 'now' here.",
+                "on_history_lost='snapshot': run `celery -A APP changes snapshot start HANDLER` after a loss of "
+                "history; choose 'oldest' or 'now' here.",
             )
         for field, choices in CHOICES.items():
             check_choice(field, getattr(self, field), choices)

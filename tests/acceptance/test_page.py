@@ -10,13 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-
 from mongo_celery.bridge.http.address import HttpAddress
-from mongo_celery.bridge.http.server import HttpListener, Response
-from mongo_celery.bridge.http.service import page
 from mongo_celery.bridge.operations.overview import overview
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import judge
+
+from mongo_celery.bridge.http.server import HttpListener, Response
+from mongo_celery.bridge.http.service import page
 from mongo_celery.command_line import CommandLine
 from tests.fixtures.process import wait_for
 from tests.unit.test_status import NOON, facts, image, lease, subscription
@@ -121,7 +121,7 @@ def test_what_stands_is_shown_with_the_command_that_cures_it(shown: Shown) -> No
 
     shown.tell(told(images=[image(0), image(1, **halted("ValueError: no", "shop.orders insert 1"))]))
     assert shown.text(".top .pill") == "failing"
-    assert shown.texts(".command code") == ["celery -A shop changes retry summarise --partition 1"]
+    assert shown.texts(".command code") == ["celery -A shop changes retry summarise 1"]
     assert "ValueError: no" in shown.text(".stands")
     assert "1 halted" in shown.text(".handlers")
     assert shown.run("document.title") == "failing: shop"

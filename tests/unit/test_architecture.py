@@ -23,7 +23,7 @@ FLOORS = (
     {"errors"},
     {
         *("arguments", "command_line", "quantities", "visible", "findings", "app", "forking", "exits", "periodic"),
-        *("mongo", "broker", "embedded", "tracing"),
+        *("mongo", "broker", "embedded", "tracing", "plan"),
     },
     {"locking", "twophase"},
     {"outbox"},

@@ -77,7 +77,7 @@ def test_each_problem_is_shown_once_with_its_command() -> None:
     text = view_of(halted())
     assert text.startswith("shop: FAILING (1 problem)\n")
     assert text.count("ValueError: bad [order]") == text.count("shop.orders insert 1") == 1
-    assert "\n    celery -A shop changes retry summarise --partition 1\n" in text
+    assert "\n    celery -A shop changes retry summarise 1\n" in text
     assert "summarise  halted (1 of 2)" in text
     narrow = shown(status_view([judge(halted(), CommandLine("shop"))], everything=False), 80)
     assert max(map(len, narrow.splitlines())) <= 80

@@ -194,7 +194,7 @@ def test_a_choice_of_another_type_is_refused_in_the_same_way(value: object) -> N
 
 def test_a_snapshot_after_lost_history_is_asked_for_by_a_command() -> None:
     """P9: who has read of it elsewhere learns what there is instead."""
-    with pytest.raises(ConfigurationError, match=r"changes snapshot HANDLER`.*choose 'oldest' or 'now'"):
+    with pytest.raises(ConfigurationError, match=r"changes snapshot start HANDLER`.*choose 'oldest' or 'now'"):
         make(on_history_lost="snapshot")
 
 

@@ -17,7 +17,7 @@ from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import ROUNDS
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
-from mongo_celery.bridge.listener.subscription import Plan, Subscription
+from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.refusal import Refusal
@@ -73,7 +73,7 @@ def subscription(
         given={"transactional": transactional, "commit": commit},
         batch_size=batch_size,
     )
-    plan = Plan(
+    plan = TermFacts(
         handler,
         handler.selector(None),
         Chosen("test", id_of),

@@ -159,7 +159,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"subscriptions": [subscription(lost=LOST)]},
             "failing",
-            "celery -A shop changes go-on summarise --from oldest",
+            "celery -A shop changes reset summarise --to oldest",
             "summarise",
         ),
     ],
@@ -261,8 +261,8 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(0), halted(3)]},
             "failing",
-            "celery -A shop changes retry summarise --partition 3",
-            "`celery -A shop changes skip summarise --partition 3`",
+            "celery -A shop changes retry summarise 3",
+            "`celery -A shop changes skip summarise 3`",
             without={"images": [image(0), image(3)]},
         ),
         Case(
@@ -302,7 +302,7 @@ CASES: dict[str, list[Case]] = {
                 ]
             },
             "failing",
-            "celery -A shop changes snapshot --resume shop/summarise/a1",
+            "celery -A shop changes snapshot resume shop/summarise/a1",
             "the server said no",
             without={},
         ),
@@ -319,7 +319,7 @@ CASES: dict[str, list[Case]] = {
                 ]
             },
             "failing",
-            "celery -A shop changes snapshot --stop shop/summarise/a1",
+            "celery -A shop changes snapshot stop shop/summarise/a1",
             "it was dropped",
         ),
     ],
@@ -327,7 +327,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(1, waiting={"since": NOON, "cause": "AutoReconnect: gone", "count": 9}, due_in=4.0)]},
             "degraded",
-            "celery -A shop changes retry summarise --partition 1",
+            "celery -A shop changes retry summarise 1",
             "2030-01-01 12:00:00 UTC",
         ),
     ],
@@ -392,7 +392,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(1, due_in=RETRYING_SECONDS + 3700.0)]},
             "degraded",
-            "celery -A shop changes retry summarise --partition 1",
+            "celery -A shop changes retry summarise 1",
             "2 h",
             without={"images": [image(1, due_in=RETRYING_SECONDS - 1.0)]},
         ),
@@ -401,7 +401,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(0), image(1, state="paused")]},
             "degraded",
-            "celery -A shop changes resume summarise --partition 1",
+            "celery -A shop changes resume summarise 1",
             "summarise/1",
         ),
         Case(
@@ -430,7 +430,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "backlog_unserved": [],  # never alone: see below
     "unregistered": [
-        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", None, "forget retired"),
+        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", None, "remove retired"),
         Case({"subscriptions": [RETIRED]}, "degraded", None, "name='retired'"),
     ],
     "state_unreadable": [],  # there is no status to judge then
@@ -540,11 +540,11 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     lost = {"subscriptions": [subscription(lost=LOST)]}
     found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).findings}
     reason = found["halted"]
-    assert reason.command == "celery -A shop changes skip summarise --partition 3"
-    assert "`celery -A shop changes head summarise 3`" in reason.sentence
+    assert reason.command == "celery -A shop changes skip summarise 3"
+    assert "`celery -A shop changes show summarise 3`" in reason.sentence
     kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
     assert {each.code: each.command for each in judged(kept).findings}["halted"] == (
-        "celery -A shop changes retry summarise --partition 3"
+        "celery -A shop changes retry summarise 3"
     )
 
 

@@ -20,7 +20,7 @@ from mongo_celery.mongo.opening import ANSWER_SECONDS
 if TYPE_CHECKING:
     from bson import Timestamp
 
-    from mongo_celery.bridge.listener.subscription import Plan
+    from mongo_celery.bridge.listener.subscription import TermFacts
     from mongo_celery.bridge.stream.source import Source
     from mongo_celery.bridge.wiring import Wiring
 
@@ -36,7 +36,7 @@ class InitialSnapshots:
             itself goes back with a rewind.)
     """
 
-    def __init__(self, wiring: Wiring, owed: Iterable[tuple[Plan, Timestamp]]) -> None:
+    def __init__(self, wiring: Wiring, owed: Iterable[tuple[TermFacts, Timestamp]]) -> None:
         self._wiring = wiring
         self._owed = list(owed)
 

@@ -256,7 +256,7 @@ class Repartitioning:
                 _drain(subscription, move, now)
             return self._switch(subscription, move)
         if subscription.lost and not move.waits:
-            ways = (self._line.changes("go-on", subscription.name, "--from", place) for place in ("oldest", "now"))
+            ways = (self._line.changes("reset", subscription.name, "--to", place) for place in ("oldest", "now"))
             move.waits = f"its oplog history is lost. Decide: {' or '.join(ways)}"
         return None
 

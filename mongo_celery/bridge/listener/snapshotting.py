@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from bson import Timestamp
 
     from mongo_celery.bridge.listener.chunks import Chunk
-    from mongo_celery.bridge.listener.subscription import Plan, Subscription
+    from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
     from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.window import Mark, PendingChange
     from mongo_celery.bridge.wiring import Wiring
@@ -73,7 +73,7 @@ class Snapshotting:
         self._thread = SnapshotThread(wiring, self._room, wake)
         self._reached = ""
 
-    def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[Plan, Timestamp]]) -> None:
+    def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
         """
         Begin a term, behind its take-over.
 

@@ -31,7 +31,7 @@ from mongo_celery.bridge.worker.envelope import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TermFacts:
     """
     The facts about a subscription that a term fixes.
 
@@ -74,7 +74,7 @@ class Subscription:
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
 
-    def __init__(self, options: BridgeOptions, plan: Plan, partitions: Mapping[int, Partition]) -> None:
+    def __init__(self, options: BridgeOptions, plan: TermFacts, partitions: Mapping[int, Partition]) -> None:
         self.name = plan.handler.name
         self.plan = plan
         self.partitions = partitions

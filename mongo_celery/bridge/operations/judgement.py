@@ -389,7 +389,7 @@ class _Judge:
             "halted",
             f"{_where(handler, halted)} {_are(halted)} halted, {at}: {cut(first.error or 'no error is recorded')}. "
             f"{their} later changes wait. Fix the cause and retry {them}. Or see the change with "
-            f"`{self._line.changes('head', handler.name, str(first.index))}` and move it to the dead letters with "
+            f"`{self._line.changes('show', handler.name, str(first.index))}` and move it to the dead letters with "
             f"`{self._skip(handler, first)}`.",
             self._line.on("retry", handler.name, indexes),
         )
@@ -399,7 +399,7 @@ class _Judge:
         return failing(
             "halted",
             f"{_where(handler, halted)} {_are(halted)} halted at {_key(first)}, whose history is lost. Unless "
-            f"`{self._line.changes('head', handler.name, str(first.index))}` has its bytes, it cannot run again. "
+            f"`{self._line.changes('show', handler.name, str(first.index))}` has its bytes, it cannot run again. "
             "Repair its document manually, then skip it.",
             self._skip(handler, first),
         )
@@ -424,7 +424,7 @@ class _Judge:
             "retrying",
             f"{_where(handler, late)} retries {_key(longest)} in {duration(longest.due_seconds)}, as the handler "
             "asked. Later changes wait. To run it immediately, retry it. "
-            f"`{self._line.changes('head', handler.name, str(longest.index))}` shows the change.",
+            f"`{self._line.changes('show', handler.name, str(longest.index))}` shows the change.",
             self._line.on("retry", handler.name, [each.index for each in late]),
         )
 
@@ -437,9 +437,9 @@ class _Judge:
                         "history_lost",
                         f"{each.name} has lost its history before {moment(each.lost.oldest)}, and is stopped. Continue "
                         "at the oplog's oldest entry, or with "
-                        f"`{self._line.changes('go-on', each.name, '--from', 'now')}`. Repair what lies between "
+                        f"`{self._line.changes('reset', each.name, '--to', 'now')}`. Repair what lies between "
                         "manually.",
-                        self._line.changes("go-on", each.name, "--from", "oldest"),
+                        self._line.changes("reset", each.name, "--to", "oldest"),
                     )
                 )
             elif each.oplog_share is not None and each.oplog_share >= THRESHOLDS[0]:
@@ -502,7 +502,7 @@ class _Judge:
                     "backlog_unserved",
                     f"{count} of {each.name} {'is' if each.stored == 1 else 'are'} stored, and this app has no such "
                     f"handler. They take room under spill_bytes until it is back, or "
-                    f"`{self._line.changes('forget', each.name)}` removes them.",
+                    f"`{self._line.changes('remove', each.name)}` removes them.",
                 )
 
     def _largest(self) -> str:
@@ -529,13 +529,13 @@ class _Judge:
         for snapshot in seen.snapshots:
             if snapshot.state in ("failed", "source gone"):
                 can_resume = snapshot.state == "failed"
-                rest = "Resume it: it continues at its place." if can_resume else "`--stop` acknowledges it."
+                rest = "Resume it: it continues at its place." if can_resume else "Stop it to acknowledge that."
                 yield failing(
                     "snapshot_failed",
                     f"The snapshot of {snapshot.source} for {snapshot.handler} has ended after {snapshot.done} "
                     f"documents: {cut(snapshot.reason or 'no reason is recorded')}. The others are not "
                     f"delivered. {rest}",
-                    self._line.changes("snapshot", "--resume" if can_resume else "--stop", snapshot.id),
+                    self._line.changes("snapshot", "resume" if can_resume else "stop", snapshot.id),
                 )
         yield from self._dead_letters()
         yield from self._unregistered()
@@ -571,7 +571,7 @@ class _Judge:
             f"This app has no handler {listed([each.name for each in gone])}{stand}, of which positions are stored. "
             "Its changes are not handled. Import the module with the @bridge.on_change function. If you renamed the "
             f"function, write name={first!r} in the decorator{beside}: it keeps the position. If you removed it, run "
-            f"`{self._line.changes('forget', first)}`.",
+            f"`{self._line.changes('remove', first)}`.",
         )
 
     def _dropped(self) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ Pure: fed with times.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from mongo_celery.bridge.options import BridgeOptions
 
 LEAST_GAIN = 2.0

@@ -300,7 +300,7 @@ def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | N
     handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
     sentence = (
         f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
-        f"$type or $convert. Then rewind the handler to before this change, or skip it. {quote(error)}"
+        f"$type or $convert. Then reset the handler to before this change, or skip it. {quote(error)}"
     )
     return ReadError(sentence, only_match=True)
 

@@ -285,7 +285,7 @@ class Selector:
         if missing:
             raise ConfigurationError(
                 f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
-                "chosen; keep these fields, or leave out the projection. Then rewind the handler to before this "
+                "chosen; keep these fields, or leave out the projection. Then reset the handler to before this "
                 "change.",
             )
         return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
