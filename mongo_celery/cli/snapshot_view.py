@@ -21,7 +21,7 @@ def progress_line(each: Mapping[str, Any]) -> str:
         facts.append(f"{each['per_second']:.0f}/s")
     if each["remaining_seconds"] is not None:
         facts.append(f"{duration(each['remaining_seconds'])} left")
-    said = f": {each['sentence']}" if each["reason"] else ""
+    said = f": {each['reason']}" if each["reason"] else ""
     return f"{each['source']} for {each['handler']}: {', '.join(facts)}{said}"
 
 
