@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.bridge.listener.activity import BUCKETS, Activity
 from mongo_celery.bridge.operations.bridge_snapshot import PARTITION_STATES, BridgeSnapshot
 from mongo_celery.bridge.operations.judgement import CODES
-from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING, STOPPED
 from mongo_celery.findings import SEVERITIES
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ except ImportError as error:
     raise ImportError("metrics need prometheus-client: pip install 'mongo-celery[metrics]'") from error
 
 PREFIX = "mongo_celery_bridge_"
-_SNAPSHOT_STATES = (RUNNING, DONE, GONE, STOPPED, FAILED)
 
 GAUGES = {
     "up": ("1 if MongoDB answered this scrape. Else the state is missing.", ""),
@@ -50,9 +48,6 @@ GAUGES = {
     "dead_letters": ("State: dead letters.", "handler"),
     "parked_keys": ("State: keys whose changes wait for a person.", "handler"),
     "partitions": ("State: partitions by state.", "handler state"),
-    "snapshots": ("State: snapshots by state. Ended ones count for an hour.", "handler state"),
-    "snapshot_documents": ("State: documents that running snapshots have read.", "handler"),
-    "snapshot_documents_estimated": ("State: documents of running snapshots, as counted at the start.", "handler"),
     "listener_alive": ("Process: 1 if the loop of the listener works, as /healthz.", ""),
     "leading": ("Process: 1 if it leads.", ""),
 }
@@ -151,15 +146,6 @@ def _add_state(add: Callable[..., None], shown: BridgeSnapshot) -> None:
     for handler in shown.handlers:
         for name in ("lag_seconds", "oplog_left_seconds", "dead_letters", "parked_keys"):
             add(name, getattr(handler, name), handler.name)
-        snapshots = [each for each in shown.snapshots if each.handler == handler.name]
-        for name, known, found in (
-            ("partitions", PARTITION_STATES, handler.partitions),
-            ("snapshots", _SNAPSHOT_STATES, snapshots),
-        ):
-            states = Counter(each.state for each in found)
-            for state in known:
-                add(name, states[state], handler.name, state)
-        running = [each for each in snapshots if each.state == RUNNING]
-        add("snapshot_documents", sum(each.done for each in running), handler.name)
-        if all(each.estimated is not None for each in running):
-            add("snapshot_documents_estimated", sum(each.estimated or 0 for each in running), handler.name)
+        states = Counter(each.state for each in handler.partitions)
+        for state in PARTITION_STATES:
+            add("partitions", states[state], handler.name, state)

@@ -1,8 +1,8 @@
 """
 The page: page.html, filled in with snapshots of bridges. It is complete without its script.
 
-In page.html `{name.field:filter}` is a value, escaped. `<for x in y>` repeats, `<if y>` leaves out. Style and script stay
-as they are.
+In page.html `{name.field:filter}` is a value, escaped. `<for x in y>` repeats, `<if y>` leaves out. Style and script
+stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from importlib.resources import files
 from string import Formatter
 from typing import Any
 
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerView, PartitionView
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, PartitionStatus
+from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, number, size
 from mongo_celery.visible import visible
 
@@ -103,14 +104,19 @@ _VALUES = _Values()
 _NODES = _parse(iter(_TAG.split(_FILE)))
 
 
-def _prose(sentence: str) -> Markup:
-    """Return a sentence. What is between its backticks is code."""
-    parts = enumerate(escape(visible(sentence)).split("`"))
-    return Markup("".join(f"<code>{part}</code>" if at % 2 else part for at, part in parts))
+def _prose(finding: Finding) -> Markup:
+    """Return a sentence; of the commands between its backticks, which `_commands` has as a whole, the end."""
+    parts = enumerate(escape(visible(finding.sentence)).split("`"))
+    return Markup("".join(f"<code>{part.split(' changes ')[-1]}</code>" if at % 2 else part for at, part in parts))
 
 
-def _ago(moment: datetime | None) -> str:
-    return "" if moment is None else f"{duration(max((datetime.now(UTC) - moment).total_seconds(), 0))} ago"
+def _commands(finding: Finding) -> list[str]:
+    quoted = [each for each in finding.sentence.split("`")[1::2] if each.startswith("celery ")]
+    return list(dict.fromkeys([finding.command, *quoted] if finding.command else quoted))
+
+
+def _age(moment: datetime | None) -> str:
+    return duration(None if moment is None else max((datetime.now(UTC) - moment).total_seconds(), 0))
 
 
 def _amount(count: int | None) -> str:
@@ -118,7 +124,9 @@ def _amount(count: int | None) -> str:
 
 
 def _rate(rate: float | None) -> str:
-    return f"{rate:.1f}" if rate is not None and rate < 10 else _amount(rate and round(rate))  # noqa: PLR2004
+    if rate is None or rate >= 10:  # noqa: PLR2004
+        return _amount(None if rate is None else round(rate))
+    return f"{rate:.1f}"
 
 
 def _find_level(*codes: str) -> Callable[[BridgeSnapshot], str]:
@@ -128,7 +136,7 @@ def _find_level(*codes: str) -> Callable[[BridgeSnapshot], str]:
 
 def _processes(shown: BridgeSnapshot) -> str:
     leader, workers = shown.leader, shown.workers
-    parts = [f"Leader on {leader.host}, process {leader.pid}, since {_ago(leader.since)}"] if leader else []
+    parts = [f"Leader on {leader.host}, process {leader.pid}, for {_age(leader.since)}"] if leader else []
     parts += [f"No listener for {duration(shown.unled_seconds)}"] if shown.unled_seconds is not None else []
     parts += [f"Standby on {each.host}, process {each.pid}" for each in shown.standbys]
     parts += [number(workers.serving, "worker answers", "workers answer")] if workers else []
@@ -146,14 +154,14 @@ def _oplog_left(shown: BridgeSnapshot) -> str | None:
     return duration(min(left)) if left else None
 
 
-def _cells(handler: HandlerView) -> list[tuple[str, str]]:
+def _cells(handler: HandlerStatus) -> list[tuple[str, str]]:
     """Return title and class of partitions."""
     shown = handler.partitions[:_CELLS_MAX]
     states = [(each.index, "running" if each.is_running and not each.is_blocked else each.state) for each in shown]
     return [(f"{index} {state}", f"{state} {_LEVELS[state]}") for index, state in states]
 
 
-def _notes(handler: HandlerView) -> str:
+def _notes(handler: HandlerStatus) -> str:
     """Return the partitions of a handler in words."""
     states = Counter(each.state for each in handler.partitions if each.state not in {"flowing", "not_led"})
     notes = [f"{count} {state}" for state, count in states.items()]
@@ -162,23 +170,27 @@ def _notes(handler: HandlerView) -> str:
     return handler.error or ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 
-def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionView]]:
+def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
     """Return the partitions that no finding names: those that retry or wait, and all of several that are halted."""
-    found: list[tuple[str, PartitionView]] = []
+    found: list[tuple[str, PartitionStatus]] = []
     for handler in shown.handlers:
         states = {"retrying", "waiting"} | ({"halted"} if len(handler.list_in("halted")) > 1 else set())
         found += [(handler.name, each) for each in handler.partitions if each.state in states or each.crashes]
     return found[:_ROWS_MAX]
 
 
-def _attempts(partition: PartitionView) -> str:
-    parts = [f"since {_ago(partition.since)}"] if partition.since else []
+def _attempts(partition: PartitionStatus) -> str:
+    parts = [f"for {_age(partition.since)}"] if partition.since else []
     parts += [number(partition.retries, "retry", "retries")] if partition.retries else []
     parts += [number(partition.crashes, "crash", "crashes")] if partition.crashes else []
     parts += [f"again in {duration(partition.due_seconds)}"] if partition.due_seconds else []
     return ", ".join(parts)
 
 
+_OWN: Sequence[Callable[[Any], Any]] = (
+    *(duration, size, _prose, _commands, _age, _amount, _rate),
+    *(_processes, _reading, _oplog_left, _waiting, _cells, _notes, _attempts),
+)
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "level": lambda state: _LEVELS.get(state, ""),
     "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
@@ -188,17 +200,5 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "dead": _find_level("dead_letters"),
     "words": lambda code: code.replace("_", " "),
     "newest": lambda groups: sorted(groups, key=lambda each: str(each.newest_at), reverse=True)[:_ROWS_MAX],
-    "prose": _prose,
-    "duration": duration,
-    "size": size,
-    "amount": _amount,
-    "rate": _rate,
-    "ago": _ago,
-    "processes": _processes,
-    "reading": _reading,
-    "oplog_left": _oplog_left,
-    "waiting": _waiting,
-    "cells": _cells,
-    "notes": _notes,
-    "attempts": _attempts,
+    **{each.__name__.strip("_"): each for each in _OWN},
 }

@@ -104,7 +104,7 @@ class HttpServer(ThreadingHTTPServer):
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family = found[0][0]
-            super().__init__(found[0][4], _Request)  # type: ignore[arg-type]
+            super().__init__(found[0][4], _RequestHandler)  # type: ignore[arg-type]
         except (OSError, UnicodeError) as error:
             raise ConfigurationError(
                 f"cannot serve HTTP at {address}: {getattr(error, 'strerror', None) or error}. "
@@ -143,7 +143,7 @@ class HttpServer(ThreadingHTTPServer):
         """Ignore clients that hang up. An error of an answer is logged before it comes here."""
 
 
-class _Request(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     server: HttpServer
     server_version, sys_version = "mongo_celery", ""
     default_request_version = "HTTP/1.0"

@@ -46,6 +46,7 @@ from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
 
 if TYPE_CHECKING:
     from celery import Celery
+    from prometheus_client import Metric
 
     from mongo_celery.bridge.listener.activity import Activity
 
@@ -100,7 +101,9 @@ class HttpService(HttpServer):
         program = app_argument if isinstance(app_argument, str) else "APP"
         self._activities = activities
         self._errors = [Recent(partial(_find_error, each)) for each in wirings]
-        self._snapshots = [Recent(partial(_read, each, CommandLine(program, each.line.bridge))) for each in wirings]
+        readers = [partial(_read, each, CommandLine(program, each.line.bridge)) for each in wirings]
+        self._snapshots = [Recent(partial(read, groups=False)) for read in readers]
+        self._complete = [Recent(partial(read, groups=True)) for read in readers]
         self._workers = [Recent(partial(_count_workers, each), _KEEP_WORKERS_SECONDS) for each in wirings]
         parts = [*OUTBOXES.of(app), *TWO_PHASE_COMMITS.of(app)]
         self._others = Recent(lambda: [_describe(each) for each in parts], _KEEP_OTHERS_SECONDS)
@@ -140,17 +143,16 @@ class HttpService(HttpServer):
 
     def _status(self, _accept: str) -> Response:
         process = {"host": socket.gethostname(), "pid": os.getpid()}
-        return _as_json({"process": process, "bridges": [each.plain() for each in self._complete()]})
+        return _as_json({"process": process, "bridges": [each.plain() for each in self._read_all()]})
 
     def _page(self, _accept: str) -> Response:
-        text = render_page(self._complete(), others=self._others(), host=socket.gethostname(), pid=os.getpid())
+        text = render_page(self._read_all(), others=self._others(), host=socket.gethostname(), pid=os.getpid())
         return Response(text.encode(), "text/html; charset=utf-8", policy=POLICY)
 
-    def _complete(self) -> list[BridgeSnapshot]:
-        """Return the snapshots with the workers that answer."""
-        found = _call_all([*self._snapshots, *self._workers])
-        count = len(self._snapshots)
-        return [replace(each, workers=workers) for each, workers in zip(found[:count], found[count:], strict=True)]
+    def _read_all(self) -> list[BridgeSnapshot]:
+        """Return the snapshots with the dead letters, and the workers that answer."""
+        asked = zip(_call_all(self._complete), _call_all(self._workers), strict=True)
+        return [replace(each, workers=workers) for each, workers in asked]
 
 
 def _call_all(reads: Sequence[Callable[[], T]]) -> list[T]:
@@ -164,9 +166,9 @@ def _as_json(value: dict[str, Any], *, ok: bool = True) -> Response:
     return Response(json.dumps(value).encode(), "application/json", status)
 
 
-def _read(wiring: Wiring, line: CommandLine) -> BridgeSnapshot:
+def _read(wiring: Wiring, line: CommandLine, *, groups: bool) -> BridgeSnapshot:
     try:
-        return read_snapshot(wiring, line)
+        return read_snapshot(wiring, line, groups=groups)
     except Exception as error:  # noqa: BLE001 - one bridge does not keep the others from an answer
         return unreadable(wiring.name, _explain(error))
 
@@ -234,7 +236,7 @@ def _make_exposition(
 
     def expose(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
-        found = chain(*_call_all([lambda each=each: list(each.collect()) for each in collectors]))
-        return Response(encode(SimpleNamespace(collect=lambda: found)), content_type)
+        found: list[list[Metric]] = _call_all([partial(list, each.collect()) for each in collectors])
+        return Response(encode(SimpleNamespace(collect=lambda: chain(*found))), content_type)
 
     return expose

@@ -155,7 +155,12 @@ class Facts:
 
 
 def read_snapshot(
-    wiring: Wiring, line: CommandLine | None = None, *, ask: bool = False, counting: float = GLANCE_SECONDS
+    wiring: Wiring,
+    line: CommandLine | None = None,
+    *,
+    ask: bool = False,
+    counting: float = GLANCE_SECONDS,
+    groups: bool = True,
 ) -> BridgeSnapshot:
     """
     Read a bridge, and judge it.
@@ -166,30 +171,33 @@ def read_snapshot(
         line: beginning of the commands that findings print.
         ask: ask broker and workers, too, for some seconds.
         counting: seconds that counting stored changes may take.
+        groups: read dead letters, too, and group them.
 
     Raises:
         ServerUnavailableError: MongoDB did not answer.
         DeploymentError: it cannot serve a bridge, or a right is missing.
     """
     line = line or wiring.line
-    found = read_unjudged(wiring, line, counting)
+    found = read_unjudged(wiring, line, counting, groups=groups)
     if not ask:
         return judge(found, line)
     workers, findings = ask_servers(wiring)
     return judge(replace(found, workers=workers), line, findings)
 
 
-def read_unjudged(wiring: Wiring, line: CommandLine, counting: float) -> BridgeSnapshot:
+def read_unjudged(wiring: Wiring, line: CommandLine, counting: float, *, groups: bool = True) -> BridgeSnapshot:
     """Read a bridge, without findings. Arguments and errors as of `read_snapshot`."""
     client = wiring.reach()
     try:
         with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
-            return shape(_read_facts(client, wiring, line, counting))
+            return shape(_read_facts(client, wiring, line, counting, groups=groups))
     except PyMongoError as error:
         raise to_user_error(error, wiring.state_concern) from error
 
 
-def _read_facts(client: MongoClient[dict[str, Any]], wiring: Wiring, line: CommandLine, counting: float) -> Facts:
+def _read_facts(
+    client: MongoClient[dict[str, Any]], wiring: Wiring, line: CommandLine, counting: float, *, groups: bool
+) -> Facts:
     options, store, handlers = wiring.options, wiring.store, wiring.handlers
     lease = store.leases.read()
     subscriptions = store.subscriptions.read_all()
@@ -217,7 +225,7 @@ def _read_facts(client: MongoClient[dict[str, Any]], wiring: Wiring, line: Comma
         images=images,
         layouts=layouts,
         dead_letters=dead_letters,
-        dead_letter_groups=_group_dead_letters(store, counting) if dead_letters else (),
+        dead_letter_groups=_group_dead_letters(store, counting) if dead_letters and groups else (),
         oversized=store.dead_letters.read_oversized_error() if dead_letters else None,
         snapshots=store.snapshots.read(),
         without_runs=frozenset(each.name for each in handlers if not _takes_runs(wiring, each)),
