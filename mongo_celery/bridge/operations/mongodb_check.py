@@ -357,7 +357,10 @@ def plain_mongodb_hosts(url: str) -> list[str]:
 
 def plain_broker_hosts(url: str) -> list[str]:
     """Return the hosts of a broker URL that are neither encrypted nor on this machine."""
-    found = parse_url(url.strip()) if "://" in url else {}
+    try:
+        found = parse_url(url.strip()) if "://" in url else {}
+    except ValueError:  # the check of the broker says so
+        return []
     if found.get("transport") not in _PLAIN_BROKERS:
         return []
     return [host for each in str(found["hostname"] or "").split(",") if not _is_here(host := each.partition(":")[0])]

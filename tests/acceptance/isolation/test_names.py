@@ -107,8 +107,8 @@ def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain:
     assert "Traceback" not in refused.text
     chain.wait_done()
 
-    wait_for(lambda: not _codes(chain, "health")["failing"], message="nothing fails, once the worker has answered")
-    assert "identity" in _codes(chain, "health", staging)["failing"]
+    wait_for(lambda: not _codes(chain, "status")["failing"], message="nothing fails, once the worker has answered")
+    assert "identity" in _codes(chain, "status", staging)["failing"]
     assert "identity" in _codes(chain, "check", staging)["failing"]
     assert first.terminate() == 0
     assert chain.run("listener", name="staging-again", **staging).wait() == 1, "also while nobody leads"
@@ -140,7 +140,7 @@ def test_a_worker_of_another_environment_drops_what_it_gets(chain: Chain) -> Non
     assert "is that of another app or environment" in theirs.text
     theirs.wait_for_output("for handler plain of bridge chain")
     assert "of another installation" not in theirs.text
-    assert "foreign_bridge" in _codes(chain, "health")["degraded"]
+    assert "foreign_bridge" in _codes(chain, "status")["degraded"]
     assert theirs.terminate() == 0
     assert chain.starts(item) == []
     chain.worker(**OLD)
