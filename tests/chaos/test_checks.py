@@ -302,8 +302,6 @@ def test_a_status_is_judged_by_what_is_so() -> None:
     assert checks.untrue({**good, "caught_up": False}) == ["caught_up is False"]
     halted = {"name": "quick", "partitions": [{**flowing, "state": "halted"}]}
     assert checks.untrue({**good, "handlers": [halted]}) == ["quick/3 is halted"]
-        "quick/3 is halted"
-    ]
     assert len(checks.untrue({})) == len(checks.AT_REST)
     assert not judge(Evidence(GOOD, [], [], status={})).good
 

@@ -7,6 +7,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import bson
@@ -25,16 +27,18 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
 from mongo_celery.bridge.operations import broker_check, heads
 from mongo_celery.bridge.operations.bridge_snapshot import PartitionStatus
+from mongo_celery.bridge.operations.keys import hash_of_key, partition_of_key
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
+from mongo_celery.bridge.operations.whereabouts import Whereabouts, find_whereabouts
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import parse_name
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_name
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.findings import Finding
@@ -800,3 +804,45 @@ def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refus
     assert bridge.wiring.of_process(WorkerRuntime).open("run", "an envelope", None, Context()) is None
     assert "refused the login; check user, password and authSource" in caplog.text
     assert "lacks a right" not in caplog.text
+
+
+# -- where -----------------------------------------------------------------------------------------
+
+
+def find(led: Led, key: str) -> Whereabouts:
+    return find_whereabouts(led.bridge.wiring, "summarise", key)
+
+
+def partition_of(led: Led, key: object) -> int:
+    layout = layouts_in_force(led.store.subscriptions.read_all())["summarise"]
+    return partition_of_key(led.bridge.wiring, "summarise", layout, key, None)
+
+
+def test_a_key_is_found_with_what_holds_its_changes(storing: Storing) -> None:
+    """P16: what is stored of it, and what blocks its partition; of another key nothing is said to be stored."""
+    led = storing.led
+    here = next(str(key) for key in range(1000) if partition_of(led, key) == 0)
+    other = next(str(key) for key in range(1000) if partition_of(led, key) == 1)
+    layout = layouts_in_force(led.store.subscriptions.read_all())["summarise"]
+    hash_ = hash_of_key(led.bridge.wiring, "summarise", layout, int(here), None)
+    mine = replace(stored_change(4), hash=hash_)
+    storing.store([mine])
+    found = find(led, here)
+    assert (found.partition.index, found.stored, found.blocked, found.lasts) == (0, 1, False, False)
+    assert (found.parked, found.dead_letters, found.running) == (False, (), False)
+    storing.commit(3)
+    led.halt(number=4)
+    found = find(led, here)
+    assert (found.partition.state, found.blocked, found.stored) == ("halted", True, 1)
+    assert (find(led, other).partition.index, find(led, other).stored) == (1, 0)
+
+
+def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(led: Led) -> None:
+    """P16: by the time of the reading; and a handler that is not there is refused with those that are."""
+    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    found = find(led, '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}')
+    assert (found.lasts, found.partition.state) == (True, "flowing")
+    assert found.handled_until is not None
+    assert abs((found.handled_until - datetime.now(UTC)).total_seconds()) < 60
+    with pytest.raises(CommandRefusedError, match="summarise"):
+        find_whereabouts(led.bridge.wiring, "summarize", "1")

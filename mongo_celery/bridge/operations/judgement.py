@@ -384,10 +384,10 @@ class _Judge:
     def _halted(self, handler: HandlerStatus, halted: Sequence[PartitionStatus]) -> Finding:
         first, indexes = halted[0], [each.index for each in halted]
         their, them = ("Its", "it") if len(halted) == 1 else ("Their", "them")
-        at = f"{'' if len(halted) == 1 else 'the first '}at {_key(first)}"
+        at = f"{'' if len(halted) == 1 else ', the first'} at {_key(first)}"
         return failing(
             "halted",
-            f"{_where(handler, halted)} {_are(halted)} halted, {at}: {cut(first.error or 'no error is recorded')}. "
+            f"{_where(handler, halted)} {_are(halted)} halted{at}: {cut(first.error or 'no error is recorded')}. "
             f"{their} later changes wait. Fix the cause and retry {them}. Or see the change with "
             f"`{self._line.changes('show', handler.name, str(first.index))}` and move it to the dead letters with "
             f"`{self._skip(handler, first)}`.",
