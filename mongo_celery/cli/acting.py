@@ -5,44 +5,66 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mongo_celery.cli.apps import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge, one_sentence_errors, say
 from mongo_celery.plan import Plan
 
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.operations import Operations
+
 HANDLER = click.argument("handler")
 PARTITION = click.argument("partition", type=click.IntRange(min=0), required=False)
 
 
+def acting_on(
+    name: str, option: Callable[[Any], Any], choose: Callable[[click.Context, str | None], Any]
+) -> Callable[[Callable[..., Plan]], Callable[..., None]]:
+    """
+    Return a decorator that makes a function a command with `--yes`, `--dry-run`, `--json` and the option that chooses.
+
+    The function takes what is chosen and its own options, and returns a plan. The command ends with status 1 if
+    something was refused.
+
+    Args:
+        name: of the option that chooses what the command acts on.
+        option: that one.
+        choose: returns that.
+    """
+
+    def decorate(make_plan: Callable[..., Plan]) -> Callable[..., None]:
+        @YES
+        @DRY_RUN
+        @option
+        @JSON
+        @click.pass_context
+        @functools.wraps(make_plan)
+        def command(ctx: click.Context, /, **given: Any) -> None:
+            how = {name: given.pop(name) for name in ("yes", "dry_run", "as_json")}
+            chosen = choose(ctx, given.pop(name))
+            with one_sentence_errors():
+                plan = make_plan(chosen, **given)
+            carry_out(ctx, plan, **how)
+
+        made: Callable[..., None] = command
+        return made
+
+    return decorate
+
+
+def _choose_operations(ctx: click.Context, name: str | None) -> Operations:
+    from mongo_celery.bridge.operations.operations import Operations
+    from mongo_celery.cli.apps import line_of
+
+    wiring = one_bridge(ctx, name)
+    return Operations(wiring, line=line_of(ctx, wiring))
+
+
 def acting(make_plan: Callable[..., Plan]) -> Callable[..., None]:
-    """
-    Make a function from a bridge's operations and its own options to a plan a command.
-
-    The command has `--reason`, `--yes`, `--dry-run`, `--bridge` and `--json`, too. It ends with status 1 if something
-    was refused.
-    """
-
-    @REASON
-    @YES
-    @DRY_RUN
-    @BRIDGE
-    @JSON
-    @click.pass_context
-    @functools.wraps(make_plan)
-    def command(ctx: click.Context, /, bridge: str | None, **given: Any) -> None:
-        from mongo_celery.bridge.operations.operations import Operations
-        from mongo_celery.cli.apps import line_of
-
-        wiring = one_bridge(ctx, bridge)
-        how = {name: given.pop(name) for name in ("yes", "dry_run", "as_json")}
-        with one_sentence_errors():
-            plan = make_plan(Operations(wiring, line=line_of(ctx, wiring)), **given)
-        carry_out(ctx, plan, **how)
-
-    made: Callable[..., None] = command
-    return made
+    """Make a function from a bridge's operations and options to a plan a command, with `--reason` and `--bridge`."""
+    return REASON(acting_on("bridge", BRIDGE, _choose_operations)(make_plan))
 
 
 def carry_out(
@@ -52,7 +74,6 @@ def carry_out(
     yes: bool,
     dry_run: bool,
     as_json: bool,
-    errors: Callable[[], Any] = one_sentence_errors,
 ) -> None:
     """
     Show a plan, ask, run it and print the result; end with status 1 if something was refused.
@@ -63,17 +84,21 @@ def carry_out(
     if not is_run and as_json:
         click.echo(json.dumps(plan.plain()))
     elif plan.question is not None or not is_run:
-        for line in (*plan.refused, *plan.lines, *plan.contents):
+        for sentence in plan.refused:
+            say(f"Error: {sentence}", err=True)
+        for line in (*plan.lines, *plan.contents):
             say(line, err=is_run)
     result = None
     if is_run:
         if plan.question is not None and not yes:
             click.confirm(plan.question, abort=True, err=True)
-        with errors():
+        with one_sentence_errors():
             result = plan.run()
         if as_json:
             click.echo(json.dumps(plan.plain(result)))
         else:
-            for line in (*result.refused, *result.lines):
+            for sentence in result.refused:
+                say(f"Error: {sentence}", err=True)
+            for line in result.lines:
                 say(line)
     ctx.exit(1 if (plan if result is None else result).refused else 0)

@@ -42,8 +42,8 @@ from django.urls import path
 from mongo_celery import Bridge, Outbox, Participant
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.bridge_snapshot import HandlerStatus, PartitionStatus
-from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.letter_commands import find
+from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.wiring import BRIDGES as BRIDGES_OF
@@ -55,6 +55,7 @@ from mongo_celery.outbox import health
 from mongo_celery.outbox import replay as outbox_commands
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
+from mongo_celery.plan import Plan, PlanResult
 from mongo_celery.testing import BridgeRunner
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
@@ -342,7 +343,8 @@ def test_an_action_is_asked_about_then_done_and_logged() -> None:
 
     confirmed(browser, BRIDGES, action="resume", bridge="shop", handler="stop", partition="0")
     assert states()["stop"] == "flowing"
-    assert said(confirmed(browser, BRIDGES, action="retry", bridge="shop", handler="stop", partition="0")) != []
+    retry = {"action": "retry", "bridge": "shop", "handler": "stop", "partition": "0", "confirmed": "yes"}
+    assert said(browser.post(f"{BRIDGES}act/", retry, follow=True)) != []
     assert "nothing to retry" in LogEntry.objects.latest("pk").change_message
 
 
@@ -722,11 +724,12 @@ def test_the_log_has_all_that_was_done_however_long_it_is_and_the_pages_say_what
     assert len(entry.object_repr) <= 200
     assert entry.object_repr.endswith("... and 1853 characters more")
 
-    refused = [CommandResult("stop", index, "halted", "refused", f"{index} {'y' * 2000}") for index in range(300)]
-    monkeypatch.setattr("mongo_celery.bridge.operations.commands.retry", lambda *_: refused)
+    refused = [f"{index} {'y' * 2000}" for index in range(300)]
+    plan = Plan(command="retry", lines=[], act=lambda: PlanResult(refused=refused))
+    monkeypatch.setattr(Operations, "retry", lambda *_, **__: plan)
     confirmed(operator(), BRIDGES, action="retry", bridge="shop", handler="stop")
     message = LogEntry.objects.latest("pk").change_message
-    assert message.endswith(" ".join(each.reason for each in refused))
+    assert message.endswith(" ".join(refused))
 
     names = [f"{number}{'z' * 2000}" for number in range(100)]
     operator().post(f"{OUTBOXES}act/", {"action": "discard", "outbox": "orders", "letter": names, "confirmed": "yes"})
@@ -778,7 +781,7 @@ def test_what_was_done_before_an_error_is_not_called_refused(monkeypatch: pytest
 
 def test_what_ended_unforeseen_is_in_the_log_though_requests_are_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
     """ATOMIC_REQUESTS takes back what a failed request has written; what was done in MongoDB stays, and so its log."""
-    monkeypatch.setattr("mongo_celery.bridge.operations.commands.pause", lambda *_: 1 / 0)
+    monkeypatch.setattr(Operations, "pause", lambda *_, **__: 1 / 0)
     browser: Any = operator(raise_request_exception=False)
     fields = {**ACTIONS[BRIDGES], "confirmed": "yes"}
     assert browser.post(f"{BRIDGES}act/", fields).status_code == 500

@@ -10,7 +10,7 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.state.backlog import StoredChange
-from mongo_celery.bridge.state.names import Names
+from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.errors import CommandRefusedError
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
 from tests.integration.test_replays import letter_of
@@ -93,7 +93,7 @@ def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Names, "remove", dies)
+        patch.setattr(Positions, "remove", dies)
         plan = emptied.operations.remove(HANDLER, dead_letters=True)
         with pytest.raises(KeyboardInterrupt):
             plan.run()
@@ -125,9 +125,9 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is removed behind the transaction is bound by its version."""
-    original = Names.remove
+    original = Positions.remove
 
-    def late(self: Names, *arguments: Any, **options: Any) -> Any:
+    def late(self: Positions, *arguments: Any, **options: Any) -> Any:
         stage.lead()
         stage.write(1)
         stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "partitioningTerm": stage.generation})
@@ -135,7 +135,7 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
         stage.store.backlog.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
         return original(self, *arguments, **options)
 
-    monkeypatch.setattr(Names, "remove", late)
+    monkeypatch.setattr(Positions, "remove", late)
     plan = emptied.operations.remove(HANDLER, dead_letters=True)
     plan.run()
     found = ids(stage, HANDLER)

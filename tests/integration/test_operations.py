@@ -32,13 +32,13 @@ from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.operations.whereabouts import Whereabouts, find_whereabouts
-from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_name
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.findings import Finding
@@ -117,7 +117,7 @@ class Led:
         term = self.store.leases.acquire(IDENTITY)
         assert term is not None, "the lease is free"
         self.term: Term = term
-        renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl, dict)
+        renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl)
         takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)
         self.version = takeover.version
         self.generations = {name: layout.generation for name, layout in takeover.layouts.items()}
@@ -190,10 +190,10 @@ def test_the_status_follows_the_lease(led: Led) -> None:
 
 def test_the_status_follows_the_reports_of_the_listener(led: Led) -> None:
     """Lag is zero only for a listener that says it has caught up."""
-    led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
+    led.store.leases.record_report(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
     status = read_snapshot(led.bridge.wiring)
     assert (status.in_flight, status.buffered) == (2, 5)
-    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
     assert read_snapshot(led.bridge.wiring).lag_seconds == 0
 
 
@@ -363,7 +363,7 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     with pytest.raises(CommandRefusedError, match="then skip it"):
         led.bridge.operations.retry("summarise", 0).run()
     assert led.partition().state == "halted"
-    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
+    assert led.store.leases.record_report(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
     led.bridge.operations.retry("summarise", 0).run()
     assert led.partition().state == "flowing"
 
@@ -570,7 +570,7 @@ def test_the_status_counts_what_is_stored_where_no_listener_says(storing: Storin
     age = int(status.at.timestamp()) - 1  # of the first one, by the time in its token
     assert [each.lag_seconds for each in (status, handler)] == [age, age]
     assert handler.partitions[0].oldest_seconds == age
-    assert storing.led.store.leases.renew(storing.led.term, {"spilledBytes": 900, "spillLimit": 1000})
+    assert storing.led.store.leases.record_report(storing.led.term, {"spilledBytes": 900, "spillLimit": 1000})
     backlog = read_snapshot(storing.wiring).backlog
     assert backlog is not None
     assert (backlog.count, backlog.bytes, backlog.share) == (3, 900, 0.9)
@@ -839,7 +839,7 @@ def test_a_key_is_found_with_what_holds_its_changes(storing: Storing) -> None:
 
 def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(led: Led) -> None:
     """P16: by the time of the reading; and a handler that is not there is refused with those that are."""
-    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
     found = find(led, '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}')
     assert (found.lasts, found.partition.state) == (True, "flowing")
     assert found.handled_until is not None

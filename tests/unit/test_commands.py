@@ -135,8 +135,8 @@ def test_the_page_has_the_keys_of_the_code() -> None:
     assert names(found["a dead letter of an outbox"]) == keys_of(DeadLetter)
     assert names(found["`changes where`"]) == {"bridge", *keys_of(Whereabouts)}
     assert names(found["`changes show`"]) == {"bridge", *keys_of(Head)}
-    assert names(found["`outbox sweep`"]) == {"outbox", *Delivery().plain()}
-    assert names(found["`outbox dead-letters replay`"]) == {"outbox", "error", *keys_of(Replay)}
+    assert names(found["`outbox sweep`"]) == {"outboxes", "outbox", *Delivery().plain()}
+    assert names(found["`outbox dead-letters replay`"]) == {"letters", "outbox", "error", *keys_of(Replay)}
     assert names(found["`outbox status`"]) == set(health())
     open_one = OpenTransaction(UUID(int=1), b"", 1, None, None, "", False, 1.0, 1.0, 1.0, connected=True, own=True)
     assert names(found["`locks list`"]) == set(open_one.plain())

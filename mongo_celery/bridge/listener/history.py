@@ -29,9 +29,9 @@ whose place is in the oplog.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
 from pymongo import MongoClient
@@ -39,7 +39,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time, starts_now
+from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark
@@ -60,12 +60,6 @@ logger = logging.getLogger("mongo_celery.listener")
 _DECISION_SECONDS = 1.0
 
 Subscriptions = Mapping[str, Subscription]
-
-
-class Reopening(NamedTuple):
-    """From where to read on. None for nowhere, since nobody can be read."""
-
-    position: Position | None
 
 
 @dataclass(slots=True)
@@ -162,24 +156,31 @@ class LostHistory:
         """Return True while nothing is read, since a refusal is not settled."""
         return self._refusal is not None
 
-    def tick(self, subscriptions: Subscriptions, watermarks: Watermarks, now: float) -> Reopening | None:
+    def tick(
+        self,
+        subscriptions: Subscriptions,
+        watermarks: Watermarks,
+        now: float,
+        read_from: Callable[[Position | None], None],
+    ) -> None:
         """
         Settle a refusal, or see whether a command has moved those that have lost something.
 
-        Returns:
-            From where to read on. None if that stays as it is.
+        Args:
+            read_from: called with the position to read on from, if that is another one. None if nobody can be read.
 
         Raises:
             HistoryLostError, LeaseLostError, AccessError: as `follow_moves` and `settle_refusal`.
         """
         if not self._retry.is_open(now):
-            return None
+            return
         try:
             if self._refusal is not None:
-                reopening = Reopening(self.settle_refusal(self._refusal, subscriptions, watermarks))
+                position = self.settle_refusal(self._refusal, subscriptions, watermarks)
                 self._refusal = None
-                return reopening
-            position = self.follow_moves(subscriptions, now)
+                read_from(position)
+            elif (position := self.follow_moves(subscriptions, now)) is not None:
+                read_from(position)
         except PyMongoError as error:
             renew_connections(self._client, error)
             raise_if_final(error, self._concern)
@@ -189,8 +190,6 @@ class LostHistory:
                 brief(error),
                 extra={"event": "history_unsettled"},
             )
-            return None
-        return Reopening(position) if position is not None else None
 
     def settle_refusal(
         self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks
@@ -243,7 +242,7 @@ class LostHistory:
         if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._followed_at = now
-        starts = starts_now(self._store, subscriptions, self._renewal.term.version)
+        starts = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         moved = [name for name in lost if starts[name].lost is None]
         if not moved:
             if is_over:

@@ -9,7 +9,7 @@ from functools import partial
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
 from mongo_celery.bridge.operations.resets import leader_in
-from mongo_celery.bridge.state.names import Holdings
+from mongo_celery.bridge.state.positions import Holdings
 from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan, PlanResult
@@ -30,7 +30,7 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
     with reached(wiring) as store:
         leader = leader_in(store.leases.read() or {})
         known = {parse_name(document) for document in store.subscriptions.read_all()}
-        holdings = store.names.holdings(handler)
+        holdings = store.positions.holdings(handler)
     if handler not in known and not holdings.any and not stamps:  # else a part of them may be left
         raise refuse_unknown(wiring, handler, known)
     if holdings.letters and not dead_letters:
@@ -42,7 +42,7 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
 
     def run(running: Act) -> PlanResult:
         store = wiring.store
-        term = store.names.forget(handler, running.record(handler, **asdict(holdings)))
+        term = store.positions.forget(handler, running.record(handler, **asdict(holdings)))
         if term is None:
             raise CommandRefusedError(
                 f"The listener that leads ({leader or 'it has just begun'}) serves {handler}: nothing is changed. "
@@ -53,7 +53,7 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
             database, _, collection = namespace.partition(".")
             targets = wiring.client[database][collection]
             targets.update_many({stamp: {"$exists": True}}, {"$unset": {stamp: ""}})
-        removed = sum(store.names.remove(handler, term, letters=dead_letters))
+        removed = sum(store.positions.remove(handler, term, letters=dead_letters))
         return PlanResult(lines=[f"{handler}: removed"], fields={"removed": removed})
 
     return Plan(

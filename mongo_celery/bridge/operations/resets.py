@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import pymongo
 from bson import Timestamp
 
+from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
 from mongo_celery.bridge.operations.places import NOW, OLDEST, Asked, Reach, StreamPlace, parse_place, place_of
 from mongo_celery.bridge.operations.times import iso
-from mongo_celery.bridge.state.dead_letters import ASKED
+from mongo_celery.bridge.state.dead_letters import ASKED, build_later_query
 from mongo_celery.bridge.state.partitions import Image, visible_state
-from mongo_celery.bridge.state.positions import Move, later_existing_query, later_letters_query
+from mongo_celery.bridge.state.positions import Move
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import (
     Layout,
@@ -337,8 +338,8 @@ def _count_after(
 ) -> dict[str, Any]:
     """Count what lies after the place and does not run again."""
     data = str(to.token["_data"])
-    letters = later_letters_query(act.wiring.name, handler, data)
-    existing = later_existing_query(act.wiring.name, handler, data)
+    letters = build_later_query(act.wiring.name, handler, data)
+    existing = {**letters, "change.operationType": SNAPSHOT}
     theirs = {"partition": {"$in": sorted(indexes)}}
     asked = {"replay.partitioningTerm": layout.generation, "replay.partition": {"$in": sorted(indexes)}}
     collection = store.dead_letters.collection

@@ -18,8 +18,7 @@ from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
 from mongo_celery.bridge.worker.envelope import Carrier, Run, read_installation, verify_run
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
-from mongo_celery.mongo.error_text import error_text
-from mongo_celery.mongo.verdicts import brief, explain_error
+from mongo_celery.mongo.verdicts import brief, error_text, explain_error
 from mongo_celery.quantities import number
 
 logger = logging.getLogger("mongo_celery.worker")

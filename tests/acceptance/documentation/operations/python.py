@@ -30,7 +30,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     store.leases.ensure()
     term = store.leases.acquire(IDENTITY)
     assert term is not None
-    renewal = Renewal(store.leases, store.signing, term, 10.0, dict)
+    renewal = Renewal(store.leases, store.signing, term, 10.0)
     takeover = take_over(store, renewal, bridge.options, bridge.handlers)
     generation = takeover.layouts["summarise"].generation
     assert store.leases.release(term)
