@@ -25,7 +25,8 @@ from mongo_celery.visible import visible
 
 _FILE = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 _STYLE, _SCRIPT = (
-    b64encode(sha256(re.split(f"</?{kind}>", _FILE)[1].encode()).digest()).decode() for kind in ("style", "script")
+    b64encode(sha256(_FILE.partition(f"<{kind}>")[2].partition(f"</{kind}>")[0].encode()).digest()).decode()
+    for kind in ("style", "script")
 )
 POLICY = (
     f"default-src 'none'; style-src 'sha256-{_STYLE}'; script-src 'sha256-{_SCRIPT}'; connect-src 'self'; "
@@ -33,7 +34,7 @@ POLICY = (
 )
 """A browser obeys only the style and the script of page.html."""
 
-_TAG = re.compile(r"(<(?:for|if) [^>]+>|</(?:for|if)>|<style>.*?</style>|<script>.*?</script>)", re.DOTALL)
+_TAG = re.compile(r"(</?(?:for|if|style|script)\b[^<>]*>)")
 _ROWS_MAX, _CELLS_MAX = 20, 256
 _LEVELS = {
     **dict.fromkeys(("healthy", "flowing", "running", "done"), "ok"),
@@ -80,11 +81,11 @@ def _parse(parts: Iterator[str]) -> list[Any]:
     nodes: list[Any] = []
     for text in parts:
         nodes.append(text)
-        tag = next(parts, "</")
-        if tag.startswith("</"):
+        tag = next(parts, "</for>")
+        kind, _, what = tag.strip("<>").partition(" ")
+        if kind in {"/for", "/if"}:
             break
-        kind, _, what = tag[1:-1].partition(" ")
-        nodes.append((kind, what, _parse(parts)) if kind in {"for", "if"} else Markup(tag))
+        nodes.append((kind, what, _parse(parts)) if what else Markup(tag + next(parts) + next(parts)))
     return nodes
 
 

@@ -105,8 +105,9 @@ class HttpService(HttpServer):
         self._snapshots = [Recent(partial(read, groups=False)) for read in readers]
         self._complete = [Recent(partial(read, groups=True)) for read in readers]
         self._workers = [Recent(partial(_count_workers, each), _KEEP_WORKERS_SECONDS) for each in wirings]
-        parts = [*OUTBOXES.of(app), *TWO_PHASE_COMMITS.of(app)]
-        self._others = Recent(lambda: [_describe(each) for each in parts], _KEEP_OTHERS_SECONDS)
+        self._others = Recent(
+            lambda: [_describe(each) for each in (*OUTBOXES.of(app), *TWO_PHASE_COMMITS.of(app))], _KEEP_OTHERS_SECONDS
+        )
         self._routes: dict[str, Callable[[str], Response]] = {
             "/": self._page,
             "/status": self._status,
