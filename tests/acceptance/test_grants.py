@@ -397,8 +397,8 @@ def test_the_command_prints_what_a_server_takes(clean: Setting) -> None:
     for role in ROLES:  # whoever had them has lost them with the role
         clean.admin.admin.command("grantRolesToUser", role, roles=[f"mongo_celery_{NAME}_{role}"])
     text = _grants(clean, "--role", "listener")
-    assert f'resource: {{ db: "{STATE}", collection: "leases" }}' in text
-    assert f'resource: {{ db: "{DATA}", collection: "" }}' in text
+    (command, _) = json.JSONDecoder().raw_decode(text.partition("db.adminCommand(")[2])
+    assert command == roles[0]["commands"][0], "mongosh takes it as it is"
 
 
 def _grants(setting: Setting, *arguments: str) -> str:
