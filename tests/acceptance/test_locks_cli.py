@@ -11,7 +11,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 from mongo_celery.locking import select_for_update, transactional
 from tests.acceptance.test_cli import Done, one_sentence, run
 from tests.fixtures.mongo import MakeClient

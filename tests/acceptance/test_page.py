@@ -52,7 +52,7 @@ class Shown:
         self.renderings = 0
         self.server = HttpServer("0", self._answer).__enter__()
 
-    def _answer(self, path: str, _accept: str) -> Response | None:
+    def _answer(self, path: str) -> Response | None:
         if path != "/":
             return None
         self.renderings += 1
@@ -119,7 +119,7 @@ def test_a_problem_is_shown_once_with_its_commands(shown: Shown) -> None:
     assert any(each.startswith("celery -A shop changes skip summarise") for each in commands)
     assert shown.text("body").count("ValueError: no") == 1
     assert "1 halted" in "".join(shown.table("Handlers"))
-    assert "two, process 43 · 2 workers answer" in shown.text("section p")
+    assert "two, process 43 · Workers that answer: 2" in shown.text("section p")
 
     gone = lease(live=False, listenerId=None, renewedAt=NOON - timedelta(seconds=300), report=None)
     shown.change(snapshot_of(lease=gone))
@@ -209,4 +209,4 @@ def test_a_refresh_keeps_the_place_and_a_listener_that_is_gone_is_named(shown: S
     shown.server.__exit__()
     shown.wait(lambda: "does not answer" in shown.text("#silent"))
     assert "summarise" in "".join(shown.table("Handlers"))
-    shown.server = HttpServer("0", lambda _path, _accept: None).__enter__()
+    shown.server = HttpServer("0", lambda _path: None).__enter__()

@@ -802,7 +802,7 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
         text = browser.get(address, follow=True).content.decode()
         assert "does not answer" in text
         assert "hunter2" not in text
-    with override_settings(MONGO_CELERY={"APP": "nowhere:app"}):
+    with override_settings(MONGO_CELERY_APP="nowhere:app"):
         for address in (BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS):
             assert "no Celery app can be had" in operator().get(address).content.decode()
 

@@ -17,7 +17,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.cli import locks as commands
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 from mongo_celery.locking import freeing, holders, select_for_update, set_automatic_freeing, transactional
 from mongo_celery.locking.freeing import end, ended_count

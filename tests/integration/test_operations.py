@@ -727,12 +727,6 @@ def test_a_check_finds_collections_that_keep_no_images(
     assert by_name(check(bridge.wiring))["images"].severity == "ok"
 
 
-def test_a_check_opens_the_real_stream(make_bridge: MakeBridge) -> None:
-    """A pipeline that the server refuses is found before any listener starts."""
-    found = by_name(check(make_bridge(pipeline=[{"$match": {"$expr": {"$noSuchOperator": 1}}}]).wiring))
-    assert found["change_stream"].severity == "failing"
-
-
 def test_a_check_finds_sources_in_the_state_database(make_bridge: MakeBridge, state_database: str) -> None:
     """The bridge would feed itself."""
     assert by_name(check(make_bridge(source=f"{state_database}.orders").wiring))["sources"].severity == "failing"

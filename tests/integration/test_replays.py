@@ -33,7 +33,7 @@ from mongo_celery.bridge.state.dead_letters import (
     FAILED,
     REPLAY_FAILED,
     REPLAYS_MAX,
-    SKIPPED,
+    SET_ASIDE,
     Letter,
     Place,
     ReplayRequest,
@@ -166,10 +166,10 @@ def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside
 
     assert rig.claims.halt(follower, token(2), "key", "e")
     image = rig.image
-    letter = {**letter_of(2, image.fencing_token), "cause": SKIPPED}
+    letter = {**letter_of(2, image.fencing_token), "cause": SET_ASIDE}
     assert rig.partitions.set_aside(image, 0, letter, rig.store.dead_letters.collection)
     second = rig.found()[1]
-    assert (second.cause, rig.image.committed, rig.image.state) == (SKIPPED, 2, "flowing")
+    assert (second.cause, rig.image.committed, rig.image.state) == (SET_ASIDE, 2, "flowing")
     assert second.place is not None
     assert rig.claim(3).fencing_token > second.place.fencing_token + REPLAYS_MAX
 
@@ -545,7 +545,7 @@ def test_the_page_groups_the_newest_dead_letters_and_verdict_and_metrics_do_not_
     try:
         term.database.command({"profile": 2})
         for path, reads in (("/readyz", 0), ("/verdict", 0), ("/metrics", 0), ("/status", 1)):
-            answer = service.answer(path, "") or Response(b"")
+            answer = service.answer(path) or Response(b"")
             assert term.database["system.profile"].count_documents(listing) == reads, path
     finally:
         term.database.command({"profile": 0})
@@ -604,17 +604,18 @@ def test_what_cannot_be_replayed_is_said_and_nothing_is_changed(
     _stored(term.database, 2)
     wiring = bridge.wiring
     found = letter_commands.find(wiring, Selection(), 0)
-    plan = bridge.operations.replay_dead_letters()
+    dry = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=True)
     assert term.store.replays.read() == []
-    result = plan.run()
-    assert plan.fields["letters"] == result.fields["letters"]
-    assert sorted(each["result"] for each in result.fields["letters"]) == ["refused", "requested"]
-    (refused,) = result.refused
+    results = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=False)
+    assert dry == results
+    assert sorted(each.result for each in results) == ["refused", "requested"]
+    (refused,) = [each.reason for each in results if each.result == "refused"]
     assert reason in refused
     for letter in found.letters:
         letter_commands.plain(letter)
         letter_commands.change_of(wiring, letter)
-    assert bridge.operations.discard_dead_letters().run().fields["discarded"] == 2
+    discarded = letter_commands.discard(wiring, found.letters, dry_run=False)
+    assert [each.result for each in discarded] == ["discarded", "discarded"]
 
 
 @pytest.mark.parametrize("fill", [bytes, os.urandom], ids=["compressed", "as it is"])

@@ -208,15 +208,6 @@ def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world:
     assert world.record["done"] == 40
 
 
-def test_the_bridges_pipeline_shapes_existing_documents_too(world: World) -> None:
-    """As it does the events of their inserts."""
-    world.orders.insert_many([{"_id": number, "v": 1, "secret": "x"} for number in range(4)])
-    pipeline = [{"$match": {"operationType": "insert", "documentKey._id": {"$gt": 0}}}, {"$unset": "fullDocument.v"}]
-    term = world.term(pipeline=pipeline).begin()
-    term.until(lambda: world.records and world.record["state"] == "done")
-    assert sorted((each.key, each.value) for each in world.seen) == [(1, None), (2, None), (3, None)]
-
-
 @pytest.mark.parametrize(
     ("match", "words"),
     [

@@ -44,8 +44,6 @@ PURE = (
     "bridge.window",
     "bridge.listener.fairness",
     "bridge.partitioning",
-    "demo.history",
-    "demo.verdict",
 )
 """What must run without a client, Celery, threads or a clock."""
 

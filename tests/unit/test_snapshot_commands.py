@@ -21,8 +21,13 @@ from mongo_celery.bridge.existing import (
     place_at_time,
 )
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names, snapshots_shown
-from mongo_celery.bridge.operations.snapshot_waits import Surroundings
+from mongo_celery.bridge.operations.snapshot_progress import (
+    Surroundings,
+    named,
+    progress_of,
+    short_names,
+    snapshots_shown,
+)
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.cli.snapshot_view import progress_line
 from mongo_celery.command_line import CommandLine

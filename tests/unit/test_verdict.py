@@ -15,7 +15,7 @@ from bson import Timestamp
 from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
-from mongo_celery.bridge.identity import HandlerIdentity, Identity
+from mongo_celery.bridge.identity import Identity
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Workers, unreadable
 from mongo_celery.bridge.operations.judgement import (
     CODES,
@@ -30,7 +30,6 @@ from mongo_celery.bridge.operations.judgement import (
 from mongo_celery.bridge.operations.snapshot_reader import Facts, shape
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.broker.address import BrokerAddress
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.oplog import Oplog
@@ -62,11 +61,11 @@ QUICK = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseco
 NEW_LAYOUT = {"subscription": "summarise", "partitions": 7, "waits": "waits for a claim"}
 NONE_ANSWERED = degraded("no_worker", "none")
 ANSWERED = Workers(answered=1, serving=1, slots=4)
-MINE = Identity("shop", None, {"summarise": HandlerIdentity("shop.changes.summarise", ("shop",), "1")})
-OLDER = replace(MINE, handlers={"summarise": replace(MINE.handlers["summarise"], digest="0")})
+MINE = Identity("shop", None, {"summarise": {"task": "shop.changes.summarise", "databases": ["shop"], "digest": "1"}})
+OLDER = replace(MINE, handlers={"summarise": {**MINE.handlers["summarise"], "digest": "0"}})
 
-HERE = replace(MINE, broker=BrokerAddress("redis", ("a:1",), "0", {}))
-ELSEWHERE = BrokerAddress("redis", ("b:1",), "0", {})
+HERE = replace(MINE, broker={"transport": "redis", "hosts": ["a:1"], "database": "0", "options": {}})
+ELSEWHERE = {"transport": "redis", "hosts": ["b:1"], "database": "0", "options": {}}
 
 
 def reporting(**changes: Any) -> dict[str, Any]:
@@ -179,7 +178,7 @@ CASES: dict[str, list[Case]] = {
         Case({"lease": lease(**serving("summarise", database="staging"))}, "failing", None, "staging"),
         Case({"lease": lease(**serving("summarise", app="billing"))}, "failing", None, "process 42 on one"),
         Case(
-            {"lease": lease(**serving("summarise", broker=ELSEWHERE.plain())), "identity": HERE},
+            {"lease": lease(**serving("summarise", broker=ELSEWHERE)), "identity": HERE},
             "failing",
             None,
             "redis://b:1/0",

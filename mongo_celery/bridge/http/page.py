@@ -18,7 +18,12 @@ from importlib.resources import files
 from string import Formatter
 from typing import Any
 
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, PartitionStatus
+from mongo_celery.bridge.operations.bridge_snapshot import (
+    BridgeSnapshot,
+    DeadLetterGroup,
+    HandlerStatus,
+    PartitionStatus,
+)
 from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, number, size
 from mongo_celery.visible import visible
@@ -35,7 +40,7 @@ POLICY = (
 """A browser obeys only the style and the script of page.html."""
 
 _TAG = re.compile(r"(</?(?:for|if|style|script)\b[^<>]*>)")
-_ROWS_MAX, _CELLS_MAX = 20, 256
+_ROWS_MAX = 20
 _LEVELS = {
     **dict.fromkeys(("healthy", "flowing", "running", "done"), "ok"),
     **dict.fromkeys(("degraded", "paused", "waiting", "retrying", "not_led"), "warn"),
@@ -66,13 +71,11 @@ class Markup(str):
 class _Values(Formatter):
     def read(self, path: str, values: Mapping[str, Any]) -> Any:
         name, _, wanted = path.partition(":")
-        return self.convert(self.get_field(name, (), values)[0], wanted)
-
-    def convert(self, value: Any, wanted: str) -> Any:
-        return _FILTERS[wanted](value) if wanted else value
+        found = self.get_field(name, (), values)[0]
+        return _FILTERS[wanted](found) if wanted else found
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        found = self.convert(value, format_spec)
+        found = _FILTERS[format_spec](value) if format_spec else value
         return found if isinstance(found, Markup) else escape(visible("" if found is None else found))
 
 
@@ -130,24 +133,13 @@ def _rate(rate: float | None) -> str:
     return f"{rate:.1f}"
 
 
+def _level(state: str) -> str:
+    return _LEVELS.get(state, "")
+
+
 def _find_level(*codes: str) -> Callable[[BridgeSnapshot], str]:
     """Return a filter: the level of the worst finding of these codes."""
     return lambda shown: next((_LEVELS[each.severity] for each in shown.findings if each.code in codes), "")
-
-
-def _processes(shown: BridgeSnapshot) -> str:
-    leader, workers = shown.leader, shown.workers
-    parts = [f"Leader on {leader.host}, process {leader.pid}, for {_age(leader.since)}"] if leader else []
-    parts += [f"No listener for {duration(shown.unled_seconds)}"] if shown.unled_seconds is not None else []
-    parts += [f"Standby on {each.host}, process {each.pid}" for each in shown.standbys]
-    parts += [number(workers.serving, "worker answers", "workers answer")] if workers else []
-    return " · ".join(parts)
-
-
-def _reading(shown: BridgeSnapshot) -> str:
-    if shown.unread_seconds:
-        return f"nothing was read for {duration(shown.unread_seconds)}"
-    return "everything is handled" if shown.caught_up else "since the change was written"
 
 
 def _oplog_left(shown: BridgeSnapshot) -> str | None:
@@ -155,11 +147,8 @@ def _oplog_left(shown: BridgeSnapshot) -> str | None:
     return duration(min(left)) if left else None
 
 
-def _cells(handler: HandlerStatus) -> list[tuple[str, str]]:
-    """Return title and class of partitions."""
-    shown = handler.partitions[:_CELLS_MAX]
-    states = [(each.index, "running" if each.is_running and not each.is_blocked else each.state) for each in shown]
-    return [(f"{index} {state}", f"{state} {_LEVELS[state]}") for index, state in states]
+def _kind(partition: PartitionStatus) -> str:
+    return "running ok" if partition.is_running and not partition.is_blocked else _level(partition.state)
 
 
 def _notes(handler: HandlerStatus) -> str:
@@ -171,7 +160,7 @@ def _notes(handler: HandlerStatus) -> str:
     return handler.error or ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 
-def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
+def _blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
     """Return the partitions that no finding names: those that retry or wait, and all of several that are halted."""
     found: list[tuple[str, PartitionStatus]] = []
     for handler in shown.handlers:
@@ -180,26 +169,31 @@ def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
     return found[:_ROWS_MAX]
 
 
-def _attempts(partition: PartitionStatus) -> str:
-    parts = [f"for {_age(partition.since)}"] if partition.since else []
-    parts += [number(partition.retries, "retry", "retries")] if partition.retries else []
-    parts += [number(partition.crashes, "crash", "crashes")] if partition.crashes else []
-    parts += [f"again in {duration(partition.due_seconds)}"] if partition.due_seconds else []
-    return ", ".join(parts)
+def _newest(groups: Sequence[DeadLetterGroup]) -> list[DeadLetterGroup]:
+    return sorted(groups, key=lambda each: str(each.newest_at), reverse=True)[:_ROWS_MAX]
 
 
-_OWN: Sequence[Callable[[Any], Any]] = (
-    *(duration, size, _prose, _commands, _age, _amount, _rate),
-    *(_processes, _reading, _oplog_left, _waiting, _cells, _notes, _attempts),
-)
+def _words(code: str) -> str:
+    return code.replace("_", " ")
+
+
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
-    "level": lambda state: _LEVELS.get(state, ""),
     "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
     "late": _find_level("halted", "lag", "no_listener", "reading_waits", "no_worker", "consumers", "broker_down"),
     "room": _find_level("backlog_bound", "backlog_refused", "backlog_missing"),
     "history": _find_level("history_lost", "history_at_risk"),
-    "dead": _find_level("dead_letters"),
-    "words": lambda code: code.replace("_", " "),
-    "newest": lambda groups: sorted(groups, key=lambda each: str(each.newest_at), reverse=True)[:_ROWS_MAX],
-    **{each.__name__.strip("_"): each for each in _OWN},
+    "duration": duration,
+    "size": size,
+    "level": _level,
+    "words": _words,
+    "age": _age,
+    "amount": _amount,
+    "rate": _rate,
+    "prose": _prose,
+    "commands": _commands,
+    "kind": _kind,
+    "notes": _notes,
+    "oplog_left": _oplog_left,
+    "blocked": _blocked,
+    "newest": _newest,
 }

@@ -11,7 +11,6 @@ from typing import Any
 from bson import Timestamp
 
 from mongo_celery.bridge.change import describe
-from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.dispatcher import Dispatch
@@ -62,8 +61,8 @@ class Subscription:
 
     Attributes:
         admission: what it owes of what was read.
-        until: the place up to which it is read, while it drains for another partitioning. None for no limit.
-        left: the first place behind it that was read, and left.
+        is_draining: whether it takes in nothing more, so that its partitions run dry for another partitioning.
+        has_left: whether something was read meanwhile, and left: the stream has to be read again.
         lost: whether its history is lost: nothing more is read for it, and its watermark stays. What is buffered
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term. What is buffered is older then.
@@ -79,8 +78,7 @@ class Subscription:
         self.plan = plan
         self.partitions = partitions
         self.window = Window(plan.watermark)
-        self.until: Mark | None = None
-        self.left: str | None = None
+        self.is_draining = self.has_left = False
         self.lost = False
         self.has_gap = False
         self.stored: Mark | None = plan.watermark
@@ -122,11 +120,6 @@ class Subscription:
         return [(each, each.backlog) for each in self.partitions.values() if each.backlog is not None]
 
     @property
-    def is_draining(self) -> bool:
-        """Return True if it takes in nothing behind a place, so that its partitions run dry."""
-        return self.until is not None
-
-    @property
     def is_stopped(self) -> bool:
         """Return True if the rule of its partitions is not known: nothing is read for it until it has others."""
         return self.plan.layout.key != self.plan.partitioner.layout_key
@@ -139,7 +132,10 @@ class Subscription:
     def ingest_item(self, item: ChangeEvent | Mark) -> PendingChange | None:
         """Put what the reader handed over into the window. The change that it is here, where that is yet to run."""
         mark = item if isinstance(item, Mark) else item.mark
-        if self.lost or not self.window.is_new(mark.data) or self._leaves(mark):
+        if self.lost or not self.window.is_new(mark.data):
+            return None
+        if self.is_draining:
+            self.has_left = True
             return None
         change = None if isinstance(item, Mark) else self._route(item)
         partition = self.partitions[change.index] if change is not None else None
@@ -158,17 +154,6 @@ class Subscription:
             partition.undeliverable.append(change.data)
             if partition not in self._undeliverable:
                 self._undeliverable.append(partition)
-
-    def _leaves(self, mark: Mark) -> bool:
-        """Return True if a place is left while partitions drain, and read again. All after it is too."""
-        if self.until is None or mark.data <= self.until.data:
-            return False
-        if self.left is None and self.window.seen < self.until.data and not opens_stream(self.until.data):
-            return False  # it is read to a place behind it, where a stream can be opened
-        if self.left is None:
-            self.left = mark.data
-            self.window.pass_over(self.until)
-        return True
 
     def append(self, documents: Sequence[PendingChange]) -> bool:
         """

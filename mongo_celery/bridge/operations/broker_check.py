@@ -13,7 +13,7 @@ from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
-from mongo_celery.broker.workers import WorkerReplies, ask_workers, count_slots, list_queues, list_tasks
+from mongo_celery.broker.workers import WorkerReplies, ask_workers, count_slots
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import collect_findings
@@ -170,14 +170,14 @@ def judge_workers(
     if not said.queues and not said.tasks:
         text = f"No worker answered within {INSPECT_SECONDS:.1f} s. Changes wait until one runs. Start one."
         return Workers(answered=0, serving=0, slots=0), [degraded("no_worker", text, line.celery("worker"))]
-    consumed = list_queues(said)
+    consumed = said.queues
     concerned = {worker: names & needed.keys() for worker, names in sorted(consumed.items()) if names & needed.keys()}
     slots = count_slots(said, concerned) if concerned else None
-    late = sorted({*said.tasks, *said.pools} - said.queues.keys())
+    late = sorted({*said.tasks, *said.slots} - said.queues.keys())
     return Workers(answered=len(said.queues), serving=len(concerned), slots=slots), [
         ok("workers", f"{len(concerned)} of {len(said.queues)} workers that answered consume this bridge's queues."),
         _missing_consumers(needed, consumed, late, line),
-        *_missing_tasks(concerned, needed, list_tasks(said)),
+        *_missing_tasks(concerned, needed, said.tasks),
     ]
 
 

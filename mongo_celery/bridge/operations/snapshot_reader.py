@@ -47,8 +47,7 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
 from mongo_celery.bridge.operations.broker_check import ask_servers
 from mongo_celery.bridge.operations.judgement import judge
 from mongo_celery.bridge.operations.run_gain import run_gain
-from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
-from mongo_celery.bridge.operations.snapshot_waits import surroundings
+from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown, surroundings
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.backlog import Backlog
 from mongo_celery.bridge.state.claims import describe_owner

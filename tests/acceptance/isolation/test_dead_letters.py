@@ -15,8 +15,8 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX
 from mongo_celery.bridge.worker.replay_subject import OUTDATED
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import SHORT_TIMES, Chain
+from tests.chaos.history import Due
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 
 Document = dict[str, Any]

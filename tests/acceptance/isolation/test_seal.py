@@ -15,9 +15,9 @@ from pymongo import MongoClient
 from mongo_celery import Bridge
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.state import signing
-from mongo_celery.demo.history import Due
 from mongo_celery.errors import CommandRefusedError
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import Due
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.isolation.rolling_rig import Rolling, rollings
+from tests.chaos.history import Due
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 
 Document = dict[str, Any]

@@ -1,5 +1,5 @@
 """
-What happened in a run, and pure checks of the guarantees over it: for the demo's verdict and for the tests.
+What happened in a run, and pure checks of the guarantees over it.
 
 A history is a list of facts in the order in which they happened, best that of one oplog, which no clock and no
 process can dispute. Where an order is not known, writes stand before the starts, and starts before the effects.

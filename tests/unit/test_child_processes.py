@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from mongo_celery.embedded.crew import ChildProcess, Supervisor
+from mongo_celery.embedded.processes import ChildProcess, Supervisor
 from tests.fixtures.process import wait_for
 
 READY = "print('ready', flush=True); signal.pause()"
@@ -66,7 +66,6 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path, killed: bool) -> No
         children = process.children()
         assert len(children) == 2
         assert children == sorted(children, key=lambda pid: psutil.Process(pid).create_time())
-        assert all(process.leads(child) for child in children)
         if killed:
             process.kill()
             assert process.returncode == -signal.SIGKILL
@@ -90,7 +89,6 @@ def test_a_process_that_has_ended_keeps_its_number_until_it_is_taken_notice_of(t
 
         assert not psutil.pid_exists(process.pid)
         assert process.returncode == 3
-        assert not process.leads(os.getpid())
         process.send(signal.SIGTERM)
         assert crew.started == []
 
