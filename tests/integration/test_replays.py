@@ -33,7 +33,7 @@ from mongo_celery.bridge.state.dead_letters import (
     FAILED,
     REPLAY_FAILED,
     REPLAYS_MAX,
-    SET_ASIDE,
+    SKIPPED,
     Letter,
     Place,
     ReplayRequest,
@@ -166,10 +166,10 @@ def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside
 
     assert rig.claims.halt(follower, token(2), "key", "e")
     image = rig.image
-    letter = {**letter_of(2, image.fencing_token), "cause": SET_ASIDE}
+    letter = {**letter_of(2, image.fencing_token), "cause": SKIPPED}
     assert rig.partitions.set_aside(image, 0, letter, rig.store.dead_letters.collection)
     second = rig.found()[1]
-    assert (second.cause, rig.image.committed, rig.image.state) == (SET_ASIDE, 2, "flowing")
+    assert (second.cause, rig.image.committed, rig.image.state) == (SKIPPED, 2, "flowing")
     assert second.place is not None
     assert rig.claim(3).fencing_token > second.place.fencing_token + REPLAYS_MAX
 
@@ -604,18 +604,17 @@ def test_what_cannot_be_replayed_is_said_and_nothing_is_changed(
     _stored(term.database, 2)
     wiring = bridge.wiring
     found = letter_commands.find(wiring, Selection(), 0)
-    dry = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=True)
+    plan = bridge.operations.replay_dead_letters()
     assert term.store.replays.read() == []
-    results = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=False)
-    assert dry == results
-    assert sorted(each.result for each in results) == ["refused", "requested"]
-    (refused,) = [each.reason for each in results if each.result == "refused"]
+    result = plan.run()
+    assert plan.fields["letters"] == result.fields["letters"]
+    assert sorted(each["result"] for each in result.fields["letters"]) == ["refused", "requested"]
+    (refused,) = result.refused
     assert reason in refused
     for letter in found.letters:
         letter_commands.plain(letter)
         letter_commands.change_of(wiring, letter)
-    discarded = letter_commands.discard(wiring, found.letters, dry_run=False)
-    assert [each.result for each in discarded] == ["discarded", "discarded"]
+    assert bridge.operations.discard_dead_letters().run().fields["discarded"] == 2
 
 
 @pytest.mark.parametrize("fill", [bytes, os.urandom], ids=["compressed", "as it is"])

@@ -309,7 +309,7 @@ def test_a_match_that_fails_on_one_document_halts_its_partition_alone(rig: Rig) 
     rig.wait_ids("matched", {good})
     rig.wait_ids("skip", {"beside"})
     assert rig.partitions("matched")[1]["retry"]["error"].startswith("RefusedChangeError: ")
-    rig.command("skip", "matched", "--partition", "1", "--yes")
+    rig.command("skip", "matched", "1", "--yes")
     rig.wait_halted("matched", set())
 
 
@@ -380,16 +380,16 @@ def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_lose
         rig.wait_halted("halt", {0, 1})
         rig.wait_letters("dead_letter", 3)
         fence = rig.partitions("halt")[0]["fencingToken"]
-        rig.command("retry", "halt", "--partition", "0")
+        rig.command("retry", "halt", "0")
         wait_for(lambda: rig.partitions("halt")[0]["fencingToken"] > fence + 1)
         rig.wait_halted("halt", {0, 1})
-        rig.command("skip", "halt", "--partition", "1", "--yes")
+        rig.command("skip", "halt", "1", "--yes")
         rig.wait_ids("halt", {"after 1"})
 
         # The corrected rule: what was refused runs where it stood.
         assert listener.terminate() == 0
         rig.listener(POISON_CURED="1")
-        rig.command("retry")
+        rig.command("retry", "--yes")
         rig.wait_ids("halt", {*poison["halt"][:2], "after 0"})
         every: dict[str, set[Any]] = {policy: set(words) for policy in policies}
         every["halt"] |= {"later", *poison["halt"][:2]}
@@ -491,11 +491,11 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
 
         # A retry makes nothing better and nothing worse; what is skipped lets the others pass.
         fences = [each["fencingToken"] for each in rig.partitions("picky_halt")]
-        rig.command("retry")
+        rig.command("retry", "--yes")
         for index in guilty["picky"]:
             wait_for(lambda index=index: rig.partitions("picky_halt")[index]["fencingToken"] > fences[index])  # type: ignore[misc]
         rig.wait_halted("picky_halt", {*guilty["picky"]})
-        skips = [rig.run("changes", "skip", "picky_halt", "--partition", str(i), "--yes") for i in guilty["picky"]]
+        skips = [rig.run("changes", "skip", "picky_halt", str(i), "--yes") for i in guilty["picky"]]
         assert [skip.wait() for skip in skips] == [0] * len(skips)
         _wait_updates(rig, "picky_halt", flows["picky"])
         rig.wait_halted("picky_halt", set())
