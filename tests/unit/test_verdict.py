@@ -540,7 +540,7 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).findings}
     reason = found["halted"]
     assert reason.command == "celery -A shop changes skip summarise 3"
-    assert "`celery -A shop changes head summarise 3`" in reason.sentence
+    assert "`celery -A shop changes show summarise 3`" in reason.sentence
     kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
     assert {each.code: each.command for each in judged(kept).findings}["halted"] == (
         "celery -A shop changes retry summarise 3"

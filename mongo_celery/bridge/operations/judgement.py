@@ -86,6 +86,11 @@ CODES = (
 NAMED = 3
 """Handlers, or partitions, that are named; more are counted."""
 
+NO_HANDLERS = (
+    "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for example with "
+    "include=[...] of the Celery app."
+)
+
 _TEXT_MAX = 200
 
 
@@ -324,11 +329,7 @@ class _Judge:
 
     def _handlers(self) -> Iterator[Finding]:
         if not self._served:
-            yield failing(
-                "handlers",
-                "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for "
-                "example with include=[...] of the Celery app.",
-            )
+            yield failing("handlers", NO_HANDLERS)
         stopped = []
         for each in self._snapshot.handlers:
             if each.state == "match_refused":
@@ -383,12 +384,12 @@ class _Judge:
     def _halted(self, handler: HandlerStatus, halted: Sequence[PartitionStatus]) -> Finding:
         first, indexes = halted[0], [each.index for each in halted]
         their, them = ("Its", "it") if len(halted) == 1 else ("Their", "them")
-        at = f"{'' if len(halted) == 1 else 'the first '}at {_key(first)}"
+        at = f"{'' if len(halted) == 1 else ', the first'} at {_key(first)}"
         return failing(
             "halted",
-            f"{_where(handler, halted)} {_are(halted)} halted, {at}: {cut(first.error or 'no error is recorded')}. "
+            f"{_where(handler, halted)} {_are(halted)} halted{at}: {cut(first.error or 'no error is recorded')}. "
             f"{their} later changes wait. Fix the cause and retry {them}. Or see the change with "
-            f"`{self._line.changes('head', handler.name, str(first.index))}` and move it to the dead letters with "
+            f"`{self._line.changes('show', handler.name, str(first.index))}` and move it to the dead letters with "
             f"`{self._skip(handler, first)}`.",
             self._line.on("retry", handler.name, indexes),
         )
@@ -398,7 +399,7 @@ class _Judge:
         return failing(
             "halted",
             f"{_where(handler, halted)} {_are(halted)} halted at {_key(first)}, whose history is lost. Unless "
-            f"`{self._line.changes('head', handler.name, str(first.index))}` has its bytes, it cannot run again. "
+            f"`{self._line.changes('show', handler.name, str(first.index))}` has its bytes, it cannot run again. "
             "Repair its document manually, then skip it.",
             self._skip(handler, first),
         )
@@ -423,7 +424,7 @@ class _Judge:
             "retrying",
             f"{_where(handler, late)} retries {_key(longest)} in {duration(longest.due_seconds)}, as the handler "
             "asked. Later changes wait. To run it immediately, retry it. "
-            f"`{self._line.changes('head', handler.name, str(longest.index))}` shows the change.",
+            f"`{self._line.changes('show', handler.name, str(longest.index))}` shows the change.",
             self._line.on("retry", handler.name, [each.index for each in late]),
         )
 
@@ -528,7 +529,7 @@ class _Judge:
         for snapshot in seen.snapshots:
             if snapshot.state in ("failed", "source gone"):
                 can_resume = snapshot.state == "failed"
-                rest = "Resume it: it continues at its place." if can_resume else "`--stop` acknowledges it."
+                rest = "Resume it: it continues at its place." if can_resume else "Stop it to acknowledge that."
                 yield failing(
                     "snapshot_failed",
                     f"The snapshot of {snapshot.source} for {snapshot.handler} has ended after {snapshot.done} "
