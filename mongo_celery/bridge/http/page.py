@@ -24,6 +24,7 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
     HandlerStatus,
     PartitionStatus,
 )
+from mongo_celery.bridge.operations.judgement import CODES
 from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, number, size
 from mongo_celery.visible import visible
@@ -178,6 +179,7 @@ def _words(code: str) -> str:
 
 
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
+    "page": lambda code: f"docs/operations/{CODES.get(code, 'README')}.md#{code}",
     "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
     "late": _find_level("halted", "lag", "no_listener", "reading_waits", "no_worker", "consumers", "broker_down"),
     "room": _find_level("backlog_bound", "backlog_refused", "backlog_missing"),
