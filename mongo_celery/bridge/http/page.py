@@ -124,14 +124,12 @@ def _age(moment: datetime | None) -> str:
     return duration(None if moment is None else max((datetime.now(UTC) - moment).total_seconds(), 0))
 
 
-def _amount(count: int | None) -> str:
+def _amount(count: float | None) -> str:
     return "-" if count is None else f"{count:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def _rate(rate: float | None) -> str:
-    if rate is None or rate >= 10:  # noqa: PLR2004
-        return _amount(None if rate is None else round(rate))
-    return f"{rate:.1f}"
+    return _amount(rate if rate is None else round(rate, 1 if rate < 10 else None))  # noqa: PLR2004
 
 
 def _level(state: str) -> str:
