@@ -672,7 +672,7 @@ def test_the_table_of_reasons_is_the_codes() -> None:
 def test_every_reason_has_its_place_on_one_page() -> None:
     """What the table leads to: what it means and costs, what shows it, what cures it, and what it is like after."""
     led = dict(re.findall(r"^\| `(\w+)` \|.*\(([\w-]+\.md)#\1\) \|$", INDEX.read_text(), re.MULTILINE))
-    assert list(led) == list(CODES)
+    assert list(led.items()) == [(code, f"{page}.md") for code, page in CODES.items()]
     found = {}
     for page in sorted(PAGES.glob("*.md")):
         for code, text in re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", page.read_text(), re.DOTALL | re.MULTILINE):

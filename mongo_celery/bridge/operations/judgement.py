@@ -8,7 +8,7 @@ of the oplog and of `spill_bytes`, which the listener's log uses, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain
@@ -41,47 +41,51 @@ REPARTITIONING_SECONDS = 300
 RETRYING_SECONDS = 3600
 """Retries of a few minutes are everyday; one that blocks a partition for longer is a finding."""
 
-CODES = (
-    "state_unreadable",
-    "no_listener",
-    "handlers",
-    "history_lost",
-    "stopped",
-    "history_at_risk",
-    "identity",
-    "backlog_missing",
-    "backlog_refused",
-    "backlog_bound",
-    "broker",
-    "broker_down",
-    "no_worker",
-    "consumers",
-    "unclaimed",
-    "worker_tasks",
-    "reading_waits",
-    "match_refused",
-    "halted",
-    "broker_rejects",
-    "not_stored",
-    "snapshot_failed",
-    "never_started",
-    "waiting",
-    "running_long",
-    "lag",
-    "fed_back",
-    "locked",
-    "repartitioning",
-    "definitions",
-    "partitions",
-    "retrying",
-    "paused",
-    "dead_letters",
-    "backlog_unserved",
-    "foreign_bridge",
-    "dropped_messages",
-    "unregistered",
-)
-"""Codes of findings about a bridge's state, the worst first: what touches all handlers, then one, then a change."""
+CODES: Mapping[str, str] = {
+    "state_unreadable": "listener",
+    "no_listener": "listener",
+    "handlers": "deployment",
+    "history_lost": "history",
+    "stopped": "layouts",
+    "history_at_risk": "history",
+    "identity": "deployment",
+    "backlog_missing": "storage",
+    "backlog_refused": "storage",
+    "backlog_bound": "storage",
+    "broker": "broker-and-workers",
+    "broker_down": "broker-and-workers",
+    "no_worker": "broker-and-workers",
+    "consumers": "broker-and-workers",
+    "unclaimed": "broker-and-workers",
+    "worker_tasks": "broker-and-workers",
+    "reading_waits": "listener",
+    "match_refused": "listener",
+    "halted": "standing",
+    "broker_rejects": "broker-and-workers",
+    "not_stored": "storage",
+    "snapshot_failed": "snapshots",
+    "never_started": "listener",
+    "waiting": "standing",
+    "running_long": "broker-and-workers",
+    "lag": "broker-and-workers",
+    "fed_back": "standing",
+    "locked": "listener",
+    "repartitioning": "layouts",
+    "definitions": "deployment",
+    "partitions": "layouts",
+    "retrying": "standing",
+    "paused": "standing",
+    "dead_letters": "dead-letters",
+    "backlog_unserved": "storage",
+    "foreign_bridge": "deployment",
+    "dropped_messages": "deployment",
+    "unregistered": "deployment",
+}
+"""
+Codes of findings about a bridge's state, each with its page in docs/operations.
+
+The worst first: what touches all handlers, then one, then a change.
+"""
 
 NAMED = 3
 """Handlers, or partitions, that are named; more are counted."""
@@ -112,7 +116,7 @@ def judge(
 
 
 def _rank(finding: Finding) -> tuple[bool, int]:
-    return finding.severity != "failing", CODES.index(finding.code)
+    return finding.severity != "failing", list(CODES).index(finding.code)
 
 
 def _note(line: CommandLine, asked: Sequence[Finding] | None) -> str | None:

@@ -27,7 +27,7 @@ from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import Allowed, read_rights
-from mongo_celery.mongo.verdicts import Concern, Verdict, judge_error
+from mongo_celery.mongo.verdicts import ErrorContext, Verdict, judge_error
 from mongo_celery.quantities import duration
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _try_stream(client: Client, scope: Scope, roles: Sequence[str]) -> Finding:
             )
         reaction = classify_error(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
-            concern = Concern(f"a change stream on {where}", "changeStream and find there")
+            concern = ErrorContext(f"a change stream on {where}", "changeStream and find there")
             text = f"The change stream did not open on {where}: {error_sentence(failure, concern)}"
             return failing("change_stream", text)
         return failing("change_stream", str(final_error(reaction, failure, where)))
