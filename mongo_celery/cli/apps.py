@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mongo_celery.app import Named, Registry
     from mongo_celery.bridge.wiring import Wiring
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.mongo.verdicts import ErrorContext
 
 T = TypeVar("T", bound="Named")
 
@@ -126,7 +126,7 @@ class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phr
         concern: gives whom an error of MongoDB concerns; it is asked only after the server has answered.
     """
 
-    def __init__(self, concern: Callable[[], Concern] | None = None) -> None:
+    def __init__(self, concern: Callable[[], ErrorContext] | None = None) -> None:
         self._concern = concern
 
     def __enter__(self) -> None:
@@ -138,7 +138,7 @@ class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phr
             raise click.ClickException(visible_lines(sentence, "  ")) from None
 
 
-def sentence_for(error: BaseException | None, concern: Callable[[], Concern] | None = None) -> str | None:
+def sentence_for(error: BaseException | None, concern: Callable[[], ErrorContext] | None = None) -> str | None:
     """What to tell the user about an error; None where it has to go its own way. Arguments as above."""
     if error is None or isinstance(error, click.ClickException):
         return None
@@ -147,14 +147,14 @@ def sentence_for(error: BaseException | None, concern: Callable[[], Concern] | N
     from mongo_celery.errors import MongoCeleryError
     from mongo_celery.mongo.opening import to_user_error
     from mongo_celery.mongo.redaction import short, without_credentials
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.mongo.verdicts import ErrorContext
 
     if isinstance(error, PyMongoError):
         # Whatever else is raised may come from opening what the concern would name.
         if concern is not None and isinstance(error, OperationFailure):
             known = to_user_error(error, concern())
         else:
-            known = to_user_error(error, Concern("what this command needs", "readWrite there"))
+            known = to_user_error(error, ErrorContext("what this command needs", "readWrite there"))
         if known is error:
             return f"MongoDB refused: {short(error)}. Check the URL and the server."
         error = known

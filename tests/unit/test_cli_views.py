@@ -150,8 +150,6 @@ def test_commands_are_told_as_the_person_types_them() -> None:
     )
     root.params = {"app": app}
     assert line_of(context, one).celery("listener") == "celery -A APP listener"
-    root.info_name = "flask --app 'shop:create_app()' celery"
-    assert line_of(context, one).changes("retry") == f"{root.info_name} changes retry --bridge one"
 
 
 def test_a_long_command_is_neither_broken_nor_cut() -> None:

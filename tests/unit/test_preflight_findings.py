@@ -25,7 +25,7 @@ from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.opening import to_user_error
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.mongo.redaction import short, without_credentials
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.samples import image
 
 HOUR = 3600
@@ -260,7 +260,7 @@ def test_no_text_shows_credentials(text: str) -> None:
 )
 def test_an_operators_error_is_one_of_ours_where_there_is_a_cure(failure: Any, kind: type[Exception]) -> None:
     """An error that nobody has met keeps its own name."""
-    assert type(to_user_error(failure, Concern("the state", "readWrite"))) is kind
+    assert type(to_user_error(failure, ErrorContext("the state", "readWrite"))) is kind
 
 
 def test_a_short_error_ends_before_what_the_driver_appends() -> None:

@@ -22,7 +22,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, explain_error
+from mongo_celery.mongo.verdicts import ErrorContext, explain_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
@@ -45,7 +45,7 @@ class Replaying:
         concern: whom an error there concerns.
     """
 
-    def __init__(self, replays: Replays, concern: Concern, line: CommandLine = ANY_APP) -> None:
+    def __init__(self, replays: Replays, concern: ErrorContext, line: CommandLine = ANY_APP) -> None:
         self._line = line
         self._replays = replays
         self._concern = concern

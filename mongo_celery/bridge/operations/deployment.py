@@ -27,7 +27,7 @@ from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence, open_sess
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import read_rights
-from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, judge_error
+from mongo_celery.mongo.verdicts import Code, ErrorContext, Verdict, brief, judge_error
 from mongo_celery.quantities import duration
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
             )
         reaction = classify_error(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
-            concern = Concern(f"a change stream on {where}", "changeStream and find there")
+            concern = ErrorContext(f"a change stream on {where}", "changeStream and find there")
             return failing("change_stream", f"It did not open on {where}: {error_sentence(failure, concern)}")
         return failing("change_stream", str(final_error(reaction, failure, where)))
 

@@ -27,7 +27,7 @@ from mongo_celery.bridge.stream.isolator import WITHOUT_OVERSIZED
 from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import AccessError, CommandRefusedError, DeploymentError
 from mongo_celery.mongo.oplog import earliest_token, operation_time, read_oplog, time_of_token
-from mongo_celery.mongo.verdicts import Concern, Verdict, explain_error, judge_error
+from mongo_celery.mongo.verdicts import ErrorContext, Verdict, explain_error, judge_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -191,7 +191,7 @@ def _is_in_stream(wiring: Wiring, data: str, time: Timestamp) -> bool:
                 f"The oplog no longer holds {iso(time)}, so nothing can be read from there. "
                 "`oldest` is the farthest place.",
             ) from error
-        concern = Concern("the change stream of this bridge", "changeStream and find on what its handlers watch")
+        concern = ErrorContext("the change stream of this bridge", "changeStream and find on what its handlers watch")
         known = explain_error(error, concern)
         if known is not None:
             raise known from error

@@ -10,7 +10,7 @@ The server is the authority. Acquire, renew and release are three operations::
 1. An acquisition succeeds only where the lease is free or expired by the server's clock, and always
    raises the term. There is no "refresh if it is mine": a late renewal could take a lease back.
 2. Renew and release match `{listenerId, term}` and nothing else.
-3. Release empties `listenerId` and `expiresAt` and keeps the document, so that the term never
+3. Release removes `listenerId` and `expiresAt` and keeps the document, so that the term never
    starts again at 0.
 4. The holder trusts its lease until *start of the last successful renewal* + ttl - margin by its own
    monotonic clock: a slow round trip cannot stretch it.
@@ -44,7 +44,7 @@ from pymongo.errors import DuplicateKeyError
 from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.bridge.state.signing import installation_id
 from mongo_celery.bridge.state.state_collection import StateCollection
-from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
+from mongo_celery.mongo.expressions import REMOVED, SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -88,12 +88,8 @@ class Leases(StateCollection):
         """
         document: dict[str, Any] = {
             "schemaVersion": SCHEMA,
-            "listenerId": None,
             "term": self._operation_number(),
-            "expiresAt": None,
             "ttl": millis(self._ttl),
-            "startAtOperationTime": None,
-            "renewedAt": None,
             "state": "idle",
         }
         with suppress(DuplicateKeyError):  # another listener was first
@@ -152,8 +148,13 @@ class Leases(StateCollection):
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
         """Give the lease back. False when it was no longer ours. Version and identity stay."""
-        change = {"listenerId": None, "expiresAt": None, "state": state, "error": error}
-        return self._table.update(self._mine(term), {"$set": change})
+        change = {
+            "listenerId": REMOVED,
+            "expiresAt": REMOVED,
+            "state": state,
+            "error": literal(error) if error else REMOVED,
+        }
+        return self._table.update(self._mine(term), [{"$set": change}])
 
     def raise_version(self, term: Term, above: int) -> Term | None:
         """A larger version for this term, after a take-over met a larger one. None when the term has ended."""
@@ -217,8 +218,8 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
                 "host": literal(socket.gethostname()),
                 "pid": literal(os.getpid()),
                 "state": "leading",
-                "report": None,
-                "error": None,
+                "report": REMOVED,
+                "error": REMOVED,
                 "installation": installation_id(),
             },
         },
