@@ -255,13 +255,32 @@ def _span(
 
 def _is_unheard(api: _Api) -> bool:
     """Return True if no SDK keeps a span, and it continues no trace. Many have the API alone."""
-
-    def is_unheard() -> bool:
+    try:
         if not isinstance(api.trace.get_tracer_provider(), api.trace.ProxyTracerProvider):
             return False
         return not api.trace.get_current_span().get_span_context().is_valid
+    except SoftTimeLimitExceeded:  # of the handler, whose time this is
+        raise
+    except Exception as error:  # noqa: BLE001 - as `_guarded`
+        _report(error)
+        return False
 
-    return _guarded(is_unheard, otherwise=False)
+
+def is_heard(request: Any = None) -> bool:
+    """
+    Return True if somebody may keep a span that begins now, or what is done now belongs to a trace.
+
+    Args:
+        request: what a worker has made of a message, which may carry a trace.
+    """
+    api = _api()
+    if api is None or not _is_unheard(api):
+        return api is not None
+    if request is not None:
+        for name in _guarded(lambda: api.propagate.get_global_textmap().fields, frozenset[str]()):
+            if request.get(name):
+                return True
+    return False
 
 
 def _receiver(api: _Api, kind: Any) -> Any:

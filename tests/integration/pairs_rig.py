@@ -290,7 +290,7 @@ class Shop:
         asked = letter_commands.replay(self.bridge.wiring, letters, over_newer=False, dry_run=False)
         assert "requested" in {each.result for each in asked}, asked
         for term in runner._terms:
-            term.leader._replaying._poll_at = 0.0  # at once, and not within a second
+            term.leader._replaying.due_at = 0.0  # at once, and not within a second
         return runner.deliver(raises=False)
 
     def end_waits(self, runner: BridgeRunner) -> None:

@@ -34,6 +34,7 @@ from mongo_celery.bridge.stream.bookkeeping import (
     is_receipt,
     keeps_descriptions,
     list_touched,
+    may_be_receipt,
 )
 from mongo_celery.bridge.stream.condition import find_objection, find_paths
 from mongo_celery.bridge.stream.operation_types import (
@@ -294,10 +295,15 @@ class Selector:
         """Return True if an event is about nothing but bookkeeping, which is not asked for. Never raises."""
         if self.bookkeeping is None:
             return False
-        namespace = str(self.sources[0]) if self.is_single_collection else None
-        if self.can_judge_updates and self.bookkeeping.covers_event(event, namespace):
-            return True
+        if self.can_judge_updates:
+            namespace = str(self.sources[0]) if self.is_single_collection else None
+            if self.bookkeeping.covers_event(event, namespace):
+                return True
         return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
+
+    def may_be_bookkeeping(self, event: Mapping[str, Any]) -> bool:
+        """Return True if a change of a document with this operation and namespace could be about bookkeeping alone."""
+        return self.bookkeeping is not None and (event.get("operationType") == "update" or may_be_receipt(event))
 
     @property
     def is_simple(self) -> bool:
