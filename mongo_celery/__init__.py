@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.change import Change
     from mongo_celery.bridge.changes import Changes
+    from mongo_celery.bridge.declarations import shared_change, shared_changes
     from mongo_celery.bridge.fenced import FencedCollection
     from mongo_celery.bridge.fenced.fence import Fence
-    from mongo_celery.bridge.shared import shared_change, shared_changes
     from mongo_celery.locking import select_for_update, select_many_for_update, transactional
     from mongo_celery.outbox import STORED_ID, Event, Outbox, OutboxCollection
     from mongo_celery.outbox.once import once  # by itself: mypy takes the package's for the module of that name
@@ -39,8 +39,8 @@ _HOMES = {
     "once": "outbox",
     "select_for_update": "locking",
     "select_many_for_update": "locking",
-    "shared_change": "bridge.shared",
-    "shared_changes": "bridge.shared",
+    "shared_change": "bridge.declarations",
+    "shared_changes": "bridge.declarations",
     "transactional": "locking",
 }
 

@@ -5,7 +5,6 @@ Every error that mongo_celery raises, in one tree.
 
     MongoCeleryError
      +-- ConfigurationError            an option, a source or a handler is wrong
-     |    +-- LayoutError              partitions cannot be changed now
      |    +-- ForkedClientError        a MongoClient crossed a fork
      +-- DeploymentError               MongoDB cannot serve a bridge as it is
      |    +-- TopologyError            not a replica set or sharded cluster
@@ -66,13 +65,6 @@ def _restore(cls: type[MongoCeleryError], args: tuple[Any, ...], facts: dict[str
 
 class ConfigurationError(MongoCeleryError):
     """An option, a source or a handler is wrong. Correct it where the message points."""
-
-
-class LayoutError(ConfigurationError):
-    """
-    The partition key of a handler cannot change now, since the old rule is gone, and changes are under way.
-    Start once more with the old rule, then change it.
-    """
 
 
 class ForkedClientError(ConfigurationError):

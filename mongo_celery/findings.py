@@ -1,47 +1,54 @@
-"""What a preflight of a bridge or an outbox says: findings, each with the sentence that helps."""
+"""Findings: single facts about a bridge or an outbox, each with the sentence and the command that help."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["ok", "warning", "error"]
+Severity = Literal["ok", "degraded", "failing"]
+
+SEVERITIES: tuple[Severity, ...] = ("ok", "degraded", "failing")
 
 NEAR, SERIOUS = 0.75, 0.9
-"""Shares of a bound from which on it is said, and from which on it is an error."""
+"""Shares of a bound from which on it is degraded, and failing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """
-    One thing that was looked at.
+    One fact that was judged.
 
     Attributes:
-        level: `error` where the bridge or outbox cannot work or would stand still, `warning` where it works but may
-            surprise, else `ok`.
-        name: stable, for scripts.
-        message: what was found and, unless it is ok, what to do.
-        command: that cures it, as it is to be typed; None where the message says what does.
-        amount: of what was counted, for a program; None where nothing was.
+        code: stable, for scripts.
+        severity: `failing` where something is blocked until somebody acts, cannot work, or is about to be lost.
+            `degraded` where it ends automatically, was asked for, or can wait until the morning. Else `ok`.
+        sentence: the fact, its effect, and the action.
+        command: the fix, as you type it. None where no command fixes it.
     """
 
-    level: Level
-    name: str
-    message: str
+    code: str
+    severity: Severity
+    sentence: str
     command: str | None = None
     amount: int | None = None
 
 
-def ok(name: str, message: str, amount: int | None = None) -> Finding:
-    """All is well."""
-    return Finding("ok", name, message, amount=amount)
+def ok(code: str, sentence: str, amount: int | None = None) -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(code, "ok", sentence, amount=amount)
 
 
-def warning(name: str, message: str, command: str | None = None) -> Finding:
-    """It works, but may surprise."""
-    return Finding("warning", name, message, command)
+def degraded(code: str, sentence: str, command: str | None = None) -> Finding:
+    """Return a finding that can wait until the morning."""
+    return Finding(code, "degraded", sentence, command)
 
 
-def error(name: str, message: str, command: str | None = None) -> Finding:
-    """It cannot work like this."""
-    return Finding("error", name, message, command)
+def failing(code: str, sentence: str, command: str | None = None) -> Finding:
+    """Return a finding that needs somebody now."""
+    return Finding(code, "failing", sentence, command)
+
+
+def worst_severity(findings: Iterable[Finding]) -> Severity:
+    """Return the worst severity; `ok` where there is nothing."""
+    return max((each.severity for each in findings), key=SEVERITIES.index, default="ok")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _KIB = 1024
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -36,6 +38,7 @@ def number(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-def moment(iso: str | None) -> str:
-    """A time to the second; a dash where there is none."""
+def moment(at: datetime | str | None) -> str:
+    """Return a time in UTC, also as ISO text, to the second; a dash where there is none."""
+    iso = at.isoformat() if isinstance(at, datetime) else at
     return "-" if iso is None else iso[:19].replace("T", " ") + " UTC"

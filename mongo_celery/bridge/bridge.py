@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from copy import copy
 from typing import Any, Unpack, cast
 
-from celery import Celery
+from celery import Celery, current_app, current_task
+from celery.local import Proxy
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.app import check_app
-from mongo_celery.bridge.bindings import Bindings, itself
+from mongo_celery.bridge.declarations import BOUND, LOCK, DeclaredHandler, DeclaredOutbox, find_shared_handlers
 from mongo_celery.bridge.discovery import discover_last
 from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
-from mongo_celery.bridge.http.launch import serving
+from mongo_celery.bridge.http import serve_beside
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.outboxes import DeclaredOutbox
-from mongo_celery.bridge.registration import Registration, make_app_proxy
-from mongo_celery.bridge.shared import BOUND, LOCK, find_shared_handlers
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
@@ -38,7 +38,7 @@ class Bridge:
     One that is made with an app is that app's. One without is defined at module level, and is bound by `init_app` to
     each app that an application factory makes: each has the bridge's handlers and outboxes, with tasks, settings, name
     and clients of its own. `app`, `client`, `collection()` and all else that needs an app then mean the only app; of
-    several that of the task that runs, else Celery's current app; `of(app)` says which. One that is gone is forgotten.
+    several that of the task that runs, else Celery's current app; `of(app)` says which.
 
     Args:
         app: the Celery app; None to call `init_app` later, for one app or several.
@@ -63,9 +63,9 @@ class Bridge:
                 "after it, so the bridge makes its own.",
             )
         self._declared = Wiring(name, url, options)
-        self._registrations: dict[str, Registration] = {}
+        self._handlers: dict[str, DeclaredHandler] = {}
         self._outboxes: dict[str, DeclaredOutbox] = {}
-        self._bindings = Bindings()
+        self._bound: weakref.WeakSet[Wiring] = weakref.WeakSet()
         self._only: Wiring | None = None
         if app is not None:
             with LOCK:
@@ -91,7 +91,7 @@ class Bridge:
                 "each of several.",
             )
         with LOCK:
-            if self._bindings.of(app) is None:
+            if self._find_in(app) is None:
                 self._bind(app)
 
     def of(self, app: Celery) -> Bridge:
@@ -101,8 +101,8 @@ class Bridge:
         Raises:
             ConfigurationError: it is not bound to the app.
         """
-        wiring = self._only or self._bindings.of(app)
-        if wiring is None or wiring.bound is not itself(app):
+        wiring = self._only or self._find_in(app)
+        if wiring is None or wiring.bound is not _itself(app):
             raise ConfigurationError(f"{self!r} is not bound to {app!r}; call init_app(app).")
         bridge: Bridge = wiring.public
         return bridge
@@ -110,7 +110,7 @@ class Bridge:
     @property
     def wiring(self) -> Wiring:
         """The context of the bridge's own parts; nothing for users."""
-        return self._only or self._bindings.current() or self._declared
+        return self._only or self._find_current() or self._declared
 
     @property
     def name(self) -> str:
@@ -194,7 +194,7 @@ class Bridge:
 
         def decorate(function: Function) -> Any:
             with LOCK:
-                return self._register(Registration(function, sources, options))
+                return self._declare_handler(DeclaredHandler(function, sources, options))
 
         return decorate
 
@@ -220,7 +220,7 @@ class Bridge:
 
         def decorate(function: Function) -> Any:
             with LOCK:
-                return self._register(Registration(function, sources, options, batch_size))
+                return self._declare_handler(DeclaredHandler(function, sources, options, batch_size))
 
         return decorate
 
@@ -244,56 +244,69 @@ class Bridge:
         if not isinstance(namespace, str):
             raise ConfigurationError(f"outbox({collection!r}): name the collection as 'db.collection'.")
         declared = DeclaredOutbox(namespace, name or namespace, options, watch)
-        declared.check()
         with LOCK:
             if self._only is not None:
-                return declared.plan_outbox(self._only).make()
+                return declared.bind(self._only)
             return self._declare_outbox(declared)
 
     def _declare_outbox(self, declared: DeclaredOutbox) -> Outbox:
-        """In all apps, or in none."""
         if declared.name in self._outboxes:
             raise ConfigurationError(
                 f"bridge {self._declared.name} already has an outbox named {declared.name!r}; give this one "
                 "name='...', or make it by bridge.of(app).outbox(...) for the app that is just made.",
             )
-        planned = [declared.plan_outbox(wiring) for wiring in self._bindings.alive()]
+        for wiring in self._bound:
+            declared.bind(wiring)
         self._outboxes[declared.name] = declared
-        for each in planned:
-            each.make()
-        outbox: Any = make_app_proxy(lambda: self._outbox_of_app(declared.name))
+        outbox: Any = Proxy(lambda: self._find_outbox(declared))
         return cast("Outbox", outbox)
 
-    def _outbox_of_app(self, name: str) -> Outbox:
-        wiring = self.wiring
-        _ = wiring.app  # without one it says so
-        return wiring.outboxes[name]
+    def _find_outbox(self, declared: DeclaredOutbox) -> Any:
+        """Return the outbox of the app that is meant; without one what can be inspected, and not used."""
+        try:
+            return self.wiring.outboxes.get(declared.name, declared)
+        except ConfigurationError:
+            return declared
+
+    def _declare_handler(self, declared: DeclaredHandler) -> HandlerTask[Any, Any]:
+        task: HandlerTask[Any, Any]
+        if self._only is not None:
+            task = declared.bind(self._only)
+            return task
+        handler = declared.make_handler()
+        self._declared.add(handler)
+        for wiring in self._bound:
+            declared.bind(wiring)
+        self._handlers[handler.name] = declared
+        found: Any = Proxy(lambda: self._find_task(handler))
+        task = found
+        return task
+
+    def _find_task(self, handler: Handler) -> Any:
+        """Return the task of the app that is meant; without one the function."""
+        try:
+            wiring = self.wiring
+        except ConfigurationError:
+            return handler.function
+        return wiring.app.tasks[wiring.task_name(handler.name)] if wiring.bound is not None else handler.function
 
     def _bind(self, app: Celery, public: Bridge | None = None) -> Wiring:
-        """Make the bridge known to an app: all of it, or what cannot be is refused before the app knows of any."""
+        """Make the bridge known to an app, with all that was declared for it."""
         check_app(app)
-        app = itself(app)
+        app = _itself(app)
         wiring = self._declared.of(app)
-        name = wiring.resolve_name(app)
         wiring.public = public or self._in(wiring)
-        handlers = []
-        for each in (*self._registrations.values(), *find_shared_handlers(wiring)):
-            handlers.append((each, each.plan_handler(wiring)))
-            wiring.add(handlers[-1][1])
-        outboxes = []
-        for declared in self._outboxes.values():
-            outboxes.append(declared.plan_outbox(wiring))
-            outboxes[-1].declare()
-        if BRIDGES.add(app, wiring, name):
+        BRIDGES.refuse(app, wiring.name)
+        for handler in (*self._handlers.values(), *find_shared_handlers(wiring)):
+            handler.bind(wiring)
+        for outbox in self._outboxes.values():
+            outbox.bind(wiring)
+        if BRIDGES.add(app, wiring, wiring.name):
             register_commit(app)
-            install(app, serving)
+            install(app, serve_beside)
             install_intake(app)
             discover_last()
-        for each, handler in handlers:
-            each.register_handler(wiring, handler)
-        for planned in outboxes:
-            planned.make()
-        self._bindings.add(wiring)
+        self._bound.add(wiring)
         BOUND.add(wiring)
         return wiring
 
@@ -303,24 +316,31 @@ class Bridge:
         bridge._only = wiring  # noqa: SLF001 - its own
         return bridge
 
-    def _register(self, given: Registration) -> HandlerTask[Any, Any]:
-        task: HandlerTask[Any, Any]
-        if self._only is not None:
-            task = given.register_handler(self._only, given.plan_handler(self._only))
-            return task
-        handlers = [(wiring, given.plan_handler(wiring)) for wiring in self._bindings.alive()]
-        declared = given.make_handler(None) if handlers else given.plan_handler(self._declared)
-        self._declared.add(declared)
-        self._registrations[declared.name] = given
-        for wiring, handler in handlers:
-            given.register_handler(wiring, handler)
-        # Without an app it is the function, unless that needs its task.
-        task = make_app_proxy(
-            lambda: self._task_of_app(declared.name),
-            lambda: None if given.is_bound or self._bindings.alive() else given.function,
-        )
-        return task
+    def _find_in(self, app: Celery) -> Wiring | None:
+        app = _itself(app)
+        return next((wiring for wiring in self._bound if wiring.bound is app), None)
 
-    def _task_of_app(self, name: str) -> Any:
-        wiring = self.wiring
-        return wiring.app.tasks[wiring.task_name(name)]
+    def _find_current(self) -> Wiring | None:
+        """
+        Return the bridge in the only app; of several in that of the task that runs, else in Celery's current app.
+
+        Raises:
+            ConfigurationError: there are several apps, and neither says which one is meant.
+        """
+        if len(self._bound) > 1:
+            found = (self._find_in(current_task.app) if current_task else None) or self._find_in(current_app)
+            if found is not None:
+                return found
+            gc.collect()  # an app is full of cycles: one that nobody can reach any more is not meant
+            if len(self._bound) > 1:
+                raise ConfigurationError(
+                    f"bridge {self._declared.name} is bound to {len(self._bound)} apps, and Celery's current app is "
+                    "none of them: ask bridge.of(app), or call app.set_current() (in all threads: app.set_default()).",
+                )
+        return next(iter(self._bound), None)
+
+
+def _itself(app: Celery) -> Celery:
+    """Return the object of a proxy, such as Celery's own `current_app`."""
+    found: Celery = getattr(app, "_get_current_object", lambda: app)()
+    return found

@@ -15,6 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any, cast
 
 from celery import Celery, Task
+from celery.local import Proxy
 from celery.utils.time import rate
 
 from mongo_celery.arguments import check_choice, check_count, check_flags, check_name, is_number, nearest
@@ -190,32 +191,29 @@ class Handler:
             self.filter.operations,
         )
 
-    def is_same_code(self, other: Handler) -> bool:
-        """Return True if both are one function that was imported or reloaded twice."""
-        mine, theirs = _code(self.function), _code(other.function)
-        return _place(mine) == _place(theirs) and self.task_name == other.task_name
-
-    def beside(self, known: Handler) -> str:
-        """Return the fix for another handler of this name, in an error's words."""
-        modules = known.function.__module__, self.function.__module__
-        if modules[0] != modules[1] and _place(_code(self.function)) == _place(_code(known.function)):
-            return f"its module was imported by two names, {' and '.join(modules)}: import it by one of them everywhere"
-        return "give one another name with name='...'"
-
-    def has_other_decorator(self, other: Handler) -> bool:
-        """Return True if one `def` got two decorators that differ; a module that was loaded again has another code."""
-        if _code(self.function) is not _code(other.function):
+    def is_same(self, other: Handler) -> bool:
+        """Return True if both are one definition that was registered, or whose module was loaded, twice."""
+        mine, theirs = inspect.unwrap(self.function), inspect.unwrap(other.function)
+        if self.task_name != other.task_name or _place(mine) != _place(theirs):
             return False
-        return any(
-            _comparable(getattr(self, each.name)) != _comparable(getattr(other, each.name))
-            for each in fields(self)
-            if each.name != "function"
+        if mine.__code__ is not theirs.__code__:
+            return True  # of a module that was loaded again
+        is_closure = mine is not theirs and mine.__closure__
+        names = {each.name for each in fields(self)} - {"function"}
+        return not is_closure and all(
+            _comparable(getattr(self, name)) == _comparable(getattr(other, name)) for name in names
         )
 
-    def is_another_closure(self, other: Handler) -> bool:
-        """Return True if both were made by one function that was called twice, with what it had each time."""
-        mine, theirs = inspect.unwrap(self.function), inspect.unwrap(other.function)
-        return mine is not theirs and _code(mine) is _code(theirs) and bool(getattr(mine, "__closure__", None))
+    def name_fix(self, known: Handler) -> str:
+        """Return the fix for another handler of this name, in an error's words."""
+        if _place(self.function) != _place(known.function):
+            return "give one of them another name with name='...'"
+        return (
+            f"import its module by one name everywhere (now {known.function.__module__} and "
+            f"{self.function.__module__}), and define it once, at module level or with @bridge.of(app).on_change(...); "
+            "for several sources write one decorator, such as "
+            '@bridge.on_change("shop.orders", "shop.invoices")'
+        )
 
 
 _OF_FILTER = frozenset(each.name for each in fields(Filter))
@@ -403,15 +401,8 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
 
 
 def _is_task(function: object) -> bool:
-    try:
-        return hasattr(function, "apply_async")
-    except ConfigurationError:
-        return True  # what the decorator of a bridge without an app has returned
-
-
-def _code(function: Callable[..., Any]) -> CodeType:
-    code: CodeType = inspect.unwrap(function).__code__
-    return code
+    """Return True for a task, and for what a bridge without an app gives in its place."""
+    return type(function) is Proxy or hasattr(function, "apply_async")
 
 
 def _comparable(value: Any) -> Any:
@@ -421,5 +412,6 @@ def _comparable(value: Any) -> Any:
     return value.__code__ if isinstance(value, FunctionType) else value
 
 
-def _place(code: CodeType) -> tuple[str, int]:
+def _place(function: Callable[..., Any]) -> tuple[str, int]:
+    code: CodeType = inspect.unwrap(function).__code__
     return code.co_filename, code.co_firstlineno

@@ -62,6 +62,11 @@ class Partitioner:
     key: Callable[[Mapping[str, Any]], Any]
 
     @property
+    def layout_key(self) -> str:
+        """Hash and name of the rule, as a layout has them."""
+        return f"{HASH_NAME}:{self.name}"
+
+    @property
     def is_by_document(self) -> bool:
         """Return True if all changes of a document are in one partition."""
         return self.key is document_key

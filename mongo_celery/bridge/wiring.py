@@ -206,35 +206,14 @@ class Wiring:
         Raises:
             ConfigurationError: there is another one of its name, or its task belongs to another subscription.
         """
-        self.check_can_add(handler)
-        self._handlers[handler.name] = handler
-
-    def check_can_add(self, handler: Handler) -> None:
-        """
-        Refuse a handler that cannot be added.
-
-        Raises:
-            ConfigurationError: see `add`.
-        """
         known = self._handlers.get(handler.name)
-        if known is not None and not handler.is_same_code(known):
+        if known is not None and not handler.is_same(known):
             raise ConfigurationError(
                 f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); "
-                f"{handler.beside(known)}.",
-            )
-        if known is not None and handler.has_other_decorator(known):
-            raise ConfigurationError(
-                f"bridge {self.name} already has a handler {handler.name!r} of this function, with another definition, "
-                "which would be lost. To listen to several sources, write one decorator, such as "
-                '@bridge.on_change("shop.orders", "shop.invoices"). For a handler more, write a function more.',
-            )
-        if known is not None and handler.is_another_closure(known):
-            raise ConfigurationError(
-                f"handler {handler.name!r} of bridge {self.name} is made anew by a function that was called again, and "
-                "Celery keeps the first task of a name: define it once at module level, or with "
-                "@bridge.of(app).on_change(...) for the app that is just made.",
+                f"{handler.name_fix(known)}.",
             )
         self._refuse_shared_task(handler)
+        self._handlers[handler.name] = handler
 
     def _refuse_shared_task(self, handler: Handler) -> None:
         """Celery keeps the first task of a name: a second subscription would run the first one's function."""

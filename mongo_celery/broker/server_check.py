@@ -8,7 +8,7 @@ from typing import Any
 from kombu import Connection
 
 from mongo_celery.broker.connection import demand_answer
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.redaction import short
 
 BROKER_SECONDS = 3
@@ -25,7 +25,7 @@ def check_server(connection: Connection) -> Iterator[Finding]:
     try:
         demand_answer(connection, BROKER_SECONDS)
     except Exception as failure:  # noqa: BLE001 - every transport raises its own
-        yield error(
+        yield failing(
             "broker",
             f"No answer from {where} within {BROKER_SECONDS} s; check broker_url, the network and the server. "
             f"Last error: {short(failure)}",
@@ -42,7 +42,7 @@ def _check_redis(connection: Connection) -> Iterator[Finding]:
         client = channel.client
         info: Mapping[str, Any] = client.info()
     except Exception as failure:  # noqa: BLE001 - a restricted or managed Redis refuses in its own ways
-        yield warning("redis", f"Its INFO cannot be read, so memory and persistence are unknown: {short(failure)}")
+        yield degraded("redis", f"Its INFO cannot be read, so memory and persistence are unknown: {short(failure)}")
         return
     yield judge_eviction(info)
     yield judge_memory(info)
@@ -63,8 +63,8 @@ def judge_eviction(info: Mapping[str, Any]) -> Finding:
     if policy == _NEVER_EVICT:
         return ok("redis_eviction", "maxmemory-policy is noeviction.")
     if policy is None:
-        return warning("redis_eviction", "maxmemory-policy cannot be read; make sure that it is noeviction.")
-    return error(
+        return degraded("redis_eviction", "maxmemory-policy cannot be read; make sure that it is noeviction.")
+    return failing(
         "redis_eviction",
         f"maxmemory-policy is {policy}: under pressure Redis would throw queued tasks away. Set it to noeviction, and "
         "use another Redis for caches.",
@@ -79,8 +79,8 @@ def judge_memory(info: Mapping[str, Any]) -> Finding:
     if used < _NEARLY_FULL * limit:
         return ok("redis_memory", f"{used / limit:.0%} of maxmemory are in use.")
     if used >= limit:
-        return error("redis_memory", f"{used / limit:.0%} of maxmemory are in use: Redis takes no tasks. Raise it.")
-    return warning(
+        return failing("redis_memory", f"{used / limit:.0%} of maxmemory are in use: Redis takes no tasks. Raise it.")
+    return degraded(
         "redis_memory",
         f"{used / limit:.0%} of maxmemory are in use: soon Redis refuses to take tasks, and who sends them waits. "
         "Raise it, or see what fills it.",
@@ -94,7 +94,7 @@ def judge_persistence(info: Mapping[str, Any], snapshots: bool | None) -> Findin
     if snapshots:
         return ok("redis_persistence", "Snapshots are on; a crash loses the tasks since the last one.")
     unknown = " (its snapshots cannot be seen)" if snapshots is None else ""
-    return warning(
+    return degraded(
         "redis_persistence",
         f"Redis keeps nothing on disk{unknown}: a restart loses all queued tasks. A bridge dispatches its changes "
         "again, other tasks of this app are gone; set appendonly yes.",

@@ -212,7 +212,7 @@ def _show_results(bridge: str, past: str, results: Sequence[CommandResult], as_j
     left = [
         each
         for each in results
-        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "parked"})
+        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "retrying"})
     ]
     for each in left[:_REASONS]:
         say(each.reason)
@@ -421,7 +421,7 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     for each in bridges_of(ctx, bridge):
         with one_sentence_errors():
             findings = preflight(each, line_of(ctx, each))
-        wrong = any(finding.level == "error" for finding in findings)
+        wrong = any(finding.severity == "failing" for finding in findings)
         failed = failed or wrong
         if as_json:
             from dataclasses import asdict

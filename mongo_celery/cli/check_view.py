@@ -12,7 +12,7 @@ from mongo_celery.findings import Finding
 from mongo_celery.quantities import number
 from mongo_celery.visible import visible
 
-_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
+_COLORS = {"ok": "green", "degraded": "yellow", "failing": "red"}
 
 
 def check_view(name: str, findings: Sequence[Finding]) -> RenderableType:
@@ -28,21 +28,21 @@ def check_view(name: str, findings: Sequence[Finding]) -> RenderableType:
     table.add_column(overflow="fold")
     parts: list[RenderableType] = [Text(name, style="bold"), table]
     for finding in findings:
-        if finding.level == "ok":
-            word = Text(finding.level, style=_COLORS[finding.level])
-            table.add_row(word, Text(finding.name), Text(visible(finding.message)))
-    for level in ("warning", "error"):
-        for finding in reversed([each for each in findings if each.level == level]):
-            sentence = f" {finding.name}: {visible(finding.message)}"
-            parts.append(Text.assemble((finding.level, _COLORS[finding.level]), sentence))
+        if finding.severity == "ok":
+            word = Text(finding.severity, style=_COLORS[finding.severity])
+            table.add_row(word, Text(finding.code), Text(visible(finding.sentence)))
+    for level in ("degraded", "failing"):
+        for finding in reversed([each for each in findings if each.severity == level]):
+            sentence = f" {finding.code}: {visible(finding.sentence)}"
+            parts.append(Text.assemble((finding.severity, _COLORS[finding.severity]), sentence))
             if finding.command is not None:
                 parts.append(Text(f"    {visible(finding.command)}", style="bold", no_wrap=True, overflow="ignore"))
     return Group(*parts, Text(_verdict(findings)))
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    errors = sum(finding.level == "error" for finding in findings)
-    warnings = sum(finding.level == "warning" for finding in findings)
+    errors = sum(finding.severity == "failing" for finding in findings)
+    warnings = sum(finding.severity == "degraded" for finding in findings)
     if not errors and not warnings:
         return "All is well."
     return f"{number(errors, 'error', 'errors')}, {number(warnings, 'warning', 'warnings')}."

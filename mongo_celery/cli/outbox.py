@@ -98,7 +98,7 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
     for each in chosen:
         with one_sentence_errors():
             findings = preflight(each, facts)
-        wrong = any(finding.level == "error" for finding in findings)
+        wrong = any(finding.severity == "failing" for finding in findings)
         failed = failed or wrong
         if as_json:
             found = [asdict(finding) for finding in findings]

@@ -50,7 +50,7 @@ def _ended(plan: RewindPlan) -> Iterator[str]:
     for each in plan.partitions:
         if each.key is not None:
             yield f"partition {each.index} has halted at {each.key}: that ends, {ends}"
-    waiting = [each.index for each in plan.partitions if each.standing in ("parked", "waiting")]
+    waiting = [each.index for each in plan.partitions if each.standing in ("retrying", "waiting")]
     if waiting:
         yield f"what waits for its next try in {_indexes(waiting)} does so no longer"
     paused = [each.index for each in plan.partitions if each.standing == "paused"]

@@ -30,7 +30,7 @@ _COLORS = {
     "leading": "green",
     "flowing": "green",
     "not_led": "yellow",
-    "parked": "yellow",
+    "retrying": "yellow",
     "waiting": "yellow",
     "paused": "yellow",
     "idle": "yellow",

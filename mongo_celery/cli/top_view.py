@@ -42,7 +42,7 @@ _CELL_MARKS: Mapping[str, tuple[str, str]] = {
     CELLS["halted"]: ("H", "bold red"),
     CELLS["paused"]: ("P", "yellow"),
     CELLS["waiting"]: ("W", "yellow"),
-    CELLS["parked"]: ("K", "yellow"),
+    CELLS["retrying"]: ("K", "yellow"),
     CELLS["not_led"]: ("·", "dim"),
 }
 _FIRST_DIGITS = 10

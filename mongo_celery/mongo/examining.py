@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import MongoCeleryError
-from mongo_celery.findings import Finding, error
+from mongo_celery.findings import Finding, failing
 from mongo_celery.mongo.opening import error_sentence
 from mongo_celery.mongo.redaction import without_credentials
 from mongo_celery.mongo.verdicts import Concern
@@ -20,7 +20,7 @@ def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: 
         for finding in part():
             found.append(finding)  # noqa: PERF402 - what was found before an error counts
     except MongoCeleryError as failure:
-        found.append(error(name, without_credentials(str(failure))))
+        found.append(failing(name, without_credentials(str(failure))))
     except PyMongoError as failure:
-        found.append(error(name, without_credentials(error_sentence(failure, concern))))
+        found.append(failing(name, without_credentials(error_sentence(failure, concern))))
     return found

@@ -324,12 +324,12 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     assert (len(after["dead_letters"]), asked) == (3, 1), "two set aside, one that stays; one withdrawn"
     named = {each["_id"].split("/")[1] for each in after["snapshots"]}
     assert named == {"gone", "letters", "record"}, "one forgotten, and those that were asked for"
-    findings = {finding.name: finding for finding in check(wiring)}
+    findings = {finding.code: finding for finding in check(wiring)}
     wiring.client.close()
-    judged = {name: findings[name].level for name in ("state_rights", "change_stream", "oplog_rights")}
-    assert judged == {"state_rights": "ok", "change_stream": "warning", "oplog_rights": "ok"}, findings
-    assert "operator" in findings["state_rights"].message
-    assert not any(lacks(finding.message) for finding in findings.values() if finding.level == "error")
+    judged = {name: findings[name].severity for name in ("state_rights", "change_stream", "oplog_rights")}
+    assert judged == {"state_rights": "ok", "change_stream": "degraded", "oplog_rights": "ok"}, findings
+    assert "operator" in findings["state_rights"].sentence
+    assert not any(lacks(finding.sentence) for finding in findings.values() if finding.severity == "failing")
 
 
 def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Setting) -> None:

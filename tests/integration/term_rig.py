@@ -14,12 +14,11 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
-from mongo_celery.bridge.listener.beginning import find_rules
+from mongo_celery.bridge.listener.beginning import find_rule
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover, find_undeliverable, take_over
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
 from mongo_celery.bridge.window import Mark
@@ -85,7 +84,7 @@ class TermRig:
     def _led(self, takeover: Takeover, handler: Handler, mark: Mark | None) -> Subscription:
         images = takeover.images[handler.name]
         generation = takeover.layouts[handler.name].generation
-        rule = self._rule(handler, takeover)
+        rule = find_rule(handler, takeover.layouts[handler.name], self.options, [handler])
         plan = Plan(
             handler,
             handler.selector(None),
@@ -98,12 +97,6 @@ class TermRig:
         )
         partitions = make_partitions(images, self.store.partitions, generation, takeover.version, self.options)
         return Subscription(self.options, plan, partitions)
-
-    def _rule(self, handler: Handler, takeover: Takeover) -> Partitioner:
-        rules = find_rules(self.options, [handler], takeover)
-        for error in rules.missing.values():
-            raise error
-        return rules.in_force[handler.name]
 
     def generation(self, name: str) -> int:
         """That of a subscription's layout in force."""

@@ -276,12 +276,12 @@ def test_what_an_older_term_has_counted_of_an_existing_document_keeps_nothing_wa
     claim = rig.claim(1, 1, token=data)
     assert rig.claims.park(claim, delay=600, not_before=None, error="later")
     mine = rig.image
-    assert (mine.retries, mine.crashes, mine.single, visible_state(mine)) == (1, 1, 5, "parked")
+    assert (mine.retries, mine.crashes, mine.single, visible_state(mine)) == (1, 1, 5, "retrying")
     theirs = rig.take_over(VERSION + 1)
     assert (theirs.retries, theirs.crashes, theirs.single, theirs.error) == (0, 0, 0, None)
     assert (theirs.due_in, theirs.retry, visible_state(theirs)) == (0, None, "flowing")
     rig.spoil(spilled={"to": data, "since": datetime.now(UTC), "reason": "parked"})
-    assert (rig.image.retries, visible_state(rig.image)) == (1, "parked"), "it is stored, and the same change"
+    assert (rig.image.retries, visible_state(rig.image)) == (1, "retrying"), "it is stored, and the same change"
     rig.spoil(spilled=None, halted={"resumeToken": {"_data": data}, "key": "1"}, state="halted")
     assert rig.image.error == "later"
     rig.spoil(halted=None, state="flowing", **{"retry.of": "82nonsense"})

@@ -120,7 +120,7 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
     [
         ({"state": "halted"}, "halted", "celery -A shop changes set-aside record --partition 1"),
         ({"state": "paused"}, "paused", "celery -A shop changes resume record --partition 1"),
-        ({"due_in": 9.0}, "parked", "celery -A shop changes retry record --partition 1"),
+        ({"due_in": 9.0}, "retrying", "celery -A shop changes retry record --partition 1"),
         ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "bring back"),
         ({}, "unclaimed", "workers"),
     ],

@@ -193,7 +193,7 @@ def test_the_status_follows_a_partition(led: Led) -> None:
     assert read_status(led.bridge.wiring)["outstanding"] == 1
     assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
     shown = led.partition()
-    assert shown["state"] == "parked"
+    assert shown["state"] == "retrying"
     assert 3500 < shown["retry"]["due_seconds"] <= 3600
     led.halt(index=1)
     status = read_status(led.bridge.wiring)
@@ -222,7 +222,7 @@ def test_a_frozen_server_is_told_in_one_sentence_within_seconds(
         with pytest.raises(ServerUnavailableError, match="gave no answer"):
             read_status(bridge.wiring)
         assert time.monotonic() - began < ANSWER_SECONDS_MAX
-        assert [finding.name for finding in check(bridge.wiring) if finding.level == "error"][:1] == ["mongodb"]
+        assert [finding.code for finding in check(bridge.wiring) if finding.severity == "failing"][:1] == ["mongodb"]
     finally:
         server.resume()
 
@@ -323,7 +323,7 @@ def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge:
         ("audit", 1): ("unfit", "flowing"),
         ("audit", 2): ("unfit", "flowing"),
         ("summarise", 0): ("unfit", "halted"),
-        ("summarise", 1): ("unfit", "parked"),
+        ("summarise", 1): ("unfit", "retrying"),
         ("summarise", 2): ("unfit", "flowing"),
     }
     assert "no handler in this app" in outcomes[3].reason
@@ -588,7 +588,7 @@ def test_a_retry_of_a_stored_change_outlives_its_history(storing: Storing, *, ma
     storing.lose_history()
     halted = by_name(check(storing.wiring))["halted"]
     command = f"celery -A APP changes {'retry' if marked else 'skip'} summarise --partition 0"
-    assert (halted.command, "Repair" in halted.message) == (command, not marked)
+    assert (halted.command, "Repair" in halted.sentence) == (command, not marked)
     assert commands.retry(storing.wiring, "summarise", 0)[0].result == "done"
     assert storing.image.spilled is not None
     assert storing.image.spilled["to"] == token(number)["_data"]
@@ -607,7 +607,7 @@ def test_the_change_at_which_a_partition_stands_is_shown(storing: Storing) -> No
     led, wiring = storing.led, storing.wiring
     led.park()
     first = heads.read_head(wiring, "summarise", 0)
-    assert (first.state, first.token, first.key) == ("parked", token(1)["_data"], "shop.orders insert 1")
+    assert (first.state, first.token, first.key) == ("retrying", token(1)["_data"], "shop.orders insert 1")
     assert (first.error, first.retries, first.committed) == ("ConnectionError: later", 1, 0)
     assert 3500 < first.due_seconds <= 3600
     assert first.since is not None
@@ -621,7 +621,7 @@ def test_the_change_at_which_a_partition_stands_is_shown(storing: Storing) -> No
         heads.read_head(wiring, "summarise", 2)
     led.park(2)
     unknown = heads.read_head(wiring, "summarise", 2)
-    assert (unknown.state, unknown.key, unknown.token, unknown.bytes) == ("parked", None, None, None)
+    assert (unknown.state, unknown.key, unknown.token, unknown.bytes) == ("retrying", None, None, None)
 
 
 def test_an_event_that_is_no_document_is_shown_as_bytes(storing: Storing) -> None:
@@ -645,18 +645,18 @@ def test_a_check_finds_what_is_said_to_be_stored_and_is_not(storing: Storing) ->
     """P13: a state database of which only a part was restored; loud, and never taken for empty."""
     found = by_name(check(storing.wiring))
     assert "spill_missing" not in found
-    assert found["spill"].level == "ok"
+    assert found["spill"].severity == "ok"
     database = storing.led.bridge.client[storing.led.bridge.options.database]
     database["backlog"].delete_many({})
     missing = by_name(check(storing.wiring))["spill_missing"]
-    assert (missing.level, "Partition 0 of summarise" in missing.message) == ("error", True)
+    assert (missing.severity, "Partition 0 of summarise" in missing.sentence) == ("failing", True)
 
 
 # -- preflight -------------------------------------------------------------------------------------
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings}
+    return {finding.code: finding for finding in findings}
 
 
 def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
@@ -666,8 +666,8 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
     own = make_replica_set()
     found = by_name(check(make_bridge(own.url).wiring))
     for name in ("topology", "state_rights", "change_stream", "oplog_rights", "oplog_window", "broker", "handlers"):
-        assert found[name].level == "ok", found[name]
-    assert found["test_commands"].level == "warning"
+        assert found[name].severity == "ok", found[name]
+    assert found["test_commands"].severity == "degraded"
     assert state_database not in make_client(own.url).list_database_names()
 
 
@@ -675,47 +675,47 @@ def test_a_check_names_who_has_lost_its_history(led: Led) -> None:
     """P16: an error with the command that decides, as long as nobody has."""
     now = operation_time(led.bridge.wiring.client)  # the session's oplog may have rolled: in front of it all is at risk
     assert led.store.subscriptions.pin("summarise", led.version, now, None)
-    assert by_name(check(led.bridge.wiring))["history"].level == "ok"
+    assert by_name(check(led.bridge.wiring))["history"].severity == "ok"
     assert led.store.subscriptions.mark_lost("summarise", led.version, now, now, "why")
     found = by_name(check(led.bridge.wiring))
     lost = found["history_lost"]
-    assert (lost.level, lost.command) == ("error", "celery -A APP changes go-on summarise --from oldest")
+    assert (lost.severity, lost.command) == ("failing", "celery -A APP changes go-on summarise --from oldest")
     assert "history" not in found, "it is said once"
 
 
 def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
     """And looks at the rest all the same."""
     found = by_name(check(make_bridge(standalone_url).wiring))
-    assert found["topology"].level == "error"
-    assert "replSet" in found["topology"].message
+    assert found["topology"].severity == "failing"
+    assert "replSet" in found["topology"].sentence
     assert "broker" in found
 
 
-@pytest.mark.parametrize(("wanted", "level"), [("required", "error"), ("whenAvailable", "warning")])
+@pytest.mark.parametrize(("wanted", "level"), [("required", "failing"), ("whenAvailable", "degraded")])
 def test_a_check_finds_collections_that_keep_no_images(
     make_bridge: MakeBridge, database: Database[Document], wanted: str, level: str
 ) -> None:
     """Missing, without the option, and with it."""
     bridge = make_bridge(full_document_before_change=wanted)
-    assert by_name(check(bridge.wiring))["images"].level == level
+    assert by_name(check(bridge.wiring))["images"].severity == level
     database.create_collection("orders")
     found = by_name(check(bridge.wiring))["images"]
-    assert found.level == level
-    assert f"{database.name}.orders" in found.message
-    assert "changeStreamPreAndPostImages" in found.message
+    assert found.severity == level
+    assert f"{database.name}.orders" in found.sentence
+    assert "changeStreamPreAndPostImages" in found.sentence
     database.command("collMod", "orders", changeStreamPreAndPostImages={"enabled": True})
-    assert by_name(check(bridge.wiring))["images"].level == "ok"
+    assert by_name(check(bridge.wiring))["images"].severity == "ok"
 
 
 def test_a_check_opens_the_real_stream(make_bridge: MakeBridge) -> None:
     """A pipeline that the server refuses is found before any listener starts."""
     found = by_name(check(make_bridge(pipeline=[{"$match": {"$expr": {"$noSuchOperator": 1}}}]).wiring))
-    assert found["change_stream"].level == "error"
+    assert found["change_stream"].severity == "failing"
 
 
 def test_a_check_finds_sources_in_the_state_database(make_bridge: MakeBridge, state_database: str) -> None:
     """The bridge would feed itself."""
-    assert by_name(check(make_bridge(source=f"{state_database}.orders").wiring))["sources"].level == "error"
+    assert by_name(check(make_bridge(source=f"{state_database}.orders").wiring))["sources"].severity == "failing"
 
 
 def test_a_check_finds_overridden_attributes_and_pickle(bridge: Bridge) -> None:
@@ -725,8 +725,8 @@ def test_a_check_finds_overridden_attributes_and_pickle(bridge: Bridge) -> None:
     bridge.app.tasks["mongo_celery.commit"].acks_late = False
     found = by_name(check(bridge.wiring))
     for name in ("accept_content", "task_always_eager", "task_annotations"):
-        assert found[name].level == "error"
-    assert "acks_late of mongo_celery.commit" in found["task_annotations"].message
+        assert found[name].severity == "failing"
+    assert "acks_late of mongo_celery.commit" in found["task_annotations"].sentence
 
 
 @pytest.fixture(scope="module")
@@ -756,8 +756,8 @@ def test_a_check_names_each_missing_right(guarded: GuardedMongo, make_bridge: Ma
     for name, rights in users.items():
         bridge = make_bridge(guarded.add_user(f"{name}_{state_database}", *rights), source=source)
         findings = check(bridge.wiring)
-        assert {each.name for each in findings if each.level == "error"} == missing[name], name
-        assert all(f"{name}_" not in each.message or "***@" in each.message for each in findings)
+        assert {each.code for each in findings if each.severity == "failing"} == missing[name], name
+        assert all(f"{name}_" not in each.sentence or "***@" in each.sentence for each in findings)
 
 
 def test_the_oplog_window_is_unknown_without_the_right_to_see_it(

@@ -59,19 +59,21 @@ def outbox(database: Database[Document], state_database: str, redis_url: str) ->
 
 def findings(outbox: AnyOutbox, facts: AppFacts | None = None) -> dict[str, Finding]:
     """What a check says, by name; broker and workers are asked only for a test that is about them."""
-    return {each.name: each for each in check(outbox, facts or AppFacts([], None))}
+    return {each.code: each for each in check(outbox, facts or AppFacts([], None))}
 
 
 def levels(found: dict[str, Finding]) -> dict[str, str]:
     """Those that are not well."""
-    return {name: each.level for name, each in found.items() if each.level != "ok" and not name.startswith("redis")}
+    return {
+        name: each.severity for name, each in found.items() if each.severity != "ok" and not name.startswith("redis")
+    }
 
 
 def test_a_collection_that_is_not_there_and_an_outbox_that_nobody_sweeps_are_told(outbox: Outbox) -> None:
     """Nothing is created by looking; a sweep notes itself, and all is well."""
     found = findings(outbox, look_around(outbox.app))
-    assert levels(found) == {"collection": "warning", "sweep": "error"}
-    assert "No worker has answered" in found["sweep"].message
+    assert levels(found) == {"collection": "degraded", "sweep": "failing"}
+    assert "No worker has answered" in found["sweep"].sentence
     assert outbox.collection.database.list_collection_names() == []
 
     outbox.collection.insert_one({"_id": 1})
@@ -79,7 +81,7 @@ def test_a_collection_that_is_not_there_and_an_outbox_that_nobody_sweeps_are_tol
 
     found = findings(outbox, look_around(outbox.app))
     assert levels(found) == {}
-    assert "s ago (shop, " in found["sweep"].message
+    assert "s ago (shop, " in found["sweep"].sentence
     assert {"rights", "collection", "index", "field", "apps", "late", "broker"} <= found.keys()
 
 
@@ -93,18 +95,18 @@ def test_a_validator_is_tried_on_documents_that_are_there(outbox: Outbox) -> Non
     allowing: Document = {"$jsonSchema": {"additionalProperties": False, "properties": {**properties, FIELD: {}}}}
 
     for validator, action, level in (
-        (listed, "error", "error"),
-        (counted, "error", "error"),
-        (listed, "warn", "warning"),
-        (allowing, "error", "ok"),
-        ({"total": {"$type": "int"}}, "error", "ok"),
+        (listed, "failing", "failing"),
+        (counted, "failing", "failing"),
+        (listed, "warn", "degraded"),
+        (allowing, "failing", "ok"),
+        ({"total": {"$type": "int"}}, "failing", "ok"),
     ):
         database.command("collMod", name, validator=validator, validationAction=action)
-        assert findings(outbox)["validator"].level == level, validator
+        assert findings(outbox)["validator"].severity == level, validator
 
     outbox.collection.delete_many({})
-    database.command("collMod", name, validator=listed, validationAction="error")
-    assert findings(outbox)["validator"].level == "error", "a schema is read where nothing can be tried"
+    database.command("collMod", name, validator=listed, validationAction="failing")
+    assert findings(outbox)["validator"].severity == "failing", "a schema is read where nothing can be tried"
 
 
 def test_nulls_full_documents_unknown_tasks_and_other_apps_are_found(outbox: Outbox) -> None:
@@ -113,7 +115,7 @@ def test_nulls_full_documents_unknown_tasks_and_other_apps_are_found(outbox: Out
     own = outbox.backing.writer.collection
     own.insert_one({"_id": "null", FIELD: None})
     found = findings(outbox)
-    assert found["field"].level == "error"
+    assert found["field"].severity == "failing"
 
     own.delete_many({})
     outbox.insert_one({"_id": 1}, tasks=[task])
@@ -122,9 +124,9 @@ def test_nulls_full_documents_unknown_tasks_and_other_apps_are_found(outbox: Out
     own.update_one({"_id": 2}, {"$set": {f"{FIELD}.events.0.app": "web"}})
     own.insert_one({"_id": 3, FIELD: {"count": 1, "events": "none"}})
     found = findings(outbox)
-    assert levels(found).items() >= {"max_pending": "warning", "tasks": "error", "apps": "warning"}.items()
-    assert "does not know mail," in found["tasks"].message
-    assert "'web'" in found["apps"].message
+    assert levels(found).items() >= {"max_pending": "degraded", "tasks": "failing", "apps": "degraded"}.items()
+    assert "does not know mail," in found["tasks"].sentence
+    assert "'web'" in found["apps"].sentence
 
 
 def test_what_is_late_failing_or_set_aside_is_told(outbox: Outbox) -> None:
@@ -134,7 +136,7 @@ def test_what_is_late_failing_or_set_aside_is_told(outbox: Outbox) -> None:
     outbox.collection.update_one({"_id": 1}, {"$set": changes})
     outbox.dead_letters.add(2, {"id": "one", "name": "mail"}, LookupError("gone"))
     found = findings(outbox)
-    assert levels(found).items() >= {"late": "error", "failing": "warning", "dead_letters": "warning"}.items()
+    assert levels(found).items() >= {"late": "failing", "failing": "degraded", "dead_letters": "degraded"}.items()
     assert found["dead_letters"].command == "celery -A shop outbox dead-letters list"
 
 
@@ -146,9 +148,9 @@ def test_a_missing_right_is_named_and_the_rest_is_looked_at(
         orders = client[database.name]["orders"]
         outbox = Outbox(Celery("shop", broker=redis_url), orders, database=state_database)
         found = findings(outbox)
-    assert found["rights"].level == "error"
-    assert f"on {orders.full_name}" in found["rights"].message
-    assert found["sweep"].level == "error"
+    assert found["rights"].severity == "failing"
+    assert f"on {orders.full_name}" in found["rights"].sentence
+    assert found["sweep"].severity == "failing"
 
 
 def test_servers_that_are_away_are_findings(state_database: str) -> None:
@@ -156,8 +158,8 @@ def test_servers_that_are_away_are_findings(state_database: str) -> None:
     app = Celery("shop", broker="redis://:secret@127.0.0.1:1/0")
     with MongoClient[Document]("mongodb://hush:secret@127.0.0.1:1/?serverSelectionTimeoutMS=200") as client:
         found = findings(Outbox(app, client["shop"]["orders"], database=state_database), look_around(app))
-    assert levels(found) == {"mongodb": "error", "broker": "error"}
-    assert all("secret" not in each.message for each in found.values())
+    assert levels(found) == {"mongodb": "failing", "broker": "failing"}
+    assert all("secret" not in each.sentence for each in found.values())
 
 
 def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
@@ -166,11 +168,11 @@ def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
     """Its index is another one, and so are its collections."""
     app = Celery("shop", broker=redis_url)
     outbox = OutboxCollection(app, database["sent"], at_once=False, database=state_database)
-    assert levels(findings(outbox)) == {"collection": "warning", "sweep": "error"}
+    assert levels(findings(outbox)) == {"collection": "degraded", "sweep": "failing"}
 
     database.create_collection("sent")
     found = findings(outbox)
-    assert levels(found) == {"index": "warning", "sweep": "error"}
+    assert levels(found) == {"index": "degraded", "sweep": "failing"}
     assert found["index"].command is not None
     assert 'createIndex({"key": 1, "seq": 1, "_id": 1}, {"name": "parcels"})' in found["index"].command
 
@@ -203,9 +205,9 @@ def test_a_strict_model_that_does_not_declare_the_field_is_found() -> None:
     (well,) = check_models("shop", "checked", FIELD)
     model("Strict", {})
     (finding,) = check_models("shop", "checked", FIELD)
-    assert (well.level, finding.level) == ("ok", "error")
-    assert "Declaring, Lenient" in well.message
-    assert finding.message.startswith("Strict cannot read")
+    assert (well.severity, finding.severity) == ("ok", "failing")
+    assert "Declaring, Lenient" in well.sentence
+    assert finding.sentence.startswith("Strict cannot read")
 
 
 def test_a_model_of_beanie_that_forbids_extra_fields_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +229,7 @@ def test_a_model_of_beanie_that_forbids_extra_fields_is_found(monkeypatch: pytes
 
     monkeypatch.setitem(sys.modules, "beanie.odm.documents", types.SimpleNamespace(Document=Model))
     (finding,) = check_models("shop", "checked", FIELD)
-    assert (finding.level, finding.message.startswith("Forbidding cannot read")) == ("error", True)
+    assert (finding.severity, finding.sentence.startswith("Forbidding cannot read")) == ("failing", True)
 
 
 # -- a writer that nobody sweeps -------------------------------------------------------------------

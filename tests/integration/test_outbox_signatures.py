@@ -95,7 +95,7 @@ def test_a_changed_entry_is_a_dead_letter_at_once_and_those_behind_it_go_on(
     assert rig.sent() == [[0, 0], [2, 2]]
     assert database["orders"].find_one() == {"_id": 1}
     (letter,) = outbox.dead_letters.find()
-    assert letter["error"].startswith("UnsignedEntryError")
+    assert letter["failing"].startswith("UnsignedEntryError")
     assert str(forged.get("id")) not in letter["_id"], "it goes into commands that people type"
     status = outbox.status()
     assert (status.dead_letters, status.unsigned, outbox.backing.counters.unsigned) == (1, 1, 1)
@@ -118,8 +118,8 @@ def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
     assert database["orders"].find_one() == {"_id": identity}
     health = read_outbox(outbox, rig.app, None)
     assert "--sign" in " ".join(health.advice())
-    found = {each.name: each.level for each in judge_state(health.status, 5.0, 15.0, ANY_APP)}
-    assert (found["unsigned"], found["late"]) == ("error", "ok")
+    found = {each.code: each.severity for each in judge_state(health.status, 5.0, 15.0, ANY_APP)}
+    assert (found["unsigned"], found["late"]) == ("failing", "ok")
 
 
 def test_an_entry_of_another_outbox_is_not_believed(rig: Rig, database: Database[Document]) -> None:

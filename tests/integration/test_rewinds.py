@@ -122,7 +122,8 @@ def test_what_stood_behind_the_place_is_over(stage: Stage) -> None:
     assert stage.store.claims.park(parked, delay=3600, not_before=None, error="later")
     stage.release()
     plan = stage.rewind("oldest")
-    assert [(each.standing, each.key) for each in plan.partitions] == [("halted", "orders insert 1"), ("parked", None)]
+    blocked = [(each.standing, each.key) for each in plan.partitions]
+    assert blocked == [("halted", "orders insert 1"), ("retrying", None)]
     for index in (0, 1):
         document = stage.partition(index)
         assert (document["state"], document["halted"], document["retry"]) == ("flowing", None, None)

@@ -8,7 +8,6 @@ more a fault.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,7 @@ from pymongo.database import Database
 from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.existing import DocumentId
-from mongo_celery.bridge.listener import pace, snapshot_thread
+from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import ChunkReader
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.dead_letters import Selection
@@ -60,8 +59,7 @@ def world(
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of them, of few documents."""
-    monkeypatch.setattr(pace, "FIRST_SIZE", 4)
-    monkeypatch.setattr(pace, "LARGEST_SIZE", 4)
+    monkeypatch.setattr(chunks, "ROWS", 4)
 
 
 def fill(world: World) -> None:
@@ -123,7 +121,7 @@ def test_a_listener_that_wakes_at_any_step_moves_nothing(
         wait_for(lambda: records)
         snapshots, led = term.leader.snapshots, term.leader.subscriptions
         for _ in range(_LATER_TURNS if led else 0):  # of one that has not looked at its partitions yet
-            snapshots.turn(time.monotonic(), room=1 << 20, may_begin=True)
+            snapshots.turn(room=1 << 20, may_begin=True)
             threading.Event().wait(0.01)
     assert world.record == records[0]
     judge(world, 1)
@@ -215,7 +213,7 @@ def test_who_waits_for_a_hand_over_tries_again_after_the_pause_alone(
     monkeypatch.setattr(ChunkReader, "read", read_later)
     monkeypatch.setattr(Snapshots, "mark_read_end", mark_once)
     monkeypatch.setattr(snapshot_thread, "_PASS_SECONDS", 0.0)
-    monkeypatch.setattr(snapshot_thread, "RetryGate", lambda: RetryGate(Pauses(first=3600.0, longest=3600.0)))
+    monkeypatch.setattr(snapshot_thread, "RetryGate", lambda *_: RetryGate(Pauses(first=3600.0, longest=3600.0)))
     term = world.term().begin()
     thread = term.leader.snapshots.thread
     term.until(lambda: thread.reading)

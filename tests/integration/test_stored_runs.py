@@ -116,16 +116,24 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_worker_reads_what_its_message_names(bench: Bench) -> None:
-    """P13: byte for byte, also an event in parts, and the position is that of the last change."""
-    changes = [made(1, 17 * _MEGABYTE), made(2)]
+    """P13: byte for byte, and the position is that of the last change."""
+    changes = [made(1, 15 * _MEGABYTE), made(2)]
     got = bench.run(bench.store(*changes))
     assert [bson.encode(each.raw) for each in got] == changes
     handled = bench.rig.document["handled"]
     assert (handled["last"], handled["resumeToken"]) == (2, token(2))
-    assert bench.documents.count_documents({"part": {"$ne": None}}) > 0
     done = token(2)["_data"]
     assert sum(bench.rig.store.backlog.remove(bench.rig.where, done, done, VERSION)) > 0
     assert bench.documents.count_documents({}) == 0, "what is committed takes all of it away"
+
+
+def test_a_change_that_fits_into_no_document_halts_its_partition_as_every_refused_one(bench: Bench) -> None:
+    """P9: its handler does not get less than was asked for, and its error names it."""
+    with pytest.raises(RefusedChangeError):
+        bench.run(bench.store(made(1, 17 * _MEGABYTE)), _never)
+    state = bench.rig.document
+    assert (state["state"], state["halted"]["resumeToken"]["_data"]) == ("halted", token(1)["_data"])
+    assert "shop.orders insert 1" in state["retry"]["error"]
 
 
 def test_a_change_whose_bytes_are_missing_waits_uncounted(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,10 +156,6 @@ def test_a_change_whose_bytes_are_missing_waits_uncounted(bench: Bench, caplog: 
     assert len(bench.run(run)) == 1
 
 
-def _remove_parts(documents: Collection[Document], where: Document) -> None:
-    documents.update_one(where, {"$set": {"raw": b"", "parts": 2, "digest": "00"}, "$unset": {"zip": 1}})
-
-
 def _garble(documents: Collection[Document], where: Document) -> None:
     documents.update_one(where, {"$set": {"raw": b"\xff" * 9, "zip": True}})
 
@@ -165,7 +169,6 @@ def _setter(**fields: Any) -> Callable[[Collection[Document], Document], None]:
 
 _ANOTHER = bson.encode(event(_id=token(7)))
 _SPOILT = {
-    "a part is missing": _remove_parts,
     "not compressed": _garble,
     "no BSON": _setter(raw=b"\xff" * 9),
     "empty": _setter(raw=b""),
@@ -176,8 +179,7 @@ _SPOILT = {
     ),
     "the token too": _setter(raw=_ANOTHER, token=token(7)),
     "a text": _setter(raw="text"),
-    "parts that are none": _setter(parts="two", digest="00"),
-    "too many parts": _setter(parts=2**40, digest="00"),
+    "a number": _setter(raw=2**40),
 }
 
 

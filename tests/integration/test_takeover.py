@@ -193,7 +193,6 @@ def test_however_short_the_time_what_is_free_is_won_in_the_end(
 def slow(failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
     """Give what makes every write longer than the short times, and far shorter than a call may take."""
     monkeypatch.setattr("mongo_celery.mongo.locked._PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr("mongo_celery.mongo.locked._ATTEMPT_SECONDS", 0.1)
     writes = {"failCommands": ["update", "commitTransaction"], "blockConnection": True, "blockTimeMS": 300}
     return lambda: failpoint(appName=SLOW, **writes)
 

@@ -78,8 +78,8 @@ def test_a_bridge_reads_and_writes_by_its_own_rules(url: str, app: Celery, datab
         assert {each["_id"] for each in database["copies"].find()} == {"before", "a", "b"}
         assert database["totals"].find_one() == {"_id": 0, "n": 2}
 
-        found = [each for each in check_mongodb(bridge.wiring.reach(), bridge.wiring) if each.level == "error"]
-        assert not [*found, *[each for each in check_sources(bridge.wiring) if each.level == "error"]]
+        found = [each for each in check_mongodb(bridge.wiring.reach(), bridge.wiring) if each.severity == "failing"]
+        assert not [*found, *[each for each in check_sources(bridge.wiring) if each.severity == "failing"]]
         assert read_status(bridge.wiring)["subscriptions"]
         letters = letter_commands.find(bridge.wiring, Selection(subscription="parked"), 10).letters
         assert len(letters) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.property.protocol_model import put
 from tests.property.snapshot_model import (
     AWAY,
+    BACK,
     DROP,
     MARK,
     START,
@@ -170,6 +171,10 @@ def step_on(world: World, state: State, listener: Listener) -> Listener:
             listener = with_appended(world, state, listener, index, chunk)
     listener = listener._replace(cursor=when)
     entry = state.oplog[when - 1]
+    if entry in {DROP, AWAY, BACK}:
+        for index, chunk in enumerate(listener.chunks):
+            if chunk is not None and not chunk.appended and is_spoiled(world, chunk, when):
+                listener = with_chunk(listener, index, None)
     key = key_of(entry)
     if key is None:
         return listener
@@ -180,6 +185,13 @@ def step_on(world: World, state: State, listener: Listener) -> Listener:
             others = {each for each in chunk.changes if each[0] != key}
             listener = with_chunk(listener, index, chunk._replace(changes=frozenset(others | {(key, when)})))
     return buffered(state, listener, Item(Token(when), key, value, is_partial(world, state, when)))
+
+
+def is_spoiled(world: World, chunk: Chunk, when: int) -> bool:
+    """Tell whether a move that is taken in makes a chunk that is read begin anew."""
+    if world.broken is Broken.END_AT_L:
+        return when <= chunk.low
+    return world.broken not in {Broken.EMPTY_IS_END, Broken.UUID_IS_ENOUGH}
 
 
 def counts(world: World, chunk: Chunk, entry: int, when: int) -> bool:
@@ -272,6 +284,9 @@ def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
     if world.broken is Broken.RECORDS_LAST and state.epoch == listener.term:
         mine, state = True, with_raised_records(state, listener.term)
     if not mine and world.broken is not Broken.REFUSED_BEGIN_COUNTS:
+        return
+    if not is_there(state):
+        yield Step("source gone"), with_record(state, index, record._replace(state=Progress.GONE))
         return
     one = Write(Late.BEGIN, listener.term, index, record.begun)
     after = landed(world, state, one)
@@ -441,6 +456,9 @@ def pass_on(world: World, state: State, listener: Listener, index: int) -> Steps
         return
     one = Write(Late.PASS, listener.term, index, chunk.begun)
     if chunk.high < 0:
+        if not is_there(state) and world.broken is not Broken.EMPTY_IS_END:  # it has not its UUID any more
+            yield Step("drop", chunk), with_listener(state, listener, with_chunk(listener, index, None))
+            return
         after = landed(world, state, one)
         ready = chunk._replace(high=len(after.oplog))
         if not world.apart:
@@ -466,9 +484,7 @@ def move_cursor(world: World, state: State, listener: Listener, index: int) -> S
     if chunk is None or not chunk.appended or not all(is_secured(world, state, listener, each) for each in chunk.done):
         return
     progress, end = Progress.RUNNING, chunk.end
-    if is_gone(world, state, listener, chunk):
-        progress, end = Progress.GONE, -1
-    elif chunk.is_final:
+    if chunk.is_final:
         progress = Progress.DONE
     one = Write(Late.CURSOR, listener.term, index, chunk.begun, end=end, state=progress)
     one = one._replace(until=chunk.until, time=chunk.scanned)
@@ -499,17 +515,6 @@ def is_secured(world: World, state: State, listener: Listener, item: Item) -> bo
     if world.broken is Broken.CURSOR_AT_ANY_MARK:
         inserted = partition.spilled
     return item.token <= max(reached, inserted)
-
-
-def is_gone(world: World, state: State, listener: Listener, chunk: Chunk) -> bool:
-    """Tell whether an answer may be that of a source that was dropped or renamed before it was given."""
-    up_to = chunk.low if world.broken is Broken.END_AT_L else listener.cursor
-    if world.broken is Broken.EMPTY_IS_END:
-        return False
-    seen = {DROP, AWAY} & set(state.oplog[:up_to])
-    if world.broken is Broken.UUID_IS_ENOUGH:
-        seen = set()
-    return bool(seen) or (chunk.is_final and not is_there(state))
 
 
 # --- storing and running ------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from mongo_celery.errors import (
     HandlerUsageError,
     HistoryLostError,
     InvalidEnvelopeError,
-    LayoutError,
     LeaseLostError,
     MongoCeleryError,
     OutboxRefusedError,
@@ -45,7 +44,6 @@ SET_UP_WRONGLY: tuple[type[MongoCeleryError], ...] = (
     ForeignBridgeError,
     ForkedClientError,
     HandlerUsageError,
-    LayoutError,
     StreamRefusedError,
     TopologyError,
 )

@@ -117,7 +117,7 @@ def test_what_is_sent_again_is_told_apart_and_a_replay_is_neither() -> None:
     seen.note_sent(dispatch(1, 3), again=False)
     seen.note_sent(dispatch(1, 3), again=True)
     seen.note_sent(dispatch(4, 4, dead_letter="letter"), again=False)
-    assert (seen.dispatched, seen.again) == (6, 3)
+    assert (seen.dispatched, seen.dispatched_again) == (6, 3)
 
 
 def test_latencies_fall_into_the_first_bucket_that_has_room() -> None:
@@ -131,12 +131,12 @@ def test_latencies_fall_into_the_first_bucket_that_has_room() -> None:
 def test_reopenings_of_several_terms_add_up() -> None:
     """A term counts its own from 0; the process never goes back."""
     activity = Activity("shop", ["summarise"], 15.0)
-    for version, counts in ((1, [0, 2, 2, 3]), (2, [0, 1])):
-        activity.note_term_begin(version)
+    for counts in ([0, 2, 2, 3], [0, 1]):
+        activity.note_term_begin()
         for count in counts:
             activity.note_sweep(count)
         activity.note_term_end()
-    assert (activity.reopenings, activity.takeovers, activity.sweeps, activity.version) == (4, 2, 6, None)
+    assert (activity.reopenings, activity.takeovers, activity.sweeps) == (4, 2, 6)
 
 
 def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +151,27 @@ def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_counts_of_stored_and_refused_changes_are_taken_once() -> None:
+def test_a_listener_is_ready_while_it_leads_or_stands_by() -> None:
+    """Not before it has reached its servers, and not while it rests after a failure."""
+    activity = Activity("shop", [], 15.0)
+    found = [activity.is_ready]
+    for step in (
+        activity.note_standby,
+        activity.note_term_begin,
+        activity.note_term_end,
+        lambda: activity.note_failure(60.0),
+    ):
+        step()
+        found.append(activity.is_ready)
+    assert found == [False, True, True, True, False]
+    assert activity.is_alive
+
+
+def test_counts_of_stored_and_undeliverable_changes_are_taken_once() -> None:
     seen, counted = HandlerActivity(), [3, 1]
     seen.add_counts(counted)
     seen.add_counts(counted)
-    assert (seen.spilled, seen.refused, counted) == (3, 1, [0, 0])
+    assert (seen.stored, seen.undeliverable, counted) == (3, 1, [0, 0])
 
 
 def test_an_image_is_the_same_whenever_it_was_read() -> None:

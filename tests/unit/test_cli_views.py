@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from mongo_celery import Bridge
 from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.overview import needs_attention
-from mongo_celery.bridge.operations.reasons import failing
+from mongo_celery.bridge.operations.reasons import failing as failing_reason
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -29,7 +29,7 @@ from mongo_celery.cli.health import line_of
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.cli.verdict_view import verdict_view
 from mongo_celery.command_line import CommandLine
-from mongo_celery.findings import error, ok, warning
+from mongo_celery.findings import degraded, failing, ok
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.quantities import duration, size
 from tests.unit.test_status import (
@@ -157,8 +157,8 @@ def test_commands_are_told_as_the_person_types_them() -> None:
 def test_a_long_command_is_neither_broken_nor_cut() -> None:
     """It is copied from there: whatever the width."""
     name = "notify_customers_of_every_change"
-    reason = failing("halted", "stands.", CommandLine("shop.of.the.north").on("retry", name, [3]))
-    found = error(reason.code, reason.sentence, reason.command)
+    reason = failing_reason("halted", "stands.", CommandLine("shop.of.the.north").on("retry", name, [3]))
+    found = failing(reason.code, reason.sentence, reason.command)
     for view in (verdict_view(BridgeVerdict("shop", (reason,))), check_view("shop", [found])):
         text = StringIO()
         Console(file=text, width=40).print(view, crop=False)
@@ -336,7 +336,7 @@ def test_a_check_ends_with_a_verdict() -> None:
     text = shown(
         check_view(
             "shop",
-            [ok("topology", "fine"), error("broker", "no [answer]"), warning("paused", "stands", "celery -A x y")],
+            [ok("topology", "fine"), failing("broker", "no [answer]"), degraded("paused", "stands", "celery -A x y")],
         )
     )
     assert "no [answer]" in text

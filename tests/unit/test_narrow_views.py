@@ -16,7 +16,7 @@ from mongo_celery.cli.apps import console_of
 from mongo_celery.cli.check_view import check_view
 from mongo_celery.cli.outbox_view import dead_letters_view, health_view
 from mongo_celery.cli.status_view import status_view
-from mongo_celery.findings import error, ok
+from mongo_celery.findings import failing, ok
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.health import Health
 from mongo_celery.outbox.replay import DeadLetter
@@ -59,11 +59,11 @@ def _status(*images: object) -> RenderableType:
 
 def test_what_is_piped_neither_wraps_nor_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever searches it finds a sentence as it is, and a table has no blanks behind its last column."""
-    findings = [ok("short", "A."), ok("long", "word " * 100 + "end."), error("wrong", "sentence " * 100 + "end.")]
+    findings = [ok("short", "A."), ok("long", "word " * 100 + "end."), failing("wrong", "sentence " * 100 + "end.")]
     context = click.Context(click.Command("check"), obj=SimpleNamespace(no_color=False))
     console_of(context).print(check_view("shop", findings), crop=False)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["shop", "ok", "ok", "error", "1"]
+    assert [line.split()[0] for line in lines] == ["shop", "ok", "ok", "failing", "1"]
     assert [line for line in lines if line.endswith(" ")] == []
 
 

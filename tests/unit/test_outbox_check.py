@@ -39,27 +39,27 @@ PARTIAL = {"key": {COUNT: 1}, "name": "mine", "partialFilterExpression": {COUNT:
 @pytest.mark.parametrize(
     ("about", "level", "words"),
     [
-        (None, "warning", "does not exist yet"),
-        ({"type": "view"}, "error", "a view"),
-        ({"type": "collection", "options": {"capped": True}}, "error", "capped"),
+        (None, "degraded", "does not exist yet"),
+        ({"type": "view"}, "failing", "a view"),
+        ({"type": "collection", "options": {"capped": True}}, "failing", "capped"),
         ({"type": "collection", "options": {}}, "ok", "is there"),
     ],
 )
 def test_documents_must_be_able_to_grow_and_to_stay(about: Document | None, level: str, words: str) -> None:
     """A name with a slip of the pen is a collection that does not exist."""
     (finding,) = judge_kind("shop.orders", about)
-    assert (finding.level, finding.name) == (level, "collection")
-    assert words in finding.message
+    assert (finding.severity, finding.code) == (level, "collection")
+    assert words in finding.sentence
 
 
 def test_the_index_may_have_any_name_but_no_other_extent() -> None:
     """Its name is whoever's who made it; one without the condition holds every document."""
     everything: Document = {"key": {COUNT: 1}, "name": "whole"}
-    assert [each.level for each in judge_indexes("orders", WANTED, [everything, PARTIAL])] == ["ok"]
+    assert [each.severity for each in judge_indexes("orders", WANTED, [everything, PARTIAL])] == ["ok"]
     for found, words in (([everything], "whole is on"), ([], "is missing")):
         (finding,) = judge_indexes("orders", WANTED, found)
-        assert finding.level == "warning"
-        assert words in finding.message
+        assert finding.severity == "degraded"
+        assert words in finding.sentence
         assert finding.command == (
             'db.orders.createIndex({"pendingEvents.count": 1}, '
             '{"name": "pendingEvents", "partialFilterExpression": {"pendingEvents.count": {"$gt": 0}}})'
@@ -71,7 +71,7 @@ def test_documents_that_expire_take_their_entries_along() -> None:
     found = list(
         judge_indexes("orders", WANTED, [PARTIAL, {"key": {"at": 1}, "name": "old", "expireAfterSeconds": 60}])
     )
-    assert [(each.level, each.name) for each in found] == [("ok", "index"), ("warning", "expiry")]
+    assert [(each.severity, each.code) for each in found] == [("ok", "index"), ("degraded", "expiry")]
 
 
 def test_a_schema_that_lists_its_properties_forbids_the_field_unless_it_lists_it_too() -> None:
@@ -86,25 +86,25 @@ def test_a_schema_that_lists_its_properties_forbids_the_field_unless_it_lists_it
 
 @pytest.mark.parametrize(
     ("key", "level", "words"),
-    [(None, "ok", "not sharded"), ({"_id": "hashed"}, "ok", "_id"), ({"customer": 1}, "warning", "by customer")],
+    [(None, "ok", "not sharded"), ({"_id": "hashed"}, "ok", "_id"), ({"customer": 1}, "degraded", "by customer")],
 )
 def test_another_shard_key_than_the_id_is_told(key: Document | None, level: str, words: str) -> None:
     """Relays know the `_id` alone."""
     finding = judge_shard_key(key)
-    assert finding.level == level
-    assert words in finding.message
+    assert finding.severity == level
+    assert words in finding.sentence
 
 
 def test_what_cannot_be_pushed_to_is_an_error() -> None:
     """With the command that fixes it. A count that could not read everything reports that."""
     (nulls,) = judge_values("orders", FIELD, 1)
-    assert nulls.level == "error"
-    assert "in 1 document," in nulls.message
+    assert nulls.severity == "failing"
+    assert "in 1 document," in nulls.sentence
     assert nulls.command == 'db.orders.updateMany({"pendingEvents": null}, {$unset: {"pendingEvents": 1}})'
     (many,) = judge_values("orders", FIELD, 1000)
-    assert "in at least 1000 documents" in many.message
+    assert "in at least 1000 documents" in many.sentence
     (well,) = judge_values("orders", FIELD, None)
-    assert (well.level, "as far as could be read" in well.message) == ("ok", True)
+    assert (well.severity, "as far as could be read" in well.sentence) == ("ok", True)
 
 
 def test_missing_rights_are_named_with_their_collections() -> None:
@@ -123,9 +123,9 @@ def test_missing_rights_are_named_with_their_collections() -> None:
     (unindexed,) = judge_rights(of(everything, everything), ("shop", "orders"), [("state", "letters")])
     (well,) = judge_rights(of([*everything, "createIndex"], everything), ("shop", "orders"), [("state", "letters")])
     (free,) = judge_rights(Allowed(None), ("shop", "orders"), [("state", "letters")])
-    assert lacking.level == "error"
-    assert "lacks insert, update, remove on shop.orders." in lacking.message
-    assert (unindexed.level, well.level, free.level) == ("warning", "ok", "ok")
+    assert lacking.severity == "failing"
+    assert "lacks insert, update, remove on shop.orders." in lacking.sentence
+    assert (unindexed.severity, well.severity, free.severity) == ("degraded", "ok", "ok")
 
 
 # -- what is pending -------------------------------------------------------------------------------
@@ -137,16 +137,16 @@ def test_entries_of_other_apps_are_an_error_when_they_are_late() -> None:
     (young,) = judge_apps(web, 15.0)
     (late,) = judge_apps([*web, Kind("web", "pay", 1, 16.0)], 15.0)
     (well,) = judge_apps([], 15.0)
-    assert (young.level, late.level, well.level) == ("warning", "error", "ok")
-    assert "3 entries wait for the app 'web', the oldest for 5 s" in young.message
-    assert "delivers=['web']" in young.message
+    assert (young.severity, late.severity, well.severity) == ("degraded", "failing", "ok")
+    assert "3 entries wait for the app 'web', the oldest for 5 s" in young.sentence
+    assert "delivers=['web']" in young.sentence
 
 
 def test_pending_tasks_that_this_app_does_not_know_are_named() -> None:
     """Some of them; each once."""
     (finding,) = judge_tasks([Kind("", name, 1, 0.0) for name in "fedcbaa"])
-    assert finding.level == "error"
-    assert "does not know a, b, c, d and 2 more" in finding.message
+    assert finding.severity == "failing"
+    assert "does not know a, b, c, d and 2 more" in finding.sentence
     assert list(judge_tasks([])) == []
 
 
@@ -183,18 +183,18 @@ def test_an_outbox_that_nobody_sweeps_is_an_error_with_what_is_missing(
 ) -> None:
     """One cause, one cure."""
     finding = next(iter(judge_sweeping(known, answer)))
-    assert (finding.level, finding.name) == ("error", "sweep")
-    assert words in finding.message
-    assert "is never sent" in finding.message
+    assert (finding.severity, finding.code) == ("failing", "sweep")
+    assert words in finding.sentence
+    assert "is never sent" in finding.sentence
 
 
 def test_a_sweep_that_was_noted_is_well_whatever_workers_say() -> None:
     """One that is busy does not answer; one that takes sweeps and drops them is told all the same."""
-    assert [each.level for each in judge_sweeping(sweeping(2.0), WorkerReplies({}, {}))] == ["ok"]
+    assert [each.severity for each in judge_sweeping(sweeping(2.0), WorkerReplies({}, {}))] == ["ok"]
     swept, dropping = judge_sweeping(sweeping(2.0), said("celery", "mail"))
-    assert (swept.level, dropping.level, dropping.name) == ("ok", "error", "sweep_task")
-    assert "Worker w@x consumes the queue celery and lacks" in dropping.message
-    assert [each.level for each in judge_sweeping(sweeping(2.0), "refused")] == ["ok", "warning"]
+    assert (swept.severity, dropping.severity, dropping.code) == ("ok", "failing", "sweep_task")
+    assert "Worker w@x consumes the queue celery and lacks" in dropping.sentence
+    assert [each.severity for each in judge_sweeping(sweeping(2.0), "refused")] == ["ok", "degraded"]
 
 
 def test_the_sweep_is_looked_for_on_the_queue_that_it_is_routed_to() -> None:

@@ -36,35 +36,35 @@ NEEDED = ["shop.changes.summarise", "mongo_celery.commit"]
 
 @pytest.mark.parametrize(
     ("policy", "level"),
-    [("noeviction", "ok"), ("allkeys-lru", "error"), ("volatile-ttl", "error"), (None, "warning")],
+    [("noeviction", "ok"), ("allkeys-lru", "failing"), ("volatile-ttl", "failing"), (None, "degraded")],
 )
 def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> None:
     """Under every other policy Redis throws messages away."""
-    assert server_check.judge_eviction({"maxmemory_policy": policy}).level == level
+    assert server_check.judge_eviction({"maxmemory_policy": policy}).severity == level
 
 
 @pytest.mark.parametrize(
     ("limit", "used", "level"),
-    [(0, 10**9, "ok"), (1000, 100, "ok"), (1000, 950, "warning"), (1000, 1000, "error")],
+    [(0, 10**9, "ok"), (1000, 100, "ok"), (1000, 950, "degraded"), (1000, 1000, "failing")],
 )
 def test_a_redis_that_is_nearly_full_is_told(limit: int, used: int, level: str) -> None:
     """Then it refuses tasks."""
-    assert server_check.judge_memory({"maxmemory": limit, "used_memory": used}).level == level
+    assert server_check.judge_memory({"maxmemory": limit, "used_memory": used}).severity == level
 
 
 @pytest.mark.parametrize(
     ("aof", "snapshots", "level"),
-    [(1, False, "ok"), (0, True, "ok"), (0, False, "warning"), (0, None, "warning")],
+    [(1, False, "ok"), (0, True, "ok"), (0, False, "degraded"), (0, None, "degraded")],
 )
 def test_a_redis_without_persistence_is_told(aof: int, snapshots: bool | None, level: str) -> None:
     """The bridge survives it; other tasks do not."""
-    assert server_check.judge_persistence({"aof_enabled": aof}, snapshots).level == level
+    assert server_check.judge_persistence({"aof_enabled": aof}, snapshots).severity == level
 
 
-@pytest.mark.parametrize(("multiplier", "level"), [(1, "ok"), (4, "ok"), (0, "warning"), (64, "warning")])
+@pytest.mark.parametrize(("multiplier", "level"), [(1, "ok"), (4, "ok"), (0, "degraded"), (64, "degraded")])
 def test_a_deep_prefetch_is_told(multiplier: int, level: str) -> None:
     """It costs time, not order."""
-    assert broker_check.judge_prefetch(multiplier).level == level
+    assert broker_check.judge_prefetch(multiplier).severity == level
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_a_deep_prefetch_is_told(multiplier: int, level: str) -> None:
     [
         (["json"], ["ok"]),
         (["application/json", "msgpack"], ["ok"]),
-        (["json", "pickle"], ["error"]),
-        (["pickle"], ["error", "error"]),
-        (["yaml"], ["error"]),
+        (["json", "pickle"], ["failing"]),
+        (["pickle"], ["failing", "failing"]),
+        (["yaml"], ["failing"]),
     ],
 )
 def test_pickle_and_the_lack_of_json_are_errors(accepted: list[str], levels: list[str]) -> None:
     """Whoever may write to the broker must not run code in workers."""
-    assert [finding.level for finding in broker_check.judge_content(accepted)] == levels
+    assert [finding.severity for finding in broker_check.judge_content(accepted)] == levels
 
 
 def findings_of(
@@ -87,7 +87,7 @@ def findings_of(
 ) -> dict[str, tuple[str, str]]:
     queues = {worker: [{"name": name} for name in names] for worker, names in active.items()}
     return {
-        each.name: (each.level, each.message)
+        each.code: (each.severity, each.sentence)
         for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkerReplies(queues, registered), LINE)
     }
 
@@ -101,7 +101,7 @@ def test_workers_that_serve_everything_are_well() -> None:
 def test_a_queue_that_nobody_consumes_is_an_error() -> None:
     """Its partitions stand still."""
     level, message = findings_of({"a@x": ["shop.0"]}, {"a@x": NEEDED})["consumers"]
-    assert level == "error"
+    assert level == "failing"
     assert "shop.1" in message
     assert "shop.0" not in message
 
@@ -109,14 +109,14 @@ def test_a_queue_that_nobody_consumes_is_an_error() -> None:
 def test_a_worker_that_answers_only_another_question_is_not_called_missing() -> None:
     """P16: a busy worker is late with one of its answers; nothing is known of its queues."""
     found = findings_of({}, {"late@x": NEEDED})
-    assert {name: level for name, (level, _) in found.items() if level != "ok"} == {"consumers": "warning"}
+    assert {name: level for name, (level, _) in found.items() if level != "ok"} == {"consumers": "degraded"}
     assert "late@x" in found["consumers"][1]
 
 
 def test_a_worker_that_lacks_a_task_is_an_error_only_if_it_consumes_our_queues() -> None:
     """A worker of another app on the same broker is none of our business."""
     found = findings_of({"a@x": QUEUES, "other@x": ["celery"]}, {"a@x": NEEDED[:1], "other@x": ["add"]})
-    assert found["worker_tasks"][0] == "error"
+    assert found["worker_tasks"][0] == "failing"
     assert "a@x lacks mongo_celery.commit" in found["worker_tasks"][1]
     assert "other@x" not in found["worker_tasks"][1]
 
@@ -126,13 +126,13 @@ def test_a_worker_of_one_group_needs_the_tasks_of_that_group_alone() -> None:
     needed = {"shop.0": ["quick"], "shop.slow.0": ["slow"]}
     found = findings_of({"a@x": ["shop.0"], "b@x": ["shop.slow.0"]}, {"a@x": ["quick"], "b@x": ["quick"]}, needed)
     assert found["consumers"][0] == "ok"
-    assert found["worker_tasks"][0] == "error"
+    assert found["worker_tasks"][0] == "failing"
     assert "b@x lacks slow" in found["worker_tasks"][1]
 
 
 def test_no_worker_at_all_is_a_warning() -> None:
     """A preflight may run before them."""
-    assert {name: level for name, (level, _) in findings_of({}, {}).items()} == {"no_worker": "warning"}
+    assert {name: level for name, (level, _) in findings_of({}, {}).items()} == {"no_worker": "degraded"}
 
 
 ORDERS = Source("shop", "orders")
@@ -143,16 +143,16 @@ THERE = {"shop": {"orders": "collection", "ordres_view": "view"}}
     ("sources", "level", "words"),
     [
         ([ORDERS, Source("shop", None), Source(None, None)], "ok", "exists"),
-        ([Source("shop", "ordesr")], "warning", "record listens to shop.ordesr, which does not exist (did you mean"),
-        ([Source("shpo", None)], "warning", "shpo.*, which does not exist: nothing comes"),
-        ([Source("shop", "ordres_view")], "error", "which is a view"),
+        ([Source("shop", "ordesr")], "degraded", "record listens to shop.ordesr, which does not exist (did you mean"),
+        ([Source("shpo", None)], "degraded", "shpo.*, which does not exist: nothing comes"),
+        ([Source("shop", "ordres_view")], "failing", "which is a view"),
     ],
 )
 def test_a_source_that_does_not_exist_is_told(sources: list[Source], level: str, words: str) -> None:
     """It may be on its way; a view never has changes."""
     (finding,) = judge_sources({"record": sources}, THERE)
-    assert (finding.name, finding.level) == ("sources", level)
-    assert words in finding.message
+    assert (finding.code, finding.severity) == ("sources", level)
+    assert words in finding.sentence
 
 
 def test_very_many_sources_that_do_not_exist_are_counted() -> None:
@@ -160,32 +160,32 @@ def test_very_many_sources_that_do_not_exist_are_counted() -> None:
     wanted = {f"handler_{number}": [Source("shop", f"kind_{number}")] for number in range(200)}
     found = list(judge_sources(wanted, {"shop": {}}))
     assert len(found) == 4
-    assert found[-1].message.startswith("197 more")
+    assert found[-1].sentence.startswith("197 more")
 
 
 @pytest.mark.parametrize(
     ("hours", "fill", "level"),
-    [(48, 1.0, "ok"), (2, 1.0, "warning"), (2, 0.1, "ok"), (2, None, "warning")],
+    [(48, 1.0, "ok"), (2, 1.0, "degraded"), (2, 0.1, "ok"), (2, None, "degraded")],
 )
 def test_a_small_oplog_window_is_told_once_the_oplog_is_full(hours: int, fill: float | None, level: str) -> None:
     """The oplog of a young cluster reaches back to its beginning, which says nothing."""
     oplog = Oplog(Timestamp(1000, 1), Timestamp(1000 + hours * HOUR, 1))
-    assert deployment._judge_window(oplog, fill).level == level
+    assert deployment._judge_window(oplog, fill).severity == level
 
 
 @pytest.mark.parametrize(
     ("time", "level", "name"),
-    [(9000, "ok", "history"), (4900, "warning", "history_at_risk"), (1700, "error", "history_at_risk")],
+    [(9000, "ok", "history"), (4900, "degraded", "history_at_risk"), (1700, "failing", "history_at_risk")],
 )
 def test_a_handler_that_falls_back_behind_the_oplogs_window_is_named(time: int, level: str, name: str) -> None:
     """With the partition that holds it, and the command that frees it; but only where entries are removed."""
     oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
     history = deployment.History("record", Timestamp(time, 1), partition=3, state="halted")
     (finding,) = deployment.judge_histories([history], oplog, LINE, rolls=True)
-    assert (finding.level, finding.name) == (level, name)
-    assert ("celery -A shop changes retry record --partition 3" in finding.message) is (level != "ok")
+    assert (finding.severity, finding.code) == (level, name)
+    assert ("celery -A shop changes retry record --partition 3" in finding.sentence) is (level != "ok")
     (young,) = deployment.judge_histories([history], oplog, LINE, rolls=False)
-    assert young.level == "ok"
+    assert young.severity == "ok"
 
 
 def test_a_partition_that_waits_for_infrastructure_is_named_as_what_holds_its_handler() -> None:
@@ -205,8 +205,8 @@ def test_lost_history_is_an_error_for_each_handler_that_lost_it() -> None:
     (finding,) = deployment.judge_histories(
         [lost, deployment.History("audit", Timestamp(9000, 1))], oplog, LINE, rolls=True
     )
-    assert (finding.level, finding.name) == ("error", "history")
-    assert "celery -A shop changes go-on record --from oldest" in finding.message
+    assert (finding.severity, finding.code) == ("failing", "history")
+    assert "celery -A shop changes go-on record --from oldest" in finding.sentence
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def partition(index: int, state: str) -> dict[str, Any]:
 def test_a_listener_with_another_layout_than_this_app_is_told() -> None:
     """The queues of one are not those of the other, and each says that all of its own are consumed."""
     (finding,) = judge_layout({"live": True, "report": {"partitions": 16}}, 4)
-    assert (finding.name, finding.level) == ("layout", "warning")
+    assert (finding.code, finding.severity) == ("layout", "degraded")
     assert list(judge_layout({"live": True, "report": {"partitions": 4}}, 4)) == []
     assert list(judge_layout({"live": False, "report": {"partitions": 16}}, 4)) == []
 
@@ -338,19 +338,19 @@ def bound(share: float) -> dict[str, Any]:
     ("share", "name", "level", "words"),
     [
         (0.5, "spill", "ok", "50% of spill_bytes"),
-        (0.75, "spill_bound", "warning", "75% of 8.0 GiB"),
-        (0.9, "spill_bound", "error", "90% of 8.0 GiB"),
-        (1.0, "spill_bound", "error", "once that is full"),
+        (0.75, "spill_bound", "degraded", "75% of 8.0 GiB"),
+        (0.9, "spill_bound", "failing", "90% of 8.0 GiB"),
+        (1.0, "spill_bound", "failing", "once that is full"),
     ],
 )
 def test_a_bound_that_is_near_is_told_with_the_largest(share: float, name: str, level: str, words: str) -> None:
     """P12: who takes the room, before others are held back."""
     partitions = [spilled(index, count=index) for index in range(5)]
     (finding,) = judge_spill(state(spill=bound(share), partitions=partitions), LINE)
-    assert (finding.name, finding.level) == (name, level)
-    assert words in finding.message
-    assert ("partition 4 of summarise (halted), partition 3" in finding.message) is (name == "spill_bound")
-    assert "partition 1 of" not in finding.message
+    assert (finding.code, finding.severity) == (name, level)
+    assert words in finding.sentence
+    assert ("partition 4 of summarise (halted), partition 3" in finding.sentence) is (name == "spill_bound")
+    assert "partition 1 of" not in finding.sentence
 
 
 def test_what_is_stored_and_what_nobody_would_run_is_told() -> None:
@@ -358,17 +358,20 @@ def test_what_is_stored_and_what_nobody_would_run_is_told() -> None:
     assert list(judge_spill(state(), LINE)) == []
     retired = {"name": "retired", "state": "unregistered", "spilled": {"partitions": 1, "count": 4}}
     idle = state(state="idle", spill=bound(0.1), partitions=[spilled(0)], subscriptions=[retired])
-    found = {each.name: each for each in judge_spill(idle, LINE)}
-    assert {name: each.level for name, each in found.items()} == {"spill_unled": "warning", "spill_unserved": "warning"}
-    assert "4 changes of retired" in found["spill_unserved"].message
+    found = {each.code: each for each in judge_spill(idle, LINE)}
+    assert {name: each.severity for name, each in found.items()} == {
+        "spill_unled": "degraded",
+        "spill_unserved": "degraded",
+    }
+    assert "4 changes of retired" in found["spill_unserved"].sentence
 
 
 def test_what_should_be_stored_and_is_not_is_an_error() -> None:
     """P12, P16: with the listener's own reason; one handler reaches its part of the bound before the bound is near."""
     refused = {**bound(0.7), "waits": "one handler may have three quarters"}
     (finding,) = judge_spill(state(spill=refused, partitions=[spilled(0)]), LINE)
-    assert (finding.name, finding.level) == ("spill_refused", "error")
-    assert "three quarters" in finding.message
+    assert (finding.code, finding.severity) == ("spill_refused", "failing")
+    assert "three quarters" in finding.sentence
 
 
 QUORUM = {"x-queue-type": "quorum"}
@@ -421,18 +424,18 @@ def test_quorum_queues_need_confirmations_and_an_end_of_the_wait_for_them(
     """Nobody hears of what RabbitMQ refuses during an election; or whoever waits for an answer may wait for ever."""
     found = broker_check.judge_confirms(["shop.0", "mails"], QUEUES, given)
     if missing is None:
-        assert found.level == "ok"
+        assert found.severity == "ok"
         return
-    assert found.level == "warning"
-    assert f"Set {missing} in broker_transport_options" in found.message
+    assert found.severity == "degraded"
+    assert f"Set {missing} in broker_transport_options" in found.sentence
 
 
 def test_quorum_queues_of_others_are_told_from_those_of_the_bridge() -> None:
     """Without confirmations partitions may stand by the one, and tasks be lost by the other."""
-    of_bridge = broker_check.judge_confirms(["shop.1", "mails"], QUEUES, {}).message
+    of_bridge = broker_check.judge_confirms(["shop.1", "mails"], QUEUES, {}).sentence
     assert "partitions may stand" in of_bridge
     assert "mails" not in of_bridge
-    of_others = broker_check.judge_confirms(["mails"], QUEUES, {}).message
+    of_others = broker_check.judge_confirms(["mails"], QUEUES, {}).sentence
     assert "partitions" not in of_others
     assert of_others.startswith("Queues beside the bridge's are quorum queues (mails)")
 
@@ -475,4 +478,4 @@ def test_a_handler_that_fences_its_own_source_is_named(
     bridge.on_change("orders", **options)(function)
     (handler,) = bridge.handlers
     found = list(judge_feedback(handler, handler.selector("shop"), "shop"))
-    assert [each.level for each in found] == ["warning"] * is_warned
+    assert [each.severity for each in found] == ["degraded"] * is_warned

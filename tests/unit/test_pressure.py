@@ -31,7 +31,7 @@ def make_partition(rejected: bool = False, **changes: Any) -> Partition:
         ({}, None),
         ({"state": "halted"}, "halted"),
         ({"state": "paused"}, "paused"),
-        ({"due_in": 3.0}, "parked"),
+        ({"due_in": 3.0}, "retrying"),
         ({"claim": {"owner": "x", "last": 1}, "live": True}, "running"),
         ({"rejected": True}, "rejected"),
     ],

@@ -1,9 +1,9 @@
-"""What `status` says, from hand-made documents: no server is needed to judge them."""
+"""The snapshot of a bridge, shaped from hand-made documents: no server is needed."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,7 +11,14 @@ import pytest
 from bson import Timestamp
 from bson.int64 import Int64
 
-from mongo_celery.bridge.operations.status import Facts, shape
+from mongo_celery.bridge.operations.bridge_snapshot import (
+    BacklogStatus,
+    BridgeSnapshot,
+    LeaderStatus,
+    PartitionStatus,
+    StoredChanges,
+)
+from mongo_celery.bridge.operations.snapshot_reader import Facts, shape
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.snapshots import Snapshot
@@ -20,6 +27,7 @@ from mongo_celery.mongo.oplog import Oplog
 Document = dict[str, Any]
 
 NOON = datetime(2030, 1, 1, 12)  # noqa: DTZ001 - naive, as the driver gives them
+UTC_NOON = NOON.replace(tzinfo=UTC)
 SECOND = int(NOON.replace(tzinfo=UTC).timestamp())
 VERSION = Int64(7 << 20)
 IDLE_REPORT = {"outstanding": 0, "buffered": 0, "bufferedBytes": 0, "caughtUp": True, "brokerDown": False}
@@ -111,11 +119,11 @@ def test_a_bridge_that_nobody_has_started_says_so() -> None:
     """No document at all, and a document that only waits for its first acquisition."""
     for nothing in (None, lease(term=Int64(0), live=False, listenerId=None, acquiredAt=None, report=None)):
         status = shape(facts(lease=nothing, subscriptions=[], images=[]))
-        assert status["state"] == "never_started"
-        assert status["listener"] is None
-        assert status["term"] == 0
-        assert status["lag_seconds"] is None
-        assert [each["state"] for each in status["subscriptions"]] == ["new"]
+        assert status.state == "never_started"
+        assert status.leader is None
+        assert status.term == 0
+        assert status.lag_seconds is None
+        assert [each.state for each in status.handlers] == ["new"]
 
 
 def test_a_snapshot_says_what_keeps_it() -> None:
@@ -130,58 +138,51 @@ def test_a_snapshot_says_what_keeps_it() -> None:
         ({"registered": (), "lease": lease(live=False)}, "is not in this app"),
         ({"subscriptions": [subscription(lost={"since": NOON, "at": Timestamp(SECOND, 1)})]}, "has lost its history"),
     ):
-        (shown,) = shape(facts(snapshots=[running], **changes))["snapshots"]
-        assert words in shown["sentence"] if words else shown["sentence"] is None
+        (shown,) = shape(facts(snapshots=[running], **changes)).snapshots
+        assert words in str(shown.reason) if words else shown.reason is None
 
 
 def test_a_partition_has_the_queue_of_its_handlers_group() -> None:
     """Where this process has the handler; P16."""
     grouped = shape(facts(groups={"summarise": "slow"}))
-    assert [each["queue"] for each in grouped["partitions"]] == ["shop.slow.0", "shop.slow.1"]
+    assert [each.queue for each in grouped.handlers[0].partitions] == ["shop.slow.0", "shop.slow.1"]
 
 
 @pytest.mark.parametrize(
     ("stored", "state"),
-    [("idle", "idle"), ("leading", "idle"), ("failed", "failed"), ("history_lost", "history_lost")],
+    [("idle", "no_listener"), ("leading", "no_listener"), ("failed", "failed"), ("history_lost", "history_lost")],
 )
 def test_a_lease_that_nobody_holds_shows_how_the_last_term_ended(stored: str, state: str) -> None:
     """A listener that was killed leaves `leading` behind: that is idle, too."""
     status = shape(facts(lease=lease(live=False, state=stored, error="why")))
-    assert status["state"] == state
-    assert status["error"] == "why"
-    assert status["listener"] is None
+    assert status.state == state
+    assert status.error == "why"
+    assert status.leader is None
 
 
 def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
     """What ended an earlier term is past."""
     status = shape(facts(lease=lease(error="old", **SERVED, dropped={"forged": Int64(2)})))
-    assert status["dropped_by_workers"] == {"forged": 2}
-    assert status["state"] == "leading"
-    assert status["error"] is None
-    assert status["listener"] == {
-        "id": "5f0c",
-        "host": "one",
-        "pid": 42,
-        "since": "2030-01-01T12:00:00+00:00",
-        "expires": "2030-01-01T12:00:13+00:00",
-        "app": "shop",
-        "handlers": ["bill", "summarise"],
-        "changed": [],
-    }
+    assert status.dropped == {"forged": 2}
+    assert status.state == "leading"
+    assert status.error is None
+    assert status.leader == LeaderStatus(
+        host="one", pid=42, since=UTC_NOON, app="shop", handlers=("bill", "summarise"), changed=()
+    )
 
 
 def test_the_lag_is_zero_when_the_listener_has_caught_up() -> None:
     """A watermark is stored lazily where nothing happens; that is no lag."""
-    assert shape(facts())["lag_seconds"] == 0
+    assert shape(facts()).lag_seconds == 0
 
 
 @pytest.mark.parametrize("change", [{"buffered": 1}, {"outstanding": 1}, {"caughtUp": False}])
 def test_the_lag_counts_from_the_watermark_while_anything_is_left(change: Document) -> None:
     """One change under way is enough."""
     status = shape(facts(lease=lease(report={**IDLE_REPORT, **change})))
-    assert status["lag_seconds"] == 10
-    assert status["buffered"] == change.get("buffered", 0)
-    assert status["outstanding"] == change.get("outstanding", 0)
+    assert status.lag_seconds == 10
+    assert status.buffered == change.get("buffered", 0)
+    assert status.in_flight == change.get("outstanding", 0)
 
 
 STORED = {"since": NOON, "reason": "halted", "to": "82EE"}
@@ -211,27 +212,27 @@ def test_the_lag_is_the_age_of_the_oldest_change_that_nobody_has_handled(
     found = {place: token_of(age)["_data"] for place, age in oldest.items()}
     changed = facts(**change, oldest=found) if led else facts(**change, oldest=found, lease=lease(live=False))
     status = shape(changed)
-    (handler,), (partition,) = status["subscriptions"], status["partitions"]
-    assert [each["lag_seconds"] for each in (status, handler)] == [780, 780]
-    assert partition["oldest_seconds"] == 780
-    assert handler["oplog_left_seconds"] == (3600 if led else 3590)
+    (handler,), (partition,) = status.handlers, status.handlers[0].partitions
+    assert [each.lag_seconds for each in (status, handler)] == [780, 780]
+    assert partition.oldest_seconds == 780
+    assert handler.oplog_left_seconds == (3600 if led else 3590)
 
 
 def test_nothing_flows_where_nobody_leads() -> None:
     """One state for all views; what is blocked stays what it is."""
     states = [image(0), image(1, state="paused")]
     gone = shape(facts(lease=lease(live=False), images=states))
-    assert [each["state"] for each in gone["partitions"]] == ["not_led", "paused"]
-    assert shape(facts(lease=lease(live=False)))["subscriptions"][0]["state"] == "not_led"
-    assert [each["state"] for each in shape(facts(images=states))["partitions"]] == ["flowing", "paused"]
+    assert [each.state for each in gone.handlers[0].partitions] == ["not_led", "paused"]
+    assert shape(facts(lease=lease(live=False))).handlers[0].state == "not_led"
+    assert [each.state for each in shape(facts(images=states)).handlers[0].partitions] == ["flowing", "paused"]
 
 
 def test_a_report_of_an_earlier_term_does_not_count() -> None:
     """A new listener has not reported yet: nobody knows what it has buffered."""
     status = shape(facts(lease=lease(report=None)))
-    assert status["lag_seconds"] == 10
-    assert status["buffered"] is None
-    assert status["outstanding"] == 0
+    assert status.lag_seconds == 10
+    assert status.buffered is None
+    assert status.in_flight == 0
 
 
 def test_without_a_listener_claims_count_as_outstanding() -> None:
@@ -239,24 +240,24 @@ def test_without_a_listener_claims_count_as_outstanding() -> None:
     claim = {"owner": "x", "first": Int64(6), "last": Int64(6), "until": NOON, "ttl": Int64(10_000)}
     running = image(0, claim=claim, live=True)
     status = shape(facts(lease=lease(live=False), images=[running, image(1)]))
-    assert status["outstanding"] == 1
-    assert status["buffered"] == 0
-    assert status["lag_seconds"] == 10
+    assert status.in_flight == 1
+    assert status.buffered == 0
+    assert status.lag_seconds == 10
 
 
 def test_a_lease_that_keeps_no_identity_is_shown() -> None:
     """A listener that was killed before its first report: nothing is known of its app, and nothing differs."""
     stored = {name: value for name, value in lease(report={}).items() if name != "identity"}
     status = shape(facts(lease=stored))
-    assert (status["listener"]["app"], status["difference"]) == (None, None)
+    assert (status.leader and status.leader.app, status.difference) == (None, None)
 
 
 def test_the_lag_before_the_first_watermark_counts_from_the_start() -> None:
     """Nothing has been done since then."""
     fresh = subscription(resumeToken=None, clusterTime=None)
     status = shape(facts(lease=lease(report={}), subscriptions=[fresh]))
-    assert status["lag_seconds"] == 60
-    assert status["subscriptions"][0]["watermark"] is None
+    assert status.lag_seconds == 60
+    assert status.handlers[0].watermark is None
 
 
 def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() -> None:
@@ -271,33 +272,33 @@ def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() 
             lease=lease(report={**IDLE_REPORT, "buffered": 3}),
         ),
     )
-    assert {each["name"]: (each["state"], each["lag_seconds"]) for each in status["subscriptions"]} == {
+    assert {each.name: (each.state, each.lag_seconds) for each in status.handlers} == {
         "audit": ("flowing", 30),
         "fresh": ("new", None),
         "retired": ("unregistered", 9010),
         "summarise": ("flowing", 10),
     }
-    assert status["lag_seconds"] == 30
+    assert status.lag_seconds == 30
 
 
 def test_a_report_does_not_speak_for_a_subscription_of_an_older_epoch() -> None:
     """A handler that the leading listener was not started with has not caught up."""
     status = shape(facts(subscriptions=[subscription(term=Int64(1))]))
-    assert status["lag_seconds"] == 10
+    assert status.lag_seconds == 10
 
 
 @pytest.mark.parametrize(
     ("images", "state"),
     [
         ([image(0), image(1)], "flowing"),
-        ([image(0), image(1, due_in=5.0)], "parked"),
+        ([image(0), image(1, due_in=5.0)], "retrying"),
         ([image(0, state="paused"), image(1, due_in=5.0)], "paused"),
         ([image(0, state="paused"), image(1, state="halted")], "halted"),
     ],
 )
 def test_a_subscription_is_in_the_state_of_its_worst_partition(images: list[Image], state: str) -> None:
     """Halted needs a person, paused has one, parked goes on by itself."""
-    assert shape(facts(images=images))["subscriptions"][0]["state"] == state
+    assert shape(facts(images=images)).handlers[0].state == state
 
 
 def test_a_partition_tells_all_that_an_operator_needs() -> None:
@@ -312,29 +313,24 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
     )
     letters = {"summarise": 2, "retired": 1}
     status = shape(facts(images=[halted, image(0)], dead_letters=letters))
-    assert [each["index"] for each in status["partitions"]] == [0, 1]
-    assert status["dead_letters"] == 3
-    assert status["subscriptions"][0]["dead_letters"] == 2
-    shown = status["partitions"][1]
-    assert shown == {
-        "subscription": "summarise",
-        "index": 1,
-        "queue": "shop.1",
-        "state": "halted",
-        "committed": 5,
-        "token": "82BB",
-        "term": 7 << 20,
-        "fencing_token": 9,
-        "claim": None,
-        "handled": None,
-        "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
-        "waiting": None,
-        "halted_at": None,
-        "head": {"token": "82CC", "key": "shop.orders insert 1"},
-        "oldest_seconds": None,
-        "spilled": None,
-        "parked_keys": 0,
-    }
+    assert [each.index for each in status.handlers[0].partitions] == [0, 1]
+    assert status.dead_letters == 3
+    assert status.handlers[0].dead_letters == 2
+    shown = status.handlers[0].partitions[1]
+    assert shown == PartitionStatus(
+        index=1,
+        queue="shop.1",
+        state="halted",
+        committed=5,
+        token="82BB",
+        term=7 << 20,
+        fencing_token=9,
+        key="shop.orders insert 1",
+        key_token="82CC",
+        error="ValueError: no",
+        retries=2,
+        crashes=1,
+    )
 
 
 def test_a_status_is_plain_json() -> None:
@@ -343,27 +339,25 @@ def test_a_status_is_plain_json() -> None:
     full = image(0, claim=claim, live=True, handled={"owner": "x", "last": Int64(7), "resumeToken": {"_data": "82CC"}})
     gap = {"until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
     status = shape(facts(subscriptions=[subscription(gaps=[gap])], images=[full]))
-    assert json.loads(json.dumps(status)) == status
-    assert status["partitions"][0]["claim"]["until"] == "2030-01-01T12:00:00+00:00"
-    assert status["subscriptions"][0]["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
-    assert all(type(each["term"]) is int for each in (status,))
+    plain = status.plain()
+    assert json.loads(json.dumps(plain)) == plain
+    (handler,) = plain["handlers"]
+    assert handler["partitions"][0]["claim"]["until"] == handler["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
+    assert set(plain) == {"verdict", *(each.name for each in fields(BridgeSnapshot))}
+    assert type(plain["term"]) is int
 
 
 def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> None:
     """P16: since when it waits, and for what; while it runs once more, its partition flows."""
     waiting = {"since": NOON, "cause": "AutoReconnect: away", "count": Int64(3)}
     status = shape(facts(images=[image(0, waiting=waiting, due_in=2.5), image(1)]))
-    shown = status["partitions"][0]
-    assert (shown["state"], status["subscriptions"][0]["state"]) == ("waiting", "waiting")
-    assert shown["waiting"] == {
-        "since": "2030-01-01T12:00:00+00:00",
-        "cause": "AutoReconnect: away",
-        "count": 3,
-        "due_seconds": 2.5,
-    }
+    shown = status.handlers[0].partitions[0]
+    assert (shown.state, status.handlers[0].state) == ("waiting", "waiting")
+    told = shown.since, shown.error, shown.waits, shown.due_seconds
+    assert told == (UTC_NOON, "AutoReconnect: away", 3, 2.5)
     assert visible_state(image(0, waiting=waiting, live=True)) == "flowing"
     assert visible_state(image(0, waiting=waiting, state="paused")) == "paused"
-    assert visible_state(image(0, due_in=2.5)) == "parked"
+    assert visible_state(image(0, due_in=2.5)) == "retrying"
 
 
 LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 5, 1), "error": "why"}
@@ -371,11 +365,12 @@ LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 
 
 def test_a_subscription_that_has_lost_its_history_says_so() -> None:
     """P16: also beside a listener that has read everything that it can; and only as long as it stands there."""
-    (shown,) = shape(facts(subscriptions=[subscription(lost=LOST)]))["subscriptions"]
-    assert (shown["state"], shown["lag_seconds"]) == ("history_lost", 10)
-    assert shown["lost"]["oldest"] > shown["lost"]["at"]
-    (elsewhere,) = shape(facts(subscriptions=[subscription(lost={**LOST, "at": Timestamp(1, 1)})]))["subscriptions"]
-    assert (elsewhere["state"], elsewhere["lost"]) == ("flowing", None)
+    (shown,) = shape(facts(subscriptions=[subscription(lost=LOST)])).handlers
+    assert (shown.state, shown.lag_seconds) == ("history_lost", 10)
+    assert shown.lost is not None
+    assert (shown.lost.at, shown.lost.oldest) == (UTC_NOON, UTC_NOON + timedelta(seconds=5))
+    (elsewhere,) = shape(facts(subscriptions=[subscription(lost={**LOST, "at": Timestamp(1, 1)})])).handlers
+    assert (elsewhere.state, elsewhere.lost) == ("flowing", None)
 
 
 REACHES_BACK = Oplog(Timestamp(SECOND - 30, 1), Timestamp(SECOND + 10, 1))
@@ -399,14 +394,14 @@ def test_the_share_of_the_oplog_that_lies_behind_a_subscription(
     """P16: as `check` counts it; unknown where the oplog cannot be read, and none where it removes nothing."""
     for report in ({}, IDLE_REPORT):  # a listener that has caught up has no more behind it on a restart than is stored
         stands = shape(facts(lease=lease(report=report), oplog=oplog, oplog_rolls=rolls))
-        assert stands["subscriptions"][0]["oplog_share"] == share
+        assert stands.handlers[0].oplog_share == share
 
 
 def test_what_a_subscription_gave_up_is_shown_with_it() -> None:
     """P9: for as long as the record is kept."""
     gap = {"from": Timestamp(SECOND - 9, 1), "until": Timestamp(SECOND, 1), "policy": "oldest", "at": NOON}
-    (shown,) = shape(facts(subscriptions=[subscription(gaps=[gap])]))["subscriptions"]
-    assert [(each["policy"], each["from"] < each["until"]) for each in shown["gaps"]] == [("oldest", True)]
+    (shown,) = shape(facts(subscriptions=[subscription(gaps=[gap])])).handlers
+    assert [(each.policy, each.until) for each in shown.gaps] == [("oldest", UTC_NOON)]
 
 
 MARK = {"since": NOON - timedelta(hours=2), "reason": "halted", "to": "82EE"}
@@ -424,29 +419,20 @@ def test_what_is_stored_is_shown_of_partitions_and_handlers_and_beside_the_bound
     halted, parked = image(1, state="halted", spilled=MARK), image(0, due_in=9.0, spilled={**MARK, "reason": "parked"})
     stored = {("summarise", 1): 40, ("summarise", 0): 30}
     status = shape(facts(lease=lease(report=STORING), images=[parked, halted], stored=stored))
-    assert status["partitions"][1]["spilled"] == {
-        "count": 40,
-        "since": "2030-01-01T10:00:00+00:00",
-        "age_seconds": 7210,
-        "reason": "halted",
-        "to": "82EE",
-        "missing": True,
-    }
-    assert (status["partitions"][0]["spilled"]["count"], status["partitions"][0]["spilled"]["missing"]) == (30, False)
-    assert status["subscriptions"][0]["spilled"] == {"partitions": 2, "count": 70}
-    assert status["spill"] == {
-        "count": 70,
-        "bytes": 6 * GIB,
-        "limit": 8 * GIB,
-        "share": 0.75,
-        "waits": "spill_bytes allows no more",
-    }
-    assert json.loads(json.dumps(status)) == status
+    halted_one, parked_one = status.handlers[0].partitions[1].stored, status.handlers[0].partitions[0].stored
+    assert halted_one == StoredChanges(
+        count=40, since=UTC_NOON - timedelta(hours=2), reason="halted", to="82EE", missing=True
+    )
+    assert parked_one is not None
+    assert (parked_one.count, parked_one.missing, status.handlers[0].stored) == (30, False, 70)
+    assert status.backlog == BacklogStatus(
+        count=70, bytes=6 * GIB, limit=8 * GIB, share=0.75, waits="spill_bytes allows no more"
+    )
 
 
 def test_figures_that_nobody_knows_are_said_to_be_unknown() -> None:
     """P16: a listener may not have reported yet, and counting may take too long."""
     images = [image(0, spilled=MARK), image(1, spilled=MARK)]
     status = shape(facts(images=images, stored={("summarise", 0): 2}))
-    assert status["spill"] == {"count": None, "bytes": None, "limit": 8 * GIB, "share": None, "waits": None}
-    assert [each["spilled"]["count"] for each in status["partitions"]] == [2, None]
+    assert status.backlog == BacklogStatus(count=None, bytes=None, limit=8 * GIB, share=None, waits=None)
+    assert [each.stored and each.stored.count for each in status.handlers[0].partitions] == [2, None]

@@ -1,1 +1,29 @@
-"""What a listener says of itself by HTTP, to probes, Prometheus and people: read-only, and apart from its work."""
+"""Probes, metrics and a page beside the listeners of one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.process import Beside
+
+
+def serve_beside(address: str, app_argument: object = None, *, tried: bool = False) -> Beside:
+    """
+    Return the HTTP service for `run_listeners` to run beside its listeners. Imports no server before this call.
+
+    Args:
+        address: `[HOST:]PORT`.
+        app_argument: the value of `celery -A`, for the commands that are shown.
+        tried: take the address once, and give it back.
+
+    Raises:
+        ConfigurationError: it is not an address, or `tried` and it cannot be served.
+    """
+    from mongo_celery.bridge.http.server import HttpServer, parse_address
+    from mongo_celery.bridge.http.service import HttpService
+
+    parse_address(address)
+    if tried:
+        HttpServer(address, lambda _path, _accept: None).close()
+    return lambda app, activities: HttpService(app, activities, address, app_argument)

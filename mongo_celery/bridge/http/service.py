@@ -1,174 +1,240 @@
 """
-What is served beside the listeners of one process: probes, metrics, and a page for people.
+The routes beside the listeners of one process. All are read-only.
 
-| path | what it tells |
+| path | answer |
 |---|---|
-| `/healthz` | whether the loops of this process turn. It asks nobody, so nothing that hangs elsewhere can keep it |
-| `/verdict` | the verdict on each bridge, as `status` gives it: 503 where one is failing; for an alarm |
+| `/healthz` | 503 if the loop of a listener hangs. It asks no server |
+| `/readyz` | 503 unless each listener leads or stands by, and its MongoDB answers |
+| `/verdict` | 503 if a bridge is failing: for an alarm |
 | `/metrics` | for Prometheus |
-| `/`, `/status` | the page, and what it shows as JSON |
+| `/`, `/status` | the page, and the snapshots as JSON |
 
-All of it is read-only, and in threads of its own; the listener waits for none of them.
+The threads of the server read MongoDB, each value once a second at most. The listeners do not wait for them.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from functools import cache
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Self
+from itertools import chain
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mongo_celery.bridge.http.server import Answering, HttpListener, Response, said
-from mongo_celery.bridge.http.sights import Sights
-from mongo_celery.bridge.operations.verdict import EXIT_CODES
-from mongo_celery.bridge.wiring import BRIDGES
+import pymongo
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.http.page import POLICY, render_page
+from mongo_celery.bridge.http.server import HttpServer, Response
+from mongo_celery.bridge.operations.bridge_snapshot import EXIT_CODES, BridgeSnapshot, Workers, unreadable
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
+from mongo_celery.bridge.wiring import BRIDGES, Wiring
+from mongo_celery.broker.workers import ask_for_queues
 from mongo_celery.command_line import CommandLine
+from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.redaction import short, without_credentials
+from mongo_celery.outbox.registry import OUTBOXES
+from mongo_celery.quantities import duration
+from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from mongo_celery.bridge.http.address import HttpAddress
     from mongo_celery.bridge.listener.activity import Activity
-    from mongo_celery.bridge.wiring import Wiring
 
-logger = logging.getLogger("mongo_celery.http")
+T = TypeVar("T")
 
-_JSON = "application/json"
-_HTML = "text/html; charset=utf-8"
+ANSWER_SECONDS = 3.0
+"""Time for MongoDB to answer an HTTP request."""
+
+_OLD_SECONDS = 5.0
+_ASK_SECONDS = 1.0
+_KEEP_WORKERS_SECONDS, _KEEP_OTHERS_SECONDS = 15.0, 5.0
 
 
-class HttpService:
+class Recent(Generic[T]):
     """
-    HTTP beside the listeners of one process, from entering to leaving.
+    A value that is read once in `keep` seconds at most, by a thread that asks for it.
 
-    Args:
-        app: of the bridges.
-        activities: of the listeners.
-        address: where to serve.
-        app_argument: what was given to `celery -A`, for the commands that are shown.
+    Others get the value before. If that is older by some seconds, they wait.
+    """
+
+    def __init__(self, read: Callable[[], T], keep: float = 1.0) -> None:
+        self._read = read
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._value: T
+        self._at = float("-inf")
+
+    def __call__(self) -> T:
+        """Return the value."""
+        age = time.monotonic() - self._at
+        if age > self._keep and self._lock.acquire(blocking=age > self._keep + _OLD_SECONDS):
+            try:
+                if time.monotonic() - self._at > self._keep:
+                    with pymongo.timeout(ANSWER_SECONDS):
+                        self._value = self._read()
+                    self._at = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._value
+
+
+class HttpService(HttpServer):
+    """
+    HTTP beside the listeners of one process.
 
     Raises:
-        ConfigurationError: when it is entered, and the address cannot be served at.
+        ConfigurationError: the address cannot be served.
     """
 
-    def __init__(
-        self,
-        app: Celery,
-        activities: Sequence[Activity],
-        address: HttpAddress,
-        app_argument: object = None,
-    ) -> None:
-        def line(wiring: Wiring) -> CommandLine:
-            given = app_argument if isinstance(app_argument, str) else "APP"
-            return CommandLine(given, wiring.name if len(BRIDGES.of(wiring.app)) > 1 else None)
-
+    def __init__(self, app: Celery, activities: Sequence[Activity], address: str, app_argument: object) -> None:
+        wirings = BRIDGES.named(app, [each.bridge for each in activities])
+        program = app_argument if isinstance(app_argument, str) else "APP"
         self._activities = activities
-        self._address = address
-        self._sights = Sights(app, BRIDGES.named(app, [each.bridge for each in activities]), line)
-        self._exposition = _exposition(app, activities, self._sights)
-        self._server: HttpListener | None = None
-
-    def __enter__(self) -> Self:
-        self._server = HttpListener(self._address, self.answer)
-        self._server.start()
-        logger.info("serving HTTP at http://%s/", self._server.address, extra={"event": "http_serving"})
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        assert self._server is not None, "what is left was entered"
-        self._server.stop()
-        self._sights.stop()
-
-    def answer(self, path: str, accept: str) -> Response | None:
-        """What is at a path; None where nothing is."""
-        match path:
-            case "/healthz":
-                return self._health()
-            case "/verdict":
-                return self._verdict()
-            case "/metrics":
-                return self._exposition(path, accept)
-            case "/status":
-                return _as_json(self._status())
-            case "/" | "/index.html":
-                return page()
-        return None
-
-    def _health(self) -> Response:
-        bridges = [_of_process(each) for each in self._activities]
-        alive = all(each["alive"] for each in bridges)
-        status = HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE
-        return _as_json({"alive": alive, "bridges": bridges}, status)
-
-    def _verdict(self) -> Response:
-        verdicts = [sight.verdict for sight in self._sights.bridges().values()]
-        worst = max((each.state for each in verdicts), key=lambda state: EXIT_CODES[state], default="healthy")
-        told = [{"bridge": each.bridge, **each.plain()} for each in verdicts]
-        status = HTTPStatus.SERVICE_UNAVAILABLE if worst == "failing" else HTTPStatus.OK
-        return _as_json({"verdict": worst, "bridges": told}, status)
-
-    def _status(self) -> dict[str, Any]:
-        shown = self._sights.shown()
-        return {
-            "process": {"host": socket.gethostname(), "pid": os.getpid()},
-            "bridges": [{**shown[each.bridge], **_of_process(each)} for each in self._activities],
-            **self._sights.others(),
+        self._errors = [Recent(partial(_find_error, each)) for each in wirings]
+        self._snapshots = [Recent(partial(_read, each, CommandLine(program, each.line.bridge))) for each in wirings]
+        self._workers = [Recent(partial(_count_workers, each), _KEEP_WORKERS_SECONDS) for each in wirings]
+        parts = [*OUTBOXES.of(app), *TWO_PHASE_COMMITS.of(app)]
+        self._others = Recent(lambda: [_describe(each) for each in parts], _KEEP_OTHERS_SECONDS)
+        self._routes: dict[str, Callable[[str], Response]] = {
+            "/": self._page,
+            "/status": self._status,
+            "/verdict": self._verdict,
+            "/readyz": self._readiness,
+            "/healthz": self._health,
+            "/metrics": _make_exposition(app, activities, lambda: _call_all(self._snapshots)),
         }
+        super().__init__(address, self._answer)
+
+    def _answer(self, path: str, accept: str) -> Response | None:
+        route = self._routes.get(path)
+        return None if route is None else route(accept)
+
+    def _health(self, _accept: str) -> Response:
+        bridges = [{"bridge": each.bridge, "alive": each.is_alive, "role": each.role} for each in self._activities]
+        alive = all(each.is_alive for each in self._activities)
+        return _as_json({"alive": alive, "bridges": bridges}, ok=alive)
+
+    def _readiness(self, _accept: str) -> Response:
+        bridges = [
+            {"bridge": each.bridge, "ready": each.is_ready and error is None, "role": each.role, "error": error}
+            for each, error in zip(self._activities, _call_all(self._errors), strict=True)
+        ]
+        ready = all(each["ready"] for each in bridges)
+        return _as_json({"ready": ready, "bridges": bridges}, ok=ready)
+
+    def _verdict(self, _accept: str) -> Response:
+        snapshots = _call_all(self._snapshots)
+        worst = max((each.verdict for each in snapshots), key=EXIT_CODES.__getitem__)
+        names = ("bridge", "verdict", "note", "findings")
+        bridges = [{name: shown[name] for name in names} for shown in map(BridgeSnapshot.plain, snapshots)]
+        return _as_json({"verdict": worst, "bridges": bridges}, ok=worst != "failing")
+
+    def _status(self, _accept: str) -> Response:
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        return _as_json({"process": process, "bridges": [each.plain() for each in self._complete()]})
+
+    def _page(self, _accept: str) -> Response:
+        text = render_page(self._complete(), others=self._others(), host=socket.gethostname(), pid=os.getpid())
+        return Response(text.encode(), "text/html; charset=utf-8", policy=POLICY)
+
+    def _complete(self) -> list[BridgeSnapshot]:
+        """Return the snapshots with the workers that answer."""
+        found = _call_all([*self._snapshots, *self._workers])
+        count = len(self._snapshots)
+        return [replace(each, workers=workers) for each, workers in zip(found[:count], found[count:], strict=True)]
 
 
-def _of_process(activity: Activity) -> dict[str, Any]:
-    return {"bridge": activity.bridge, "alive": activity.is_alive, "leads": activity.version is not None}
+def _call_all(reads: Sequence[Callable[[], T]]) -> list[T]:
+    """Call functions at the same time: a server that hangs does not delay what others know."""
+    with ThreadPoolExecutor(max(len(reads), 1)) as threads:
+        return list(threads.map(lambda read: read(), reads))
 
 
-def _as_json(value: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Response:
-    return Response(json.dumps(value, default=str).encode(), _JSON, status)
+def _as_json(value: dict[str, Any], *, ok: bool = True) -> Response:
+    status = HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE
+    return Response(json.dumps(value).encode(), "application/json", status)
 
 
-@cache
-def page() -> Response:
-    """The page; what of it is style and script is named by its digest, so that nothing else in it is obeyed."""
-    text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    allowed: dict[str, list[str]] = {"style": [], "script": []}
-    inlines = [(kind, part.partition(f"</{kind}>")[0]) for kind in allowed for part in text.split(f"<{kind}>")[1:]]
-    for kind, inline in inlines:
-        allowed[kind].append(f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'")
-    policy = (
-        f"default-src 'none'; style-src {' '.join(allowed['style'])}; script-src {' '.join(allowed['script'])}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return Response(text.encode(), _HTML, policy=policy)
-
-
-def _exposition(app: Celery, activities: Sequence[Activity], sights: Sights) -> Answering:
-    """What is at `/metrics`: without prometheus-client a sentence on how to have it."""
+def _read(wiring: Wiring, line: CommandLine) -> BridgeSnapshot:
     try:
-        from prometheus_client import CollectorRegistry, ProcessCollector
+        return read_snapshot(wiring, line)
+    except Exception as error:  # noqa: BLE001 - one bridge does not keep the others from an answer
+        return unreadable(wiring.name, _explain(error))
+
+
+def _find_error(wiring: Wiring) -> str | None:
+    """Return why MongoDB does not answer."""
+    try:
+        wiring.reach()
+    except Exception as error:  # noqa: BLE001 - as above
+        return _explain(error)
+    return None
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, MongoCeleryError):
+        return without_credentials(str(error))
+    return f"MongoDB cannot be read: {type(error).__name__}: {short(error)}."
+
+
+def _count_workers(wiring: Wiring) -> Workers | None:
+    """Return the workers that answer; None where this broker cannot be asked."""
+    try:
+        found = ask_for_queues(wiring.app, _ASK_SECONDS)
+    except Exception:  # noqa: BLE001 - every transport raises its own
+        return None
+    serving = sum(not queues.isdisjoint(wiring.queue_names) for queues in found.values())
+    return Workers(answered=len(found), serving=serving, slots=None)
+
+
+def _describe(part: Any) -> tuple[str, str]:
+    """Return the name of an outbox or of a `TwoPhaseCommit`, and its state in words."""
+    name = type(part).__name__
+    try:
+        name = part.name
+        if isinstance(part, TwoPhaseCommit):
+            states = [f"{each.count} {state}" for state, each in sorted(part.log.standing().items())]
+            return name, ", ".join(states) or "all are final"
+        found = part.status()
+    except (PyMongoError, ValueError) as error:  # a URL that is none is a ValueError
+        return name, short(error)
+    late = "" if found.oldest_seconds is None else f", the oldest for {duration(found.oldest_seconds)}"
+    return name, f"{found.pending} pending{late}, {found.failing} failing, {found.dead_letters} dead letters"
+
+
+def _make_exposition(
+    app: Celery, activities: Sequence[Activity], read: Callable[[], list[BridgeSnapshot]]
+) -> Callable[[str], Response]:
+    """Return the route of the metrics. Without prometheus-client it is a sentence."""
+    try:
+        from prometheus_client import ProcessCollector
         from prometheus_client.exposition import choose_encoder
 
-        from mongo_celery.bridge.http.metrics import BoundedCollector, BridgeCollector
+        from mongo_celery.bridge.http.metrics import BridgeCollector
         from mongo_celery.outbox.prometheus import OutboxCollector
         from mongo_celery.twophase.prometheus import TransactionCollector
     except ImportError as error:
-        missing = said(f"There are no metrics: {error}.", HTTPStatus.NOT_IMPLEMENTED)
-        return lambda _path, _accept: missing
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    registry.register(BridgeCollector(activities, sights.bridges))
-    others = [BoundedCollector(collector) for collector in (OutboxCollector(app), TransactionCollector(app))]
-    for each in others:
-        registry.register(each)
+        missing = Response(f"There are no metrics: {error}.\n".encode(), status=HTTPStatus.NOT_IMPLEMENTED)
+        return lambda _accept: missing
+    collectors = [
+        ProcessCollector(registry=None),
+        BridgeCollector(activities, read),
+        OutboxCollector(app, answer_seconds=ANSWER_SECONDS),
+        TransactionCollector(app, answer_seconds=ANSWER_SECONDS),
+    ]
 
-    def expose(_path: str, accept: str) -> Response:
-        for each in others:
-            each.ask()  # now, so that all wait at the same time
+    def expose(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
-        return Response(encode(registry), content_type)
+        found = chain(*_call_all([lambda each=each: list(each.collect()) for each in collectors]))
+        return Response(encode(SimpleNamespace(collect=lambda: found)), content_type)
 
     return expose

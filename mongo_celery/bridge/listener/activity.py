@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.partition import Partition
@@ -21,6 +21,8 @@ from mongo_celery.bridge.state.partitions import Image
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 """Upper ends of the latencies that are counted separately, in seconds."""
+
+Role = Literal["starting", "standing by", "leading", "failed"]
 
 STALLED_TTLS = 3
 STALLED_SECONDS = 60.0
@@ -52,22 +54,22 @@ class HandlerActivity:
 
     Attributes:
         dispatched: changes in the runs that were sent, those that were sent again included.
-        again: changes in the runs that were sent again, since nothing was seen of them.
+        dispatched_again: changes in the runs that were sent again, since nothing was seen of them.
         committed: changes that positions have passed, whatever became of them.
         retries: attempts after which a handler asked for another.
         crashes: attempts that ended without an outcome.
         waits: attempts that met an outage of MongoDB or the broker.
-        spilled: changes that were stored, since their partition was blocked.
-        refused: changes that cannot be given to the handler.
+        stored: changes that were stored, since their partition was blocked.
+        undeliverable: changes that cannot be given to the handler.
         claim: from the sending of a run to its claim by a worker.
         handler: from the claim of a run to the record that its handler succeeded, by the worker's clock.
         commit: from that record to the commit.
     """
 
     def __init__(self) -> None:
-        self.dispatched = self.again = self.committed = 0
+        self.dispatched = self.dispatched_again = self.committed = 0
         self.retries = self.crashes = self.waits = 0
-        self.spilled = self.refused = 0
+        self.stored = self.undeliverable = 0
         self.claim, self.handler, self.commit = Latencies(), Latencies(), Latencies()
 
     def note_sent(self, dispatch: Dispatch, *, again: bool) -> None:
@@ -77,7 +79,7 @@ class HandlerActivity:
             return
         count = run.last - run.first + 1
         self.dispatched += count
-        self.again += count * again
+        self.dispatched_again += count * again
 
     def observe(self, partition: Partition, image: Image, seen: float) -> None:
         """Compare a partition with a newer image of it, which was there at `seen`."""
@@ -98,9 +100,9 @@ class HandlerActivity:
             self._measure(image, sent if before.committed + 1 in numbers else None, seen)
 
     def add_counts(self, counted: list[int]) -> None:
-        """Add the stored and refused changes that a subscription has counted. It counts from 0 again."""
-        self.spilled += counted[0]
-        self.refused += counted[1]
+        """Add the stored and undeliverable changes that a subscription has counted. It counts from 0 again."""
+        self.stored += counted[0]
+        self.undeliverable += counted[1]
         counted[:] = 0, 0
 
     def _measure(self, image: Image, sent: float | None, seen: float) -> None:
@@ -140,7 +142,7 @@ class Activity:
 
     Attributes:
         bridge: its name.
-        version: of the lease, while this process leads. Else None.
+        role: `starting`, `standing by`, `leading`, or `failed` until it is started again.
         takeovers: how often this process has begun to lead.
         sweeps: how often all partitions were compared with what is out.
         reopenings: how often the stream had to be opened again.
@@ -154,7 +156,7 @@ class Activity:
 
     def __init__(self, bridge: str, handlers: Sequence[str], lease_ttl: float) -> None:
         self.bridge = bridge
-        self.version: int | None = None
+        self.role: Role = "starting"
         self.takeovers = self.sweeps = self.reopenings = 0
         self.handlers = {name: HandlerActivity() for name in handlers}
         self._stalled_after = max(STALLED_TTLS * lease_ttl, STALLED_SECONDS)
@@ -164,6 +166,20 @@ class Activity:
     def note_turn(self, pause: float = 0.0) -> None:
         """The loop turns. The next time within so many seconds more than usual."""
         self._alive_until = time.monotonic() + self._stalled_after + pause
+
+    def note_standby(self) -> None:
+        """Another process leads, or the lease is about to be free."""
+        self.role = "standing by"
+
+    def note_failure(self, pause: float) -> None:
+        """The listener has failed, and is started again after a pause. Nothing hangs meanwhile."""
+        self.role = "failed"
+        self.note_turn(pause)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return True if it leads or stands by, and its loop works."""
+        return self.is_alive and self.role in ("leading", "standing by")
 
     @property
     def is_alive(self) -> bool:
@@ -177,15 +193,15 @@ class Activity:
             found = self.handlers[handler] = HandlerActivity()
         return found
 
-    def note_term_begin(self, version: int) -> None:
+    def note_term_begin(self) -> None:
         """This process leads."""
         self.takeovers += 1
-        self.version = version
+        self.role = "leading"
         self._reopenings_of_term = 0
 
     def note_term_end(self) -> None:
         """It leads no longer."""
-        self.version = None
+        self.role = "standing by"
 
     def note_sweep(self, reopenings: int) -> None:
         """All partitions were read, and so often the stream was opened again in this term."""

@@ -1,17 +1,18 @@
 """
 Read a chunk of existing documents, and check the collection that they are in.
 
-A chunk is bounded by what is scanned: first its last `_id` is found, then the range up to it is read, shaped as events,
-and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave of it is returned. So one of which
-nothing is wanted has an end too, and only where nothing is left to scan the snapshot is at its end. No two documents
-need be of one time: each is as of some time after L, and before H.
+A chunk is bounded by rows and by bytes. First the next `_id`s are listed, by the index alone. Then the range up to the
+last one is read, shaped as events, and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave
+of it is returned. So one of which nothing is wanted has an end too, and only where nothing is left to scan the snapshot
+is at its end. A range with too many bytes ends earlier. No two documents need be of one time: each is as of some time
+after L, and before H.
 
 The snapshot's end is the largest `_id` that is there for the first chunk that is recorded.
 
 The order is that of the collection's own index on `_id`, whatever types are mixed there. Comparisons are expressions
 with literals: a query's own compare within one type, and take a document for operators.
 
-What a user's condition does with a single document must not stop the others: a chunk that fails is read again with
+What a user's condition does with a single document must not stop the others: a range that fails is read again with
 half as many, and the one document that fails alone is refused, and meets its handler's failure policy.
 
 Nothing here belongs to the leading thread, but for what it is given.
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.snapshots import Snapshot
 
+ROWS = 1000
+"""Documents of a chunk: few enough that what workers have to do for others in between does not wait for long."""
+
 READ_SECONDS = 10.0
 """Seconds that the reading of a chunk may take."""
 
@@ -79,22 +83,18 @@ class Chunk:
 
     Attributes:
         subscription: that the documents are for. One under another layout is another one.
-        size: how many documents are asked for.
+        rows: how many documents it has at most.
         sent_at: when it was begun, on the monotonic clock.
-        first_at: of each partition, when its first document was seen to be handled.
-        seconds: the longest time that any partition has taken from there to its last.
         begun: its number; 0 until it is begun.
         low: L, a cluster time before its reading. None until it is known.
         high: H, the cluster time of a write after its reading. None until it is read.
         place: behind which its documents are appended. Empty until H is known.
         items: what is to be appended there, in order, by key.
-        weight: bytes of these.
         count: how many documents were scanned.
         end: the last `_id` of these. None where nothing was left.
         until: the largest `_id` that is to be scanned, now or later. None where nothing was there.
-        is_there: where nothing was left, whether the collection is still the one that it was.
         changes: what was taken in of the subscription's changes since it was begun, by key.
-        is_spoiled: whether one of these has no key that can be read.
+        is_spoiled: whether one of these has no key that can be read, or a collection was moved meanwhile.
         again: `_id`s that are read again, since a change without its document came in between.
         rounds: how often that was so.
         ends: of each partition, the last token that is not known to be committed or stored.
@@ -104,20 +104,16 @@ class Chunk:
 
     snapshot: Snapshot
     subscription: Subscription
-    size: int
+    rows: int
     sent_at: float
-    first_at: dict[int, float] = field(default_factory=dict)
-    seconds: float = 0.0
     begun: int = 0
     low: Timestamp | None = None
     high: Timestamp | None = None
     place: str = ""
     items: dict[bytes, PendingChange] = field(default_factory=dict)
-    weight: int = 0
     count: int = 0
     end: DocumentId | None = None
     until: DocumentId | None = None
-    is_there: bool = True
     changes: dict[bytes, KeyChange] = field(default_factory=dict)
     is_spoiled: bool = False
     again: list[DocumentId] = field(default_factory=list)
@@ -177,16 +173,14 @@ def read_key(event: Mapping[str, Any]) -> bytes:
 @dataclass(frozen=True, slots=True)
 class CollectionFacts:
     """
-    The facts of a collection at a time.
+    The facts of a collection.
 
     Attributes:
         uuid: which one of its name. None of a view and of time series.
-        at: the cluster time at which that was so.
         objection: why there can be no snapshot of it, as the rest of a sentence. None where there can.
     """
 
     uuid: bytes | None
-    at: Timestamp
     objection: str | None = None
 
 
@@ -213,7 +207,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
         objection = "it is a time series, of which no stream shows changes"
     elif options.get("capped"):
         objection = "it is capped: no stream shows what it removes automatically"
-    return CollectionFacts(None if uuid is None else bytes(uuid), answer["operationTime"], objection)
+    return CollectionFacts(None if uuid is None else bytes(uuid), objection)
 
 
 def estimate(client: MongoClient[Any], source: str) -> int | None:
@@ -275,12 +269,16 @@ class ChunkReader:
     Args:
         client: of the watched data.
         pipeline: the bridge's own stages.
+        room: bytes that a chunk has at most, but for a single document that has more.
         version: of the term.
     """
 
-    def __init__(self, client: MongoClient[Any], pipeline: Sequence[Mapping[str, Any]], version: int) -> None:
+    def __init__(
+        self, client: MongoClient[Any], pipeline: Sequence[Mapping[str, Any]], room: int, version: int
+    ) -> None:
         self._client = client
         self._pipeline = pipeline
+        self._room = room
         self._version = version
         self._number = 0
 
@@ -299,47 +297,56 @@ class ChunkReader:
                 for part in chunk.again:
                     self._read_range(chunk, {"$expr": {"$eq": ["$_id", part.make_document("$literal")]}}, 1)
                 return
-            size, known = chunk.size, chunk.snapshot.until
+            known = chunk.snapshot.until
             chunk.until = known if known is not None else self._largest(chunk)
-            while True:
-                chunk.end, chunk.count = self._bound(chunk, size)
-                if chunk.end is None or self._read_range(chunk, _behind(chunk.snapshot.last, chunk.end), size):
-                    break
-                size = max(size // 2, 1)
-        chunk.weight = sum(each.weight for each in chunk.items.values())
+            chunk.end, ids = None, self._list_ids(chunk)
+            while ids and not self._read_rows(chunk, ids):
+                ids = ids[: len(ids) // 2]
 
-    def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], size: int) -> bool:
-        """Read the events of a range. False where it has to be smaller."""
+    def _read_rows(self, chunk: Chunk, ids: list[DocumentId]) -> bool:
+        """Read the range that ends with the last of these. False where it has to be smaller."""
+        read = self._read_range(chunk, _behind(chunk.snapshot.last, ids[-1]), len(ids))
+        if read is None:
+            return False
+        chunk.end, chunk.count = ids[-1], len(ids)
+        if not read:
+            chunk.end = DocumentId.of(list(chunk.items)[-1])
+            chunk.count = ids.index(chunk.end) + 1 if chunk.end in ids else len(chunk.items)
+        return True
+
+    def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], rows: int) -> bool | None:
+        """Read the events of a range. False where the rest of it has no room. None where it fails as a whole."""
         assert chunk.low is not None, "a chunk is read when L is known"
         conditions = list_conditions(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
         shape = build_shape(chunk.snapshot.source, chunk.low, conditions, self._pipeline)
         try:
-            found = self._range(chunk, bounds, shape, size)
+            found, is_whole = self._range(chunk, bounds, shape, rows)
         except OperationFailure as error:
             if not concerns_a_document(error):
                 raise
-            self._blame(chunk, bounds, size, error)
-            if size > 1:
-                return False
+            if rows > 1:
+                return None
+            self._blame(chunk, bounds, error)
             self._refuse(chunk, bounds, error)
             return True
-        if found is None:
-            return False
-        chunk.items.update(self._item(chunk, bytes(each.raw)) for each in found)
-        return True
+        size = 0
+        for each in found:
+            key, change = self._item(chunk, bytes(each.raw))
+            size += change.weight
+            if size > self._room and chunk.items and not chunk.again:
+                return False
+            chunk.items[key] = change
+        return is_whole
 
     def _largest(self, chunk: Chunk) -> DocumentId | None:
         """The largest `_id` of all."""
         found = self._find(chunk, {"filter": {}, "sort": {_BOUND: -1}, "limit": 1})
         return DocumentId.of(bytes(found[0].raw)) if found else None
 
-    def _bound(self, chunk: Chunk, size: int) -> tuple[DocumentId | None, int]:
-        """The last `_id` of the next so many documents, and how many they are."""
-        last = self._find(chunk, {"skip": size - 1, "limit": 1})
-        if last:
-            return DocumentId.of(bytes(last[0].raw)), size
-        rest = self._find(chunk, {"limit": size})  # fewer than that are left, or than fit into an answer
-        return (DocumentId.of(bytes(rest[-1].raw)), len(rest)) if rest else (None, 0)
+    def _list_ids(self, chunk: Chunk) -> list[DocumentId]:
+        """The next `_id`s in their order. Fewer than its rows where fewer are left, or fit into an answer."""
+        found = (DocumentId.of(bytes(each.raw)) for each in self._find(chunk, {"limit": chunk.rows}))
+        return [each for each in found if each is not None]
 
     def _find(self, chunk: Chunk, bounds: Mapping[str, Any]) -> list[RawBSONDocument]:
         """Some `_id`s of what is left, by the index alone."""
@@ -348,28 +355,26 @@ class ChunkReader:
             "filter": _behind(chunk.snapshot.last, chunk.until),
             "projection": {_BOUND: 1},
             "sort": {_BOUND: 1},
-            "batchSize": chunk.size + 1,
+            "batchSize": chunk.rows + 1,
             "singleBatch": True,
             **bounds,
         }
         return list(self._answer(chunk, command)["cursor"]["firstBatch"])
 
-    def _range(self, chunk: Chunk, bounds: Mapping[str, Any], shape: Shape, size: int) -> list[RawBSONDocument] | None:
-        """The events of a range. None where they do not fit into one answer."""
+    def _range(
+        self, chunk: Chunk, bounds: Mapping[str, Any], shape: Shape, rows: int
+    ) -> tuple[list[RawBSONDocument], bool]:
+        """The first events of a range, as many as fit into one answer, and whether that is all."""
+        database, _, collection = chunk.snapshot.source.partition(".")
         command = {
-            "aggregate": chunk.snapshot.source.partition(".")[2],
-            "pipeline": [
-                {"$match": bounds},
-                {"$sort": {_BOUND: 1}},
-                *shape,
-            ],
-            "cursor": {"batchSize": 2 * size + 1},  # some may have been inserted since it was bounded
+            "aggregate": collection,
+            "pipeline": [{"$match": bounds}, {"$sort": {_BOUND: 1}}, *shape],
+            "cursor": {"batchSize": 2 * rows + 1},  # some may have been inserted since it was bounded
         }
         cursor = self._answer(chunk, command)["cursor"]
         if cursor["id"]:
-            self._close(chunk, int(cursor["id"]))
-            return None
-        return list(cursor["firstBatch"])
+            self._client[database].command({"killCursors": collection, "cursors": [bson.Int64(cursor["id"])]})
+        return list(cursor["firstBatch"]), not cursor["id"]
 
     def _answer(self, chunk: Chunk, command: dict[str, Any]) -> Any:
         database = chunk.snapshot.source.partition(".")[0]
@@ -379,18 +384,14 @@ class ChunkReader:
         answer: Any = self._client[database].command(whole, codec_options=types)
         return answer
 
-    def _close(self, chunk: Chunk, cursor: int) -> None:
-        database, _, name = chunk.snapshot.source.partition(".")
-        self._client[database].command({"killCursors": name, "cursors": [bson.Int64(cursor)]})
-
-    def _blame(self, chunk: Chunk, bounds: Mapping[str, Any], size: int, error: Exception) -> None:
+    def _blame(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """A condition of the snapshot's own that fails is nobody's document's fault, and costs no handler anything."""
         if chunk.snapshot.match is None or chunk.low is None:
             return
         match = chunk.subscription.plan.handler.filter.match
         others = [match] if isinstance(match, Mapping) else []
         try:
-            self._range(chunk, bounds, build_shape(chunk.snapshot.source, chunk.low, others, self._pipeline), size)
+            self._range(chunk, bounds, build_shape(chunk.snapshot.source, chunk.low, others, self._pipeline), 1)
         except OperationFailure as without:
             if concerns_a_document(without):
                 return
@@ -399,7 +400,7 @@ class ChunkReader:
 
     def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """The one document that cannot be an event: its key, and why."""
-        found = self._range(chunk, bounds, [{"$replaceWith": _name_document(chunk.snapshot.source)}], 1) or []
+        found, _ = self._range(chunk, bounds, [{"$replaceWith": _name_document(chunk.snapshot.source)}], 1)
         read_error = ReadError(f"the document could not be read as an event: {brief(error)}")
         chunk.items.update(self._item(chunk, bytes(each.raw), read_error) for each in found)
 

@@ -147,6 +147,7 @@ class LostHistory:
         """
         oplog = oplog_or_none(self._client)
         lost = []
+        starts = {name: start for name, start in starts.items() if not subscriptions[name].is_stopped}
         for name, start in starts.items():
             if oplog is not None and (not oplog.holds(start.place[0]) or _is_of_another_set(start, oplog)):
                 lost.append(name)
@@ -156,7 +157,7 @@ class LostHistory:
                 else:
                     lost.append(name)
         if not lost:
-            return open_position(starts, self._fingerprint)
+            return open_position(starts, self._fingerprint) if starts else None
         return self._settle(_Gap(lost, starts, oplog, HistoryLostError()), subscriptions)
 
     def note_refusal(self, error: HistoryLostError) -> None:
@@ -357,7 +358,7 @@ class LostHistory:
         return {
             name: max(starts[name], _find_read_end(subscription, starts[name]), key=lambda each: each.place)
             for name, subscription in subscriptions.items()
-            if not subscription.lost
+            if not (subscription.lost or subscription.is_stopped)
         }
 
 

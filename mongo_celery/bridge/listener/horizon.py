@@ -54,8 +54,8 @@ class Risk:
     Attributes:
         share: of the oplog's window that lies behind it. From 1 on a restart loses changes.
         partition: the one that holds it. None where nothing read is left to do, and reading itself is late.
-        state: of that partition: as `status` has it where it is blocked (`halted`, `paused`, `parked`, or `waiting` for
-            MongoDB or the broker), else `running`, or `unclaimed` while no worker has taken its run.
+        state: of that partition: as `status` has it where it is blocked (`halted`, `paused`, `retrying`, or `waiting`
+            for MongoDB or the broker), else `running`, or `unclaimed` while no worker has taken its run.
         cause: what it waits for, of `waiting`.
         line: how commands about the bridge begin.
     """
@@ -185,7 +185,7 @@ def remedy(line: CommandLine, subscription: str, partition: int | None, state: s
         "halted": f"`{line.on('retry', *where)}` or `{line.on('set-aside', *where)}`",
         "paused": f"`{line.on('resume', *where)}`",
         "waiting": f"bring back what its handler waits for, which `{line.changes('status')}` names; then it runs",
-        "parked": f"`{line.on('retry', *where)}` runs its change immediately",
+        "retrying": f"`{line.on('retry', *where)}` runs its change immediately",
         "running": "check for a handler that hangs, or workers that are gone",
         "unclaimed": "see to it that workers consume its queue, and enough of them",
     }

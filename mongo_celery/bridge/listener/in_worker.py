@@ -183,8 +183,8 @@ HTTP_OPTION = click.Option(
 class Serving(Protocol):
     """Make the server of an address. Errors are `ConfigurationError`."""
 
-    def __call__(self, text: str, app_argument: object, *, tried: bool) -> Beside:
-        """As `bridge.http.launch.serving`."""
+    def __call__(self, address: str, app_argument: object, *, tried: bool) -> Beside:
+        """As `bridge.http.serve_beside`."""
 
 
 class ListenerStep(bootsteps.StartStopStep):

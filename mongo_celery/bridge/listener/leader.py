@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.listener.beginning import StoppedHandlers, begin_term
+from mongo_celery.bridge.listener.beginning import begin_term
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
@@ -87,8 +87,6 @@ class Leader:
         self._led = list(zip(handlers, selectors, strict=True))
         self.subscriptions: dict[str, Subscription] = {}
         self._is_reading, self._has_snapshots = True, False
-        self._stopped: Mapping[str, str] = {}
-        self._stopped_handlers: StoppedHandlers | None = None
         store, line, concern = wiring.store, wiring.line, wiring.state_concern
         self.housekeeping = Housekeeping()
         self._horizon = Horizon(wiring)
@@ -120,7 +118,7 @@ class Leader:
 
     def lead(self) -> None:
         """
-        Lead until told to stop, until the lease is no longer trusted, or until another term could lead more handlers.
+        Lead until told to stop, or until the lease is no longer trusted.
 
         Raises:
             LeaseLostError: somebody else leads.
@@ -130,8 +128,6 @@ class Leader:
             while not self._stopping.is_set():
                 if not self._renewal.is_trusted():
                     raise LeaseLostError
-                if self._stopped_handlers is not None and self._stopped_handlers.may_lead:
-                    return
                 self.turn()
                 self._wait()
 
@@ -168,7 +164,7 @@ class Leader:
         stored = self._storing.report()
         has_stored = any(each.backlogs for each in subscriptions)
         waits = rejected["rejectedCount"] or stored["notStoredCount"] or reading["unreadSeconds"]
-        stopped = {**self._stopped, **self._repartitioning.stopped}
+        stopped = self._repartitioning.stopped
         stuck = stopped or self._refused or blocked or waits
         return {
             "partitions": self._options.partitions,
@@ -199,19 +195,16 @@ class Leader:
     def _begin(self) -> None:
         beginning = begin_term(self._wiring, self._renewal, self._led, self._wiring.handlers)
         version, subscriptions = beginning.takeover.version, beginning.subscriptions
-        self._stopped = beginning.stopped
-        self._stopped_handlers = StoppedHandlers(self._wiring, beginning, self.wake)
         self.subscriptions.update(subscriptions)  # immediately: the renewal thread reports from it
         self._publishing.begin(subscriptions)
         self.poller.begin(version, self._publishing.fairness)
         self._storing.begin(self.subscriptions, version, self.housekeeping)
         self.snapshots.begin(self.subscriptions, version, beginning.owed_snapshots)
-        position = self._history.begin(subscriptions, beginning.starts) if subscriptions else None
-        self._renewal.alive()
         for subscription in self._repartitioning.begin(self.subscriptions, beginning.takeover):
             self._replace(subscription)
+        position = self._history.begin(self.subscriptions, beginning.starts)
+        self._renewal.alive()
         self.intake.open_reader(position)
-        self.housekeeping.add(self._stopped_handlers.check)
 
     # -- one turn ----------------------------------------------------------------------------------
 
@@ -240,7 +233,7 @@ class Leader:
             self._storing.turn(now, at_end=self.intake.at_end)
         had_snapshots, self._has_snapshots = self._has_snapshots, self.snapshots.has_work
         if had_snapshots or self._has_snapshots:
-            self._snapshot(now)
+            self._snapshot()
         if now >= self._replaying.due_at:
             self._replaying.turn(self.subscriptions, now)
             self._note_progress()
@@ -309,10 +302,10 @@ class Leader:
         self._activity.of(subscription.name).add_counts(self.subscriptions[subscription.name].counted)
         self.subscriptions[subscription.name] = subscription
 
-    def _snapshot(self, now: float) -> None:
+    def _snapshot(self) -> None:
         """Go on with existing documents, between the changes."""
         may_begin = self.intake.has_stream and not self.intake.full and not self._storing.waits
-        self.snapshots.turn(now, room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
+        self.snapshots.turn(room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
         self.intake.hurry()
 
     def _wait(self) -> None:

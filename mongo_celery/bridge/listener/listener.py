@@ -173,6 +173,7 @@ class Listener:
                 return term
             if not lease:
                 leases.ensure()  # somebody has removed the document, and only an existing one is acquired
+            self.activity.note_standby()
             self._log_standby(lease, identity)
         except PyMongoError as error:
             final = explain_error(error, self._wiring.state_concern)
@@ -262,7 +263,7 @@ class Listener:
         )
         renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl, self._report)
         renewal.start()
-        self.activity.note_term_begin(term.version)
+        self.activity.note_term_begin()
         ended_by: Exception | None = None
         try:
             renewal.read_key()

@@ -111,7 +111,7 @@ class ListenerThreads:
                 self._failed.add(listener)
             goes_on = not (self._stopping.is_set() or (self._ends_with_all and self.all_failed))
             pause = backoff.after(time.monotonic() - started)
-            listener.activity.note_turn(pause)  # nothing hangs: it rests on purpose
+            listener.activity.note_failure(pause)
             _log_failure(name, error, pause if goes_on else None)
             if not goes_on:
                 self.ended.set()

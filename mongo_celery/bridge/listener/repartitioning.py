@@ -34,7 +34,6 @@ from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.listener.subscription import Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import HASH_NAME
 from mongo_celery.bridge.state.claims import describe_owner
 from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -65,6 +64,10 @@ _PAUSE_SECONDS = 1.0
 _READ_AGAIN_PAUSE = 1.0
 _SOON_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
+_RULE_NEEDED = (
+    "some are ahead of others, and by that rule alone it is known which changes they have done. Deploy it again, with "
+    "the options that it needs, until `status` shows nothing outstanding and nothing blocked. Then change it"
+)
 
 
 @dataclass(slots=True)
@@ -132,8 +135,8 @@ class Repartitioning:
         """
         Take in the handlers of this term, before anything is read, and switch those whose old rule is not known.
 
-        These have nothing left to do. By the new rule nothing may be put into an old partition. One that cannot be
-        switched yet takes in nothing until it is (see `stopped`).
+        By the new rule nothing may be put into an old partition. So one that cannot be switched yet is stopped: nothing
+        is read for it until it is.
 
         Returns:
             Handlers under their new partitionings, which take the place of the old ones.
@@ -146,26 +149,29 @@ class Repartitioning:
         self._tokens = {name: takeover.documents[name].get("resumeToken") for name in self._moves}
         moved = []
         for name, move in list(self._moves.items()):
-            if not _is_by_its_rule(subscriptions[name]):
-                now = time.monotonic()
-                new = self._try_to_switch(subscriptions[name], move, now)
-                if new is not None:
-                    moved.append(new)
-                    continue
-                _drain(subscriptions[name], move, now)
-                logger.error(
-                    "handler %s is stopped until its partitions are replaced, and the others are led: %s",
-                    name,
-                    move.waits or _describe_rest(subscriptions[name]),
-                    extra={"event": "handler_stopped", "subscription": name},
-                )
+            subscription, now = subscriptions[name], time.monotonic()
+            if not subscription.is_stopped:
+                continue
+            new = self._try_to_switch(subscription, move, now)
+            if new is not None:
+                moved.append(new)
+                continue
+            _drain(subscription, move, now)
+            subscription.left = subscription.window.seen  # nothing is read for it
+            move.waits = move.waits or _describe_rest(subscription)
+            logger.error(
+                "handler %s is stopped until its partitions are replaced, and the others are led: %s",
+                name,
+                _describe_stop(subscription, move),
+                extra={"event": "handler_stopped", "subscription": name},
+            )
         return moved
 
     @property
     def stopped(self) -> dict[str, str]:
-        """Handlers that take in nothing since their old rule is not known, and for what each one waits."""
+        """The handlers that are stopped, and for what each one waits."""
         moves = list(self._moves.items())
-        return {name: move.waits for name, move in moves if not _is_by_its_rule(self._led[name])}
+        return {name: _describe_stop(self._led[name], move) for name, move in moves if self._led[name].is_stopped}
 
     def due(self) -> float:
         """Return the monotonic time of the next turn that may have something to do. Infinite without one."""
@@ -222,7 +228,7 @@ class Repartitioning:
         new = self._try_to_switch(subscription, move, now)
         if new is not None:
             return new
-        if not _is_by_its_rule(subscription):  # stopped: nothing may be put into an old partition
+        if subscription.is_stopped:
             move.waits = move.waits or _describe_rest(subscription)
             return None
         if move.waits:
@@ -283,7 +289,7 @@ class Repartitioning:
         token = self._token(subscription)
         reached = max(subscription.window.seen, token_data(token) if token else "")
         if reached < max([*marks, *(image.data for image in images)], default=""):
-            return "it reads up to what its partitions have done"
+            return _RULE_NEEDED if subscription.is_stopped else "it reads up to what its partitions have done"
         for index, partition in subscription.partitions.items():
             if not partition.won:
                 return f"an open transaction has locked partition {index}"
@@ -302,7 +308,7 @@ class Repartitioning:
         if image.state == "paused":
             return f"is paused. Run: {line.on('resume', name, [index])}"
         if image.due_in > _SOON_SECONDS:
-            state = "retrying" if visible_state(image) == "parked" else visible_state(image)
+            state = visible_state(image)
             return f"is {state}, next in {image.due_in:.0f} s. To run it now: {line.on('retry', name, [index])}"
         return ""
 
@@ -392,9 +398,9 @@ class Repartitioning:
             )
 
 
-def _is_by_its_rule(subscription: Subscription) -> bool:
-    """Return True if its changes are spread by the rule of its layout, not by a new one while that is unknown."""
-    return subscription.plan.layout.key == f"{HASH_NAME}:{subscription.plan.partitioner.name}"
+def _describe_stop(subscription: Subscription, move: _Move) -> str:
+    rule = subscription.plan.layout.key.partition(":")[2]
+    return f"its partitions are by the rule {rule}, which no handler has any more: {move.waits}"
 
 
 def _drain(subscription: Subscription, move: _Move, now: float) -> None:

@@ -16,11 +16,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation
 
-from mongo_celery.bridge.listener import pace as paces
+from mongo_celery.bridge.listener import chunks
 from mongo_celery.bridge.listener.chunks import (
     Chunk,
     ChunkFailedError,
@@ -30,11 +31,11 @@ from mongo_celery.bridge.listener.chunks import (
     is_passing,
     read_facts,
 )
-from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
 from mongo_celery.mongo.error_text import error_text
-from mongo_celery.mongo.verdicts import Concern, explain_error
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import Concern, explain_error, is_outage, is_unanswered
 
 if TYPE_CHECKING:
     from bson import Timestamp
@@ -52,8 +53,42 @@ _ROUNDS_MAX = 20
 """Number of times that documents of one chunk are read again before the chunk counts as failed."""
 
 
+ATTEMPTS_MAX = 20
+"""Chunks that fail one after the other although all servers answer; then the snapshot has failed."""
+
+PAUSES = Pauses(first=0.5, longest=30.0, jitter=0.2)
+"""Between two attempts that fail."""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """
+    The attempts at the next chunk of one snapshot in this term.
+
+    Attributes:
+        gate: the next one.
+        errors: those that have failed, and for which no outage can be the reason.
+        error: why the last one has failed, in words. None where it has not.
+    """
+
+    gate: RetryGate = field(default_factory=lambda: RetryGate(PAUSES))
+    errors: int = 0
+    error: str | None = None
+
+    def limit_rows(self, rate: float | None) -> int:
+        """Return the number of rows of the next chunk: after failures fewer, and no more than a second may have."""
+        rows = chunks.ROWS >> min(self.gate.failures, ATTEMPTS_MAX)
+        return max(rows if rate is None else min(rows, int(rate)), 1)
+
+    def note_failure(self, error: Exception, text: str) -> None:
+        """Note that it has failed."""
+        self.errors += not (is_unanswered(error) or is_outage(error))
+        self.error = text
+        self.gate.note_failure()
+
+
 class RefusedChunkError(Exception):
-    """A write on the record was refused: it is another term's, or somebody has stopped it."""
+    """Nothing of a chunk may be used, and the next begin finds out why: its record or its collection is another."""
 
 
 class SnapshotThread:
@@ -62,25 +97,23 @@ class SnapshotThread:
 
     Args:
         wiring: of the bridge.
-        room: bytes that a chunk should have at most.
+        room: bytes that a chunk has at most.
         wake: ends the leading thread's wait.
 
     Attributes:
         records: snapshots of this term's handlers that run, by id.
-        paces: of these, by id.
+        attempts: of these, by id.
         reading: the chunk that is being read, or waits to be handed over.
         appended: chunks that were handed over, by the id of their snapshot.
         allowed: names of the subscriptions for which chunks may begin.
-        gone: ids of snapshots whose collection was dropped or renamed.
         has_polled: whether it has polled snapshots once.
     """
 
     def __init__(self, wiring: Wiring, room: int, wake: Callable[[], None]) -> None:
         self.records: Mapping[str, Snapshot] = {}
-        self.paces: dict[str, ChunkPace] = {}
+        self.attempts: dict[str, Attempts] = {}
         self.reading: Chunk | None = None
         self.appended: dict[str, Chunk] = {}
-        self.gone: set[str] = set()
         self.has_polled = False
         self._wiring = wiring
         self._store = wiring.store.snapshots
@@ -100,7 +133,7 @@ class SnapshotThread:
     def start(self, led: Mapping[str, Subscription], version: int, initial: InitialSnapshots) -> None:
         """Begin the thread of a term."""
         self._led, self._version, self._initial = led, version, initial
-        self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, version)
+        self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, self._room, version)
         threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
 
     def close(self) -> None:
@@ -130,7 +163,9 @@ class SnapshotThread:
 
     def hand_over(self, chunk: Chunk) -> None:
         """Note that all documents of a chunk are in the queues of their partitions."""
-        self._pace(chunk.snapshot.id).note_read(chunk, self._room)
+        attempts = self.attempts[chunk.snapshot.id] = Attempts()
+        if chunk.snapshot.rate:
+            attempts.gate.opens_at = chunk.sent_at + chunk.count / chunk.snapshot.rate
         self.appended[chunk.snapshot.id] = chunk
         self.reading = None
         self.notify()
@@ -158,10 +193,10 @@ class SnapshotThread:
     def _may_begin(self, record: Snapshot) -> bool:
         if record.subscription not in self.allowed or record.id in self.appended:
             return False
-        return time.monotonic() >= self._pace(record.id).ready_at
+        return self._get_attempts(record.id).gate.is_open(time.monotonic())
 
-    def _pace(self, snapshot_id: str) -> ChunkPace:
-        return self.paces.setdefault(snapshot_id, ChunkPace(paces.FIRST_SIZE))
+    def _get_attempts(self, snapshot_id: str) -> Attempts:
+        return self.attempts.setdefault(snapshot_id, Attempts())
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -176,7 +211,7 @@ class SnapshotThread:
 
     def _find_next_time(self) -> float:
         now = time.monotonic()
-        rests = [at for name in self.records if (at := self._pace(name).ready_at) > now]
+        rests = [at for name in self.records if (at := self._get_attempts(name).gate.opens_at) > now]
         return max(min([self._poll_at, *rests]), self._gate.opens_at)
 
     def _await_change(self, seconds: float) -> None:
@@ -188,8 +223,6 @@ class SnapshotThread:
         if not self._gate.is_open(time.monotonic()):
             return
         try:
-            for snapshot_id in list(self.gone):
-                self._end_gone(snapshot_id)
             for chunk in list(self.appended.values()):
                 if not chunk.ends:
                     self._move(chunk)
@@ -208,7 +241,9 @@ class SnapshotThread:
             found = self._store.read(running=True)
         mine = [each for each in found if each.term == self._version and each.subscription in self._led]
         was_active, records = bool(self.records), {each.id: each for each in mine}
-        self.paces = {name: pace for name, pace in list(self.paces.items()) if name in records}  # the leader inserts
+        self.attempts = {
+            name: each for name, each in list(self.attempts.items()) if name in records
+        }  # the leader inserts
         self.records = records
         self.has_polled = True
         if self.records and not was_active:
@@ -223,7 +258,7 @@ class SnapshotThread:
 
     def _read_chunk(self, record: Snapshot) -> None:
         """Read the next chunk of a snapshot, and wait until it is handed over."""
-        self._last_begun, size = record.id, self._pace(record.id).size
+        self._last_begun = record.id
         try:
             found = self._prepare(record)
             if found is None:
@@ -231,8 +266,8 @@ class SnapshotThread:
                 return
             if not self._may_begin(found):
                 return
-            size = self._pace(found.id).limit_size(found.rate)
-            chunk = Chunk(found, self._led[found.subscription], size, sent_at=time.monotonic())
+            rows = self._get_attempts(found.id).limit_rows(found.rate)
+            chunk = Chunk(found, self._led[found.subscription], rows, sent_at=time.monotonic())
             self.reading = chunk  # from here on the leading thread notes changes
             chunk.low = self._store.begin(found, self._version)
             chunk.begun = found.begun + 1
@@ -247,7 +282,7 @@ class SnapshotThread:
             self.drop(record.id)
             self._forget(record.id)
         except Exception as error:  # noqa: BLE001 - nothing of what was read may be used
-            self._postpone(record, error, size)
+            self._postpone(record, error)
 
     def _prepare(self, record: Snapshot) -> Snapshot | None:
         """
@@ -259,26 +294,31 @@ class SnapshotThread:
         if found is None or found.term != self._version or found.state != RUNNING:
             return None
         facts = read_facts(self._wiring.client, found.source)
-        if found.uuid is not None:  # it may have been dropped while nobody watched it
+        if found.uuid is not None:
             if facts is not None and facts.uuid == found.uuid:
                 return found
-            self._end(found, _describe_loss(found.source), GONE)
+            self._end(
+                found,
+                f"{found.source} was dropped or renamed while it was read; what was not read by then is not delivered. "
+                "Start another snapshot of what has taken its place",
+                GONE,
+            )
         elif facts is None:  # all that will be in it is in the stream
             self._finish(found, found.begun)
         elif facts.objection is not None or facts.uuid is None:
             self._end(found, f"there can be none of {found.source}: {facts.objection}")
         else:
             count = estimate(self._wiring.client, found.source)
-            if self._store.prepare(found, self._version, uuid=facts.uuid, at=facts.at, estimated=count):
+            if self._store.prepare(found, self._version, uuid=facts.uuid, estimated=count):
                 return self._store.read_one(found.id)
         return None
 
     def _read(self, chunk: Chunk) -> None:
         """Read the documents of a chunk, or some of them again. From here on the leading thread may append them."""
         self._reader.read(chunk)
-        if chunk.end is None:
-            facts = read_facts(self._wiring.client, chunk.snapshot.source)
-            chunk.is_there = facts is not None and facts.uuid == chunk.snapshot.uuid
+        facts = read_facts(self._wiring.client, chunk.snapshot.source)
+        if facts is None or facts.uuid != chunk.snapshot.uuid:
+            raise RefusedChunkError
         chunk.high = self._move_stream(chunk)
         self._wake()
 
@@ -327,26 +367,14 @@ class SnapshotThread:
         if chunk.end is not None:
             until = chunk.until if record.until is None else None
             is_moved = self._store.move(record.id, self._version, chunk.begun, chunk.end, chunk.count, until)
-            self._pace(record.id).note_handled(chunk)
             self.drop(record.id)
             if not is_moved:  # recorded already, or not mine: the next begin finds out which
                 self._poll_at = 0.0
-        elif chunk.is_there:
+        else:
             if self._finish(record, chunk.begun):
                 self._forget(record.id)
             self.drop(record.id)
-        else:
-            self.gone.add(record.id)
-            self._end_gone(record.id)
         self._wake()
-
-    def _end_gone(self, snapshot_id: str) -> None:
-        """End the snapshot of a collection that was dropped or renamed: what is left of it cannot be read."""
-        self.drop(snapshot_id)
-        record = self.records.get(snapshot_id)
-        if record is not None and self._end(record, _describe_loss(record.source), GONE):
-            self._forget(snapshot_id)
-        self.gone.discard(snapshot_id)
 
     def _finish(self, record: Snapshot, begun: int) -> bool:
         """Record that nothing is left to read. False if it is not this term's."""
@@ -377,33 +405,33 @@ class SnapshotThread:
 
     # -- what goes wrong ---------------------------------------------------------------------------
 
-    def _postpone(self, record: Snapshot, error: Exception, size: int) -> None:
+    def _postpone(self, record: Snapshot, error: Exception) -> None:
         """Try again later, with less. What cannot be cured by that ends the snapshot, and nothing else."""
         self.drop(record.id)
         if self._is_closed:
             return
         is_own = isinstance(error, ChunkFailedError | SnapshotFailedError)
-        pace, text = self._pace(record.id), str(error) if is_own else error_text(error)
+        attempts, text = self._get_attempts(record.id), str(error) if is_own else error_text(error)
         final = explain_error(error, self._concern(record))
         if final is not None or not (is_passing(error) or isinstance(error, ChunkFailedError)):
             self._give_up(record, str(final or text))
             return
-        pause = pace.note_failure(error, text, size, time.monotonic())
-        if pace.is_hopeless:
-            self._give_up(record, f"{pace.errors} chunks one after the other could not be read, the last one: {text}")
+        attempts.note_failure(error, text)
+        if attempts.errors >= ATTEMPTS_MAX:
+            self._give_up(record, f"{ATTEMPTS_MAX} chunks one after the other could not be read, the last one: {text}")
             return
         logger.warning(
             "a chunk of the snapshot of %s for handler %s could not be read, next try in %.1f s: %s",
             record.source,
             record.subscription,
-            pause,
+            attempts.gate.opens_at - time.monotonic(),
             text,
             extra={"event": "snapshot_chunk_failed", "snapshot": record.id},
         )
 
     def _give_up(self, record: Snapshot, sentence: str) -> None:
         self.records = {name: each for name, each in self.records.items() if name != record.id}
-        self._pace(record.id).ready_at = time.monotonic() + PAUSES.longest
+        self._get_attempts(record.id).gate.opens_at = time.monotonic() + PAUSES.longest
         try:
             self._end(record, sentence)
         except Exception as error:  # noqa: BLE001 - whatever the driver raises: the next attempt fails as well
@@ -423,11 +451,3 @@ class SnapshotThread:
             explain_error(error, self._wiring.state_concern) or error_text(error),
             extra={"event": "snapshots_unread"},
         )
-
-
-def _describe_loss(source: str) -> str:
-    """Return why a snapshot of a collection that was dropped or renamed has ended."""
-    return (
-        f"{source} was dropped or renamed while it was read; what was not read by then is not delivered. "
-        "Start another snapshot of what has taken its place"
-    )

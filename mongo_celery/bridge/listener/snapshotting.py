@@ -17,7 +17,9 @@ Snapshots of one term: existing documents, each at its place between the changes
    brings no document, it is read again in a window of its own, from T on.
 5. They hold no watermark. Only when each of them is committed by a majority, or stored and marked by this term, the
    record moves (`state/snapshots.py`), and the next chunk may begin. So each may start once more after a fault.
-6. A collection that was dropped or renamed reads as if it were empty. The stream passes that before T, and it ends.
+6. A collection that was dropped or renamed reads as if it were empty. So a chunk counts only if the collection has its
+   UUID before and after the reading, and if the stream has passed no move by T. Else it begins anew. A snapshot ends if
+   the collection is not there with its UUID before a chunk.
 7. A term that ends, repartitioning, and a stream that is opened again drop what is under way: it begins anew. What was
    stored of it runs where it is.
 8. With look-up, an update before L may show its document as it was after T. The existing document would go back: it is
@@ -30,7 +32,7 @@ never can ends alone, and harms no handler.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,6 @@ from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
 from mongo_celery.bridge.state.partitions import is_mostly_blocked
 from mongo_celery.bridge.stream.operation_types import MOVES
-from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
     from bson import Timestamp
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.window import Mark, PendingChange
     from mongo_celery.bridge.wiring import Wiring
-
-logger = logging.getLogger("mongo_celery.listener")
 
 _CHUNK_BYTES = 8 << 20
 _ROOM_SHARE = 8  # of the buffer, for a chunk
@@ -123,8 +122,8 @@ class Snapshotting:
 
     def report(self) -> list[dict[str, Any]]:
         """Return what `status` shows of those that are tried again and again."""
-        paces = [(name, pace) for name, pace in list(self.thread.paces.items()) if pace.error is not None]
-        return [{"id": name, "error": pace.error, "attempts": pace.failures} for name, pace in paces]
+        failing = [(name, each) for name, each in list(self.thread.attempts.items()) if each.error is not None]
+        return [{"id": name, "error": each.error, "attempts": each.gate.failures} for name, each in failing]
 
     # -- the stream --------------------------------------------------------------------------------
 
@@ -151,16 +150,11 @@ class Snapshotting:
             self._append(chunk)
 
     def note_taken(self, item: ChangeEvent | Mark) -> None:
-        """Find out whether a collection was dropped or renamed. Called behind each item while there are snapshots."""
-        if not hasattr(item, "document"):
-            return
-        event: Any = item
-        try:
-            operation = event.document.get("operationType")
-            if operation in MOVES:
-                self._note_move(operation, event)
-        except Exception as error:  # noqa: BLE001 - an event of whatever form
-            logger.debug("an event that cannot be read: %s", short(error))
+        """Spoil a chunk whose collection may be another one now. Called behind each item while a chunk is read."""
+        chunk, event = self.thread.reading, getattr(item, "document", None)
+        if chunk is not None and event is not None:
+            with contextlib.suppress(Exception):  # an event of whatever form
+                chunk.is_spoiled |= event.get("operationType") in MOVES
 
     def note_change(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
         """A subscription is owed this change: it may be newer than a document that is being read."""
@@ -193,23 +187,9 @@ class Snapshotting:
         else:
             self.thread.hand_over(chunk)
 
-    def _note_move(self, operation: str, event: ChangeEvent) -> None:
-        ns, to = event.document.get("ns") or {}, event.document.get("to") or {}
-        places = {f"{each.get('db')}.{each.get('coll')}" for each in (ns, to) if each}
-        under_way = {chunk.snapshot.id: chunk.snapshot for chunk in self.thread.under_way()}
-        for record in ({**self.thread.records} | under_way).values():
-            database = record.source.partition(".")[0]
-            concerned = (
-                operation == "invalidate"
-                or record.source in places
-                or (operation == "dropDatabase" and ns.get("db") == database)
-            )
-            if concerned and record.at is not None and event.mark.data > place_after_time(record.at):
-                self.thread.gone.add(record.id)
-
     # -- a turn ------------------------------------------------------------------------------------
 
-    def turn(self, now: float, *, room: int, may_begin: bool) -> None:
+    def turn(self, *, room: int, may_begin: bool) -> None:
         """
         See what is done of chunks, and who may begin one. Waits for nothing.
 
@@ -220,7 +200,7 @@ class Snapshotting:
         for chunk in self.thread.under_way():
             if self._is_stale(chunk) or (chunk is self.thread.reading and chunk.subscription.is_draining):
                 self.thread.drop(chunk.snapshot.id)
-        self._secure(now)
+        self._secure()
         names: frozenset[str] = frozenset()
         if self.thread.records and may_begin and room >= 2 * self._room:
             names = frozenset(name for name, each in self._led.items() if _may_begin(each))
@@ -231,16 +211,12 @@ class Snapshotting:
         subscription = chunk.subscription
         return self._led.get(subscription.name) is not subscription or subscription.lost
 
-    def _secure(self, now: float) -> None:
+    def _secure(self) -> None:
         """See which partitions have committed or stored their part of a chunk. The rest holds it."""
         for chunk in list(self.thread.appended.values()):
             subscription, held = chunk.subscription, bool(chunk.ends)
             for index, data in list(chunk.ends.items()):
-                partition = subscription.partitions[index]
-                if partition.image.data > chunk.place:
-                    chunk.first_at.setdefault(index, now)
-                if partition.is_secured(data):
-                    chunk.seconds = max(chunk.seconds, now - chunk.first_at.get(index, now))
+                if subscription.partitions[index].is_secured(data):
                     del chunk.ends[index]
             if held and not chunk.ends:
                 self.thread.notify()

@@ -193,7 +193,7 @@ class StreamIntake:
             if change is not None and thread.reading is not None:
                 snapshots.note_change(subscription, item, change)
         snapshots.reached = item.mark.data if isinstance(item, ChangeEvent) else item.data
-        if is_change and (thread.records or thread.appended):
+        if is_change and thread.reading is not None:
             snapshots.note_taken(item)
 
     def _note_full(self, now: float) -> None:

@@ -138,6 +138,11 @@ class Subscription:
         return self.until is not None
 
     @property
+    def is_stopped(self) -> bool:
+        """Return True if the rule of its partitions is not known: nothing is read for it until it has others."""
+        return self.plan.layout.key != self.plan.partitioner.layout_key
+
+    @property
     def is_runnable(self) -> bool:
         """Return True if anything that was read, or is stored, is left to run, whatever happens to the stream."""
         return bool(self.window.count) or any(self._may_run(backlog) for _, backlog in self.backlogs)

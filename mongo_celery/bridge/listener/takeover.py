@@ -22,12 +22,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
+from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout, parse_layout
 from mongo_celery.errors import LeaseLostError
@@ -67,21 +66,6 @@ class Takeover:
         """The subscriptions whose layout is to change."""
         return [name for name, layout in self.layouts.items() if layout is not self.wanted[name]]
 
-    def is_settled(self, name: str) -> bool:
-        """Return True if all that was read for a handler is done, and its watermark says so."""
-        token = self.documents[name].get("resumeToken")
-        place = token_data(token) if token else ""
-        return all(
-            image.data <= place
-            and image.claim is None
-            and image.handled is None
-            and image.state == "flowing"
-            and (image.spilled is None or image.spilled["to"] <= image.data)
-            and not image.parked_keys
-            and not is_counted(image)
-            for image in self.images[name]
-        )
-
 
 def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Takeover:
     """
@@ -92,7 +76,8 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     """
     for _ in range(_ROUNDS):
         version = renewal.term.version
-        wanted = {handler.name: _plan_layout(handler, options, version) for handler in handlers}
+        keys = {handler.name: handler.partitioner(options).layout_key for handler in handlers}
+        wanted = {name: Layout(version, options.partitions, key) for name, key in keys.items()}
         documents = store.subscriptions.take_over(wanted, version)
         layouts = {name: parse_layout(documents[name]) for name in wanted}
         newest = store.snapshots.take_over(version)  # before any partition: see `state/snapshots.py`
@@ -182,16 +167,6 @@ class LockedPartitions:
                 extra={"event": "partitions_unlocked", "count": len(won)},
             )
         return images
-
-
-def is_counted(image: Image) -> bool:
-    """Return True if anything is counted of a partition's first change, or it represents others."""
-    retry = image.retry or {}
-    return any(retry.get(name) for name in ("count", "crashes", "notBefore", "waiting", "error", "passedOver"))
-
-
-def _plan_layout(handler: Handler, options: BridgeOptions, version: int) -> Layout:
-    return Layout(version, options.partitions, f"{HASH_NAME}:{handler.partitioner(options).name}")
 
 
 def find_undeliverable(

@@ -9,7 +9,7 @@ from celery import Celery
 
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 
 _RABBITMQ = "amqp"
 _QUORUM = "quorum"
@@ -71,7 +71,7 @@ def judge_confirms(quorum: Sequence[str], names: Collection[str], transport_opti
         why = f"RabbitMQ confirms nothing: what it refuses while a queue elects its leader {lost}"
     else:
         why = f"nothing bounds the wait for RabbitMQ's confirmation: while a queue has no leader, {hangs}"
-    return warning("broker_confirms", f"{what}, and {why}. Set {', '.join(missing)} in broker_transport_options.")
+    return degraded("broker_confirms", f"{what}, and {why}. Set {', '.join(missing)} in broker_transport_options.")
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -98,7 +98,7 @@ def judge_prefetch(multiplier: int) -> Finding:
     if 1 < multiplier <= _PREFETCH_DEFAULT:
         return ok("prefetch", f"{text}: changes may wait behind slow handlers of others; with 1 they do not.")
     amount = "without limit" if not multiplier else "far ahead"
-    return warning(
+    return degraded(
         "prefetch",
         f"{text}: a worker fetches {amount}, and changes wait behind slow handlers while other workers are idle. "
         "Set it to 1.",
@@ -109,10 +109,10 @@ def judge_content(accepted: Any) -> Iterator[Finding]:
     """Messages are JSON; whoever may write to the broker must not be able to run code in a worker."""
     names = {str(name) for name in accepted or ()}
     if not names & _JSON:
-        yield error("accept_content", "json is not accepted, but the bridge's messages are JSON; add it.")
+        yield failing("accept_content", "json is not accepted, but the bridge's messages are JSON; add it.")
     unsafe = sorted(names & _UNSAFE_CONTENT)
     if unsafe:
-        yield error(
+        yield failing(
             "accept_content",
             f"{', '.join(unsafe)} is accepted: whoever can write to the broker can run code in the workers. Remove it.",
         )

@@ -22,7 +22,7 @@ from mongo_celery.bridge.stream.reactions import Reaction, classify_error, final
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence, open_session, with_majority
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
@@ -38,7 +38,7 @@ Client = MongoClient[dict[str, Any]]
 OPLOG_HOURS_MIN = 24
 """Below this reach of a full oplog a listener that is away for a night loses history."""
 
-_STANDING = ("halted", "paused", "waiting", "parked")
+_STANDING = ("halted", "paused", "waiting", "retrying")
 _STATE_COLLECTIONS = (
     "leases",
     "handlers",
@@ -74,7 +74,7 @@ def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
     try:
         check_topology(client)
     except TopologyError as failure:
-        yield error("topology", str(failure))
+        yield failing("topology", str(failure))
         return
     name = client.admin.command("hello").get("setName")
     kind = f"replica set {name}" if name else "sharded cluster"
@@ -103,7 +103,7 @@ def _check_state_rights(client: Client, wiring: Wiring) -> Iterator[Finding]:
     if roles:
         yield ok("state_rights", f"This user has all rights of a bridge's {' and '.join(roles)}.")
         return
-    yield error(
+    yield failing(
         "state_rights",
         f"The MongoDB user cannot read and write {', '.join(missing)} in database {database!r}: grant readWrite "
         f"there, or a role that `{wiring.line.changes('grants')}` prints.",
@@ -153,7 +153,7 @@ def _check_stream(client: Client, wiring: Wiring) -> Iterator[Finding]:
     try:
         selectors, scope = wiring.stream()
     except ConfigurationError as failure:
-        yield error("sources", str(failure))
+        yield failing("sources", str(failure))
         return
     yield _try_stream(client, wiring, scope)
     yield from _check_images(client, wiring, selectors)
@@ -169,7 +169,7 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
             return ok("change_stream", f"It opens on {where}.")
     except PyMongoError as failure:
         if judge_error(failure) is Verdict.ACCESS and "operator" in _roles(client, wiring):
-            return warning(
+            return degraded(
                 "change_stream",
                 f"This user has an operator's rights, and not a listener's to open it on {where}: run the check as the "
                 "listener's user, too.",
@@ -177,8 +177,8 @@ def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
         reaction = classify_error(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
             concern = Concern(f"a change stream on {where}", "changeStream and find there")
-            return error("change_stream", f"It did not open on {where}: {error_sentence(failure, concern)}")
-        return error("change_stream", str(final_error(reaction, failure, where)))
+            return failing("change_stream", f"It did not open on {where}: {error_sentence(failure, concern)}")
+        return failing("change_stream", str(final_error(reaction, failure, where)))
 
 
 def _check_images(client: Client, wiring: Wiring, selectors: Iterable[Selector]) -> Iterator[Finding]:
@@ -196,13 +196,13 @@ def _check_images(client: Client, wiring: Wiring, selectors: Iterable[Selector])
     try:
         lacking = sorted(_without_images(client, selectors, options.database))
     except OperationFailure as failure:
-        yield warning("images", f"Cannot see which collections keep images; grant listCollections. {short(failure)}.")
+        yield degraded("images", f"Cannot see which collections keep images; grant listCollections. {short(failure)}.")
         return
     words = " and ".join(asked)
     if not lacking:
         yield ok("images", f"The watched collections keep the images that {words} asks for.")
         return
-    report = error if "required" in asked.values() else warning
+    report = failing if "required" in asked.values() else degraded
     yield report(
         "images",
         f"{words} asks for images, which {', '.join(lacking)} does not keep: run collMod with "
@@ -247,9 +247,9 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
     except DeploymentError as failure:
         starts = [wiring.options.start_from, *(handler.start(wiring.options) for handler in wiring.handlers)]
         if "oldest" in starts and lease.get("startAtOperationTime") is None:
-            yield error("oplog_rights", str(failure))
+            yield failing("oplog_rights", str(failure))
         else:
-            yield warning("oplog_rights", f"How far the oplog reaches back cannot be seen here. {failure}")
+            yield degraded("oplog_rights", f"How far the oplog reaches back cannot be seen here. {failure}")
         return
     yield ok("oplog_rights", "How far the oplog reaches back can be seen.")
     fill = _oplog_fill(client)
@@ -270,7 +270,7 @@ def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
         return ok("oplog_window", f"{text}: a listener may be away for so long.")
     if fill is not None and fill < NEARLY_FULL:
         return ok("oplog_window", f"{text}, to the beginning of this cluster; {fill:.0%} of it is in use.")
-    return warning(
+    return degraded(
         "oplog_window",
         f"{text} only: if the listener is away for longer, changes are lost. Enlarge it "
         "with replSetResizeOplog, or set minRetentionHours.",
@@ -312,7 +312,7 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, line: CommandLin
         share = oplog.lag_share(history.place) if rolls else 0.0
         if history.is_lost:
             well = False
-            yield error(
+            yield failing(
                 "history",
                 f"Handler {history.name} has lost its history: it stands at {history.place.as_datetime().isoformat()}, "
                 "and the oplog no longer reaches back so far. It stands still until somebody decides: "
@@ -321,7 +321,7 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, line: CommandLin
             )
         elif share >= THRESHOLDS[0]:
             well = False
-            yield (error if share >= SERIOUS else warning)(
+            yield (failing if share >= SERIOUS else degraded)(
                 "history_at_risk",
                 f"{share:.0%} of the oplog's window lie behind handler {history.name}, which stands at "
                 f"{history.place.as_datetime().isoformat()}; from 100% on changes are lost, but for what is "
@@ -348,7 +348,7 @@ def _check_test_commands(client: Client) -> Iterator[Finding]:
     except OperationFailure:
         return  # no right to ask: then it is not for this user to judge
     if answer.get("enableTestCommands"):
-        yield warning(
+        yield degraded(
             "test_commands",
             "mongod runs with enableTestCommands=1, by which anybody who may log in can make it fail; leave it out in "
             "production.",

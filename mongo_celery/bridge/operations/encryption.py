@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from mongo_celery.findings import Finding, ok, warning
+from mongo_celery.findings import Finding, degraded, ok
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -30,7 +30,7 @@ def judge_hosts(name: str, what: str, hosts: Sequence[str], remedy: str) -> Find
     """A finding from the hosts that are reached in plain text."""
     if not hosts:
         return ok(name, f"The way to {what} is encrypted, or stays on this machine.")
-    return warning(
+    return degraded(
         name,
         f"Passwords and documents travel to {what} at {', '.join(hosts)} in plain text; {remedy}, unless the network "
         "protects them.",

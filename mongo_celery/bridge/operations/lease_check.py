@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, TAMPERED
-from mongo_celery.findings import Finding, warning
+from mongo_celery.findings import Finding, degraded
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -32,7 +32,7 @@ def judge_layout(lease: Mapping[str, Any], partitions: int) -> Iterator[Finding]
     """A finding where the listener that leads spreads changes otherwise than this process, with so many partitions."""
     led = (lease.get("report") or {}).get("partitions")
     if lease.get("live") and led not in (None, partitions):
-        yield warning(
+        yield degraded(
             "layout",
             f"The listener that leads spreads changes over {led} partitions, this app over {partitions}: workers with "
             "its options alone leave queues without a consumer. Deploy both with the same options.",
@@ -55,7 +55,7 @@ def _dropped(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
     recent = {reason for reason, at in (lease.get("droppedAt") or {}).items() if now - _aware(at) < _RECENT}
     if FOREIGN in recent:
         process = lease.get("foreignSender")
-        yield warning(
+        yield degraded(
             "foreign_bridge",
             f"Messages of another installation or environment arrive: {counts[FOREIGN]} were dropped, the last within "
             f"the hour{f', from process {process} as it says' if process else ''}. Another app or environment may use "
@@ -66,7 +66,7 @@ def _dropped(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
     bad = [reason for reason in (FORGED, TAMPERED, MALFORMED) if reason in recent]
     if bad:
         numbers = ", ".join(f"{counts[reason]} {reason}" for reason in bad)
-        yield warning(
+        yield degraded(
             "dropped_messages",
             f"Workers have dropped {numbers} messages, the last within the hour: find out who else writes to the "
             "broker.",

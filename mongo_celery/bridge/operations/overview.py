@@ -22,7 +22,7 @@ CELLS: Mapping[str, str] = {
     "halted": "h",
     "paused": "p",
     "waiting": "w",
-    "parked": "k",
+    "retrying": "k",
     "not_led": "n",
 }
 """How a partition stands, in one letter; running is one that flows, and whose handler is at work."""

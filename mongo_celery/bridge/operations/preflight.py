@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from mongo_celery.bridge.declarations import find_stray_handlers
 from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
@@ -16,11 +17,10 @@ from mongo_celery.bridge.operations.lease_check import check_lease
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_time_limits, check_workers
-from mongo_celery.bridge.shared import find_stray_handlers
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.command_line import CommandLine
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.examining import collect_findings
 
 _TASK_PROTOCOL = 2
@@ -66,21 +66,21 @@ def ask(wiring: Wiring, *, lease: bool = True) -> list[Finding]:
 
 
 def _is_wrong(found: Iterable[Finding], names: Collection[str]) -> bool:
-    return any(finding.name in names and finding.level == "error" for finding in found)
+    return any(finding.code in names and finding.severity == "failing" for finding in found)
 
 
 def _check_celery(wiring: Wiring) -> Iterable[Finding]:
     conf = wiring.app.conf
     if conf.task_always_eager:
-        yield error("task_always_eager", "It drops chains, so no change would be committed; unset it.")
+        yield failing("task_always_eager", "It drops chains, so no change would be committed; unset it.")
     if conf.task_protocol != _TASK_PROTOCOL:
-        yield error("task_protocol", "task_protocol=1 cannot carry chains; use Celery's default, 2.")
+        yield failing("task_protocol", "task_protocol=1 cannot carry chains; use Celery's default, 2.")
     yield _check_handlers(wiring)
     yield check_time_limits(wiring)
     yield from _check_shared(wiring)
     overridden = overridden_attributes(wiring.app)
     for task, attributes in sorted(overridden.items()):
-        yield error(
+        yield failing(
             "task_annotations",
             f"They override {', '.join(attributes)} of {task}, which the bridge depends on; exclude the task there.",
         )
@@ -92,7 +92,7 @@ def _check_handlers(wiring: Wiring) -> Finding:
     names = [handler.name for handler in wiring.handlers]
     if names:
         return ok("handlers", f"{len(names)} registered: {', '.join(names)}.")
-    return error(
+    return failing(
         "handlers",
         "None is registered: import the module with the @bridge.on_change functions, for example with include=[...] "
         "of the Celery app.",
@@ -103,7 +103,7 @@ def _check_shared(wiring: Wiring) -> Iterable[Finding]:
     """A handler for a bridge that nobody has made is a subscription that silently does not exist."""
     names = {bridge.name for bridge in BRIDGES.of(wiring.app)}
     for function, name in find_stray_handlers(names):
-        yield warning(
+        yield degraded(
             "shared_handlers",
             f"{function} is shared with bridge {name!r}, which this app has not; unless it is for another app's, write "
             f"bridge={min(names)!r}.",

@@ -22,9 +22,9 @@ from mongo_celery.quantities import duration
 
 def slots_of(asked: Sequence[Finding]) -> int | None:
     """Return how many calls the workers that answered can run at a time; None where they were not asked."""
-    if any(each.name == "no_worker" for each in asked):
+    if any(each.code == "no_worker" for each in asked):
         return 0
-    return next((each.amount for each in asked if each.name == "workers" and each.level == "ok"), None)
+    return next((each.amount for each in asked if each.code == "workers" and each.severity == "ok"), None)
 
 
 def running_long(status: Mapping[str, Any], slots: int | None, line: CommandLine) -> list[Reason]:

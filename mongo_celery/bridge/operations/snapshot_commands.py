@@ -82,9 +82,9 @@ def start(
         handler = _handler(wiring, name)
         condition = _condition(match)
         found = _facts(wiring, handler, sources)
-        for source, facts in found.items():
+        for source in found:
             if condition is not None:
-                _judge(wiring, source, condition, facts.at if facts is not None else Timestamp(1, 1))
+                _judge(wiring, source, condition)
         _refuse_running(wiring, handler, found)
         store, asked = wiring.store.snapshots, []
         for source, facts in found.items():
@@ -219,10 +219,10 @@ def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
     return facts
 
 
-def _judge(wiring: Wiring, source: str, condition: str, time: Timestamp) -> None:
+def _judge(wiring: Wiring, source: str, condition: str) -> None:
     """The server judges a condition on one document: what it cannot read at all would fail on each of them."""
     database, _, name = source.partition(".")
-    shape = build_shape(source, time, [json_util.loads(condition)], ())
+    shape = build_shape(source, Timestamp(1, 1), [json_util.loads(condition)], ())
     try:
         list(with_majority(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:
@@ -245,7 +245,7 @@ def _refuse_running(wiring: Wiring, handler: Handler, found: Mapping[str, object
 def _record(
     planned: PlannedSnapshot, facts: CollectionFacts | None, condition: str | None, rate: float | None, by: str
 ) -> dict[str, Any]:
-    known = {"uuid": facts.uuid, "at": facts.at} if facts is not None else {}
+    known = {"uuid": facts.uuid} if facts is not None else {}
     return {
         "_id": planned.id,
         "source": planned.source,

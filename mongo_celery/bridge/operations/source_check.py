@@ -14,7 +14,7 @@ from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.reasons import NAMED, listed
 from mongo_celery.bridge.stream.source import Selector, Source
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 
@@ -46,7 +46,7 @@ def check_sources(wiring: Wiring) -> Iterator[Finding]:
                 for name in sorted(databases)
             }
     except OperationFailure as failure:
-        yield warning("sources", f"Cannot see which collections exist; grant listCollections. {short(failure)}.")
+        yield degraded("sources", f"Cannot see which collections exist; grant listCollections. {short(failure)}.")
         return
     yield from judge_sources(wanted, there)
 
@@ -69,7 +69,7 @@ def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Ma
         kind = found.get(source.collection or "", "")
         if kind and kind != _STREAMED:
             foreign = True
-            yield error(
+            yield failing(
                 "sources",
                 f"{listed(handlers)} {_listens(handlers)} to {source}, which is {_KINDS.get(kind, kind)}: MongoDB has "
                 "no changes of it. Listen to the collection that is written to.",
@@ -78,13 +78,13 @@ def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Ma
             absent.append((source, handlers))
     for source, handlers in absent[:NAMED]:
         meant = nearest(source.collection or "", sorted(there.get(source.database or "", {})))
-        yield warning(
+        yield degraded(
             "sources",
             f"{listed(handlers)} {_listens(handlers)} to {source}, which does not exist{meant}: nothing comes until "
             "somebody writes there. Look for a slip of the pen, or leave it if its first document creates it.",
         )
     if len(absent) > NAMED:
-        yield warning("sources", f"{len(absent) - NAMED} more that handlers listen to do not exist.")
+        yield degraded("sources", f"{len(absent) - NAMED} more that handlers listen to do not exist.")
     if named and not absent and not foreign:
         yield ok("sources", "Whatever handlers listen to exists.")
 
@@ -97,7 +97,7 @@ def judge_feedback(handler: Handler, selector: Selector, default_database: str |
     for source in selector.sources:
         written = {str(source), source.collection if source.database == default_database else str(source)}
         if source.collection is not None and "fenced" in names and written & texts:
-            yield warning(
+            yield degraded(
                 "feedback",
                 f"{handler.name} listens to {source}, and its code has fenced() beside that name: what it writes there "
                 "is a change that it is given next. Watch only other fields, with fields=.",

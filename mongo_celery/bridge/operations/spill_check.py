@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.command_line import CommandLine
-from mongo_celery.findings import NEAR, SERIOUS, Finding, error, ok, warning
+from mongo_celery.findings import NEAR, SERIOUS, Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.quantities import number, size
 
@@ -28,7 +28,7 @@ def check_marks(wiring: Wiring) -> Iterator[Finding]:
     for image in store.partitions.of(generations):
         partition_id = store.partitions.partition_id(image.subscription, generations[image.subscription], image.index)
         if image.spilled and time.monotonic() < until and _is_bare(wiring, partition_id):
-            yield error(
+            yield failing(
                 "spill_missing",
                 f"Partition {image.index} of {image.subscription} says that changes of it are stored, and none is: "
                 "somebody has removed documents of the collection backlog in the state database, or has restored only "
@@ -77,7 +77,7 @@ def judge_spill(status: Mapping[str, Any], line: CommandLine) -> Iterator[Findin
 def _refused(status: Mapping[str, Any]) -> Iterator[Finding]:
     waits = status["spill"]["waits"]
     if waits:
-        yield error("spill_refused", f"What stands is no longer stored: {waits}.")
+        yield failing("spill_refused", f"What stands is no longer stored: {waits}.")
 
 
 def _beside_the_bound(
@@ -90,7 +90,7 @@ def _beside_the_bound(
     then = "At 100%, what stands waits in the listener's memory again, and the stream is not read for any"
     if share >= 1:
         then = "So what stands waits in the listener's memory, and once that is full the stream is not read for any"
-    yield (error if share >= SERIOUS else warning)(
+    yield (failing if share >= SERIOUS else degraded)(
         "spill_bound",
         f"What is stored of changes that stand still takes {share:.0%} of {size(spill['limit'])} "
         f"(spill_bytes). {then}. Free the largest: {_largest(spilled, line)}; or raise spill_bytes, if "
@@ -100,7 +100,7 @@ def _beside_the_bound(
 
 def _unled(status: Mapping[str, Any], spilled: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if status["state"] != "leading" and spilled:
-        yield warning(
+        yield degraded(
             "spill_unled",
             f"Changes of {_partitions(spilled)} are stored, and nobody leads: they wait for a listener, and lose "
             "nothing by it.",
@@ -111,7 +111,7 @@ def _unserved(status: Mapping[str, Any], line: CommandLine) -> Iterator[Finding]
     for each in status["subscriptions"]:
         if each["state"] == "unregistered" and each["spilled"]["partitions"]:
             count = each["spilled"]["count"]
-            yield warning(
+            yield degraded(
                 "spill_unserved",
                 f"{'Changes' if count is None else number(count, 'change', 'changes')} of {each['name']} "
                 f"{'is' if count == 1 else 'are'} stored, which has no handler in this app. What is stored waits for "

@@ -23,7 +23,7 @@ from mongo_celery.bridge.operations.reasons import (
 from mongo_celery.command_line import CommandLine
 from mongo_celery.quantities import duration, moment, number
 
-_STANDING = frozenset({"halted", "paused", "waiting", "parked"})
+_STANDING = frozenset({"halted", "paused", "waiting", "retrying"})
 
 Partition = Mapping[str, Any]
 Subscription = Mapping[str, Any]
@@ -183,7 +183,7 @@ def _waiting(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
 def _parked(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
     found = []
     for each, partitions in concerned:
-        late = [one for one in _in(partitions, "parked") if one["retry"]["due_seconds"] > PARKED_SECONDS]
+        late = [one for one in _in(partitions, "retrying") if one["retry"]["due_seconds"] > PARKED_SECONDS]
         if late:
             longest = max(late, key=lambda one: one["retry"]["due_seconds"])
             text = (

@@ -10,12 +10,12 @@ from mongo_celery.bridge.operations.spill_check import check_marks, judge_spill
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.command_line import CommandLine
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
-_STANDING = frozenset({"halted", "paused", "waiting", "parked"})
+_STANDING = frozenset({"halted", "paused", "waiting", "retrying"})
 _SAME = {"history_lost": "history"}
 """What the verdict and an earlier finding call by different names."""
 
@@ -30,11 +30,11 @@ def check_state(wiring: Wiring, found: Sequence[Finding], line: CommandLine) -> 
     status = read_status(wiring, LOOK_SECONDS)
     marks = list(check_marks(wiring))
     said = [
-        each for each in judge_state(status, found, line) if not (marks and each.name == "spill_missing")
+        each for each in judge_state(status, found, line) if not (marks and each.code == "spill_missing")
     ]  # the marks say more
-    names = {each.name for each in said if each.level != "ok"}
+    names = {each.code for each in said if each.severity != "ok"}
     names |= {_SAME[name] for name in names & _SAME.keys()}
-    return [*(each for each in found if each.level == "ok" or each.name not in names), *said, *marks]
+    return [*(each for each in found if each.severity == "ok" or each.code not in names), *said, *marks]
 
 
 def judge_state(
@@ -50,7 +50,7 @@ def judge_state(
             yield ok("definitions", "The listener that leads has every handler of this app.")
     if not codes & _STANDING:
         yield ok("partitions", "None is halted or paused, waits for MongoDB or the broker, or is parked for long.")
-    yield from (each for each in judge_spill(status, line) if each.name not in codes)
+    yield from (each for each in judge_spill(status, line) if each.code not in codes)
     for reason in verdict.reasons:
-        level = error if reason.severity == "failing" else warning
+        level = failing if reason.severity == "failing" else degraded
         yield level(reason.code, reason.sentence, reason.command)

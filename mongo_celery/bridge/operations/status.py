@@ -9,42 +9,33 @@ only while that listener's lease is live.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pymongo
 from bson import Timestamp
-from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import token_seconds
-from mongo_celery.bridge.identity import Identity, build_identity
+from mongo_celery.bridge.identity import Identity
 from mongo_celery.bridge.listener.activity import read_times
-from mongo_celery.bridge.operations.amounts import GLANCE_SECONDS, Place, count_stored
+from mongo_celery.bridge.operations.amounts import GLANCE_SECONDS
 from mongo_celery.bridge.operations.run_gain import run_gain
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
+from mongo_celery.bridge.operations.snapshot_reader import Facts, read_facts
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
 from mongo_celery.bridge.operations.times import iso
-from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import describe_owner
 from mongo_celery.bridge.state.partitions import Image, visible_state
-from mongo_celery.bridge.state.snapshots import Snapshot
-from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import (
-    Layout,
-    layouts_in_force,
     parse_lost_history,
     parse_name,
     parse_position,
 )
-from mongo_celery.bridge.worker.limits import time_limit
-from mongo_celery.command_line import ANY_APP, CommandLine
-from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import to_user_error
-from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
+from mongo_celery.mongo.oplog import time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
@@ -57,57 +48,7 @@ _HEADS_MAX = 10
 _FAILURES = {"failed", "history_lost"}
 _OLDEST_MAX = 32
 """Partitions whose oldest stored change is looked up for each status, by the index alone."""
-_WORST_FIRST = ("halted", "paused", "waiting", "parked", "flowing")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """
-    One reading of a bridge's state.
-
-    Attributes:
-        registered: names of the subscriptions that this process's app has handlers for.
-        lease: the lease with its verdict `live`, or None before the first start.
-        subscriptions: all stored ones, registered or not.
-        images: the partitions of the layouts in force.
-        dead_letters: number of dead letters by subscription.
-        now: the cluster's latest operation time.
-        oplog: how far it reaches back; None where that cannot be seen.
-        oplog_rolls: whether its oldest entries are being removed, so that who stands too far back loses history.
-        stored: how many changes are stored of partitions, as far as they were counted.
-        layouts: those in force, by subscription.
-        groups: of the registered subscriptions, by name.
-        heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
-        oldest: comparable part of the token of the first stored change, of the partitions that have waited longest.
-        time_limits: of the registered subscriptions, the seconds after which Celery ends their handlers, if any.
-        snapshots: all that are stored.
-        without_runs: of the registered subscriptions, those that `run_size` is not for.
-        commits: who writes the positions of the registered subscriptions, by name: `chain` or `inline`.
-        identity: of the bridge in this process; None where a source cannot be had.
-        line: beginning of the commands that it prints.
-    """
-
-    options: BridgeOptions
-    registered: tuple[str, ...]
-    lease: Mapping[str, Any] | None
-    subscriptions: Sequence[Mapping[str, Any]]
-    images: Sequence[Image]
-    dead_letters: Mapping[str, int]
-    now: Timestamp
-    oplog: Oplog | None
-    oplog_rolls: bool = False
-    stored: Mapping[Place, int] = field(default_factory=dict)
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-    groups: Mapping[str, str | None] = field(default_factory=dict)
-    heads: Mapping[Place, Mapping[str, str]] = field(default_factory=dict)
-    oldest: Mapping[Place, str] = field(default_factory=dict)
-    time_limits: Mapping[str, float | None] = field(default_factory=dict)
-    snapshots: Sequence[Snapshot] = ()
-    without_runs: frozenset[str] = frozenset()
-    commits: Mapping[str, str] = field(default_factory=dict)
-    oversized: str | None = None
-    identity: Identity | None = None
-    line: CommandLine = ANY_APP
+_WORST_FIRST = ("halted", "paused", "waiting", "retrying", "flowing")
 
 
 def read_status(wiring: Wiring, counting: float = GLANCE_SECONDS) -> dict[str, Any]:
@@ -197,89 +138,9 @@ def read_status(wiring: Wiring, counting: float = GLANCE_SECONDS) -> dict[str, A
     client = wiring.reach()
     try:
         with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
-            return shape(_read(client, wiring, counting))
+            return shape(read_facts(client, wiring, wiring.line, counting))
     except PyMongoError as error:
         raise to_user_error(error, wiring.state_concern) from error
-
-
-def _read(client: MongoClient[dict[str, Any]], wiring: Wiring, counting: float) -> Facts:
-    options = wiring.options
-    store = wiring.store
-    lease = store.leases.read()
-    subscriptions = store.subscriptions.read_all()
-    layouts = layouts_in_force(subscriptions)
-    images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
-    oplog = oplog_or_none(client)
-    return Facts(
-        options=options,
-        registered=tuple(handler.name for handler in wiring.handlers),
-        groups={handler.name: handler.group for handler in wiring.handlers},
-        identity=_identity(wiring),
-        line=wiring.line,
-        lease=lease,
-        subscriptions=subscriptions,
-        images=images,
-        layouts=layouts,
-        dead_letters=store.dead_letters.count(),
-        oversized=store.dead_letters.read_oversized_error(),
-        snapshots=store.snapshots.read(),
-        without_runs=frozenset(each.name for each in wiring.handlers if not _takes_runs(wiring, each)),
-        commits={each.name: "inline" if each.commits_inline(options) else "chain" for each in wiring.handlers},
-        now=operation_time(client),
-        oplog=oplog,
-        oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
-        stored=count_stored(store.backlog, _marked(store, layouts, images), counting),
-        heads=_stored_heads(store, layouts, images),
-        oldest=_oldest_stored(store, layouts, images),
-        time_limits={each.name: time_limit(wiring.app.tasks.get(each.task_name)) for each in wiring.handlers},
-    )
-
-
-def _identity(wiring: Wiring) -> Identity | None:
-    try:
-        return build_identity(wiring)
-    except ConfigurationError:  # `check` names the source that cannot be had
-        return None
-
-
-def _marked(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, tuple[str, str, str]]:
-    """Return the partitions of which something is stored, with their `_id`s, and between which places."""
-    found = {}
-    for image in images:
-        if image.spilled:
-            place = name, index = image.subscription, image.index
-            partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-            found[place] = partition_id, image.data, image.spilled["to"]
-    return found
-
-
-def _stored_heads(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, dict[str, str]]:
-    """The change of each of some partitions that do not know it themselves, and of which it is stored."""
-    found = {}
-    unknown = [image for image in images if image.spilled and visible_state(image) in {"parked", "waiting"}]
-    for image in unknown[:_HEADS_MAX]:
-        assert image.spilled is not None, "only those are asked about"
-        name, index = image.subscription, image.index
-        partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-        for change in store.backlog.read(partition_id, image.data, image.spilled["to"], 1):
-            found[name, index] = {"token": change.data, "key": describe(change.raw)}
-    return found
-
-
-def _oldest_stored(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, str]:
-    """Return the first stored change of the partitions that have waited longest; others are judged by their mark."""
-    marked = sorted(
-        ((image, image.spilled) for image in images if image.spilled and not image.head),
-        key=lambda each: (each[1]["since"], each[0].subscription, each[0].index),
-    )
-    found = {}
-    for image, mark in marked[:_OLDEST_MAX]:
-        name, index = image.subscription, image.index
-        partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
-        first = store.backlog.first(partition_id, image.data, mark["to"])
-        if first is not None:
-            found[name, index] = first
-    return found
 
 
 def shape(facts: Facts) -> dict[str, Any]:
@@ -505,7 +366,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
         "retry": _retry(image),
         "waiting": _waiting(image),
         "halted_at": iso((image.head or {}).get("at")),
-        "head": _head(image) or facts.heads.get((image.subscription, image.index)),
+        "head": _head(image) or _looked_up(facts, image),
         "oldest_seconds": _age_of_oldest(image, facts),
         "spilled": _spilled(image, facts),
         "parked_keys": image.parked_keys,
@@ -548,6 +409,11 @@ def _waiting(image: Image) -> dict[str, Any] | None:
         "count": int(image.waiting.get("count", 0)),
         "due_seconds": max(image.due_in, 0.0),
     }
+
+
+def _looked_up(facts: Facts, image: Image) -> dict[str, Any] | None:
+    found = facts.heads.get((image.subscription, image.index))
+    return None if found is None else {"token": found[0], "key": found[1]}
 
 
 def _head(image: Image) -> dict[str, Any] | None:

@@ -98,8 +98,8 @@ def judge(
         *_publishing(status),
         *idle,
         *standing,
-        *(_from_finding(each) for each in judge_spill(status, line) if each.name in _OF_SPILL),
-        *(_from_finding(each, line) for each in asked if each.name in _ASKED and each.level != "ok"),
+        *(_from_finding(each) for each in judge_spill(status, line) if each.code in _OF_SPILL),
+        *(_from_finding(each, line) for each in asked if each.code in _ASKED and each.severity != "ok"),
     ]
     return BridgeVerdict(status["bridge"], tuple(sorted(reasons, key=lambda reason: reason.rank)), _note(asked, line))
 
@@ -108,8 +108,8 @@ def _note(asked: Sequence[Finding], line: CommandLine) -> str | None:
     if not asked:
         ask = line.changes("health")
         return f"This is as far as MongoDB tells: broker and workers were not asked. To ask them, run: {ask}"
-    silent = next((each for each in asked if each.name == "workers" and each.level != "ok"), None)
-    return None if silent is None else f"Workers were not asked: {cut(silent.message)}."
+    silent = next((each for each in asked if each.code == "workers" and each.severity != "ok"), None)
+    return None if silent is None else f"Workers were not asked: {cut(silent.sentence)}."
 
 
 def unreadable(bridge: str, sentence: str) -> BridgeVerdict:
@@ -134,8 +134,8 @@ def read_verdict(
 
 
 def _from_finding(finding: Finding, line: CommandLine | None = None) -> Reason:
-    command = line.celery("worker") if line is not None and finding.name == "consumers" else None
-    return (failing if finding.level == "error" else degraded)(finding.name, finding.message, command)
+    command = line.celery("worker") if line is not None and finding.code == "consumers" else None
+    return (failing if finding.severity == "failing" else degraded)(finding.code, finding.sentence, command)
 
 
 # -- the listener and what it reads ----------------------------------------------------------------
@@ -257,7 +257,7 @@ def _rejection(first: Mapping[str, Any], count: int) -> tuple[str, str]:
 
 def _working(status: Mapping[str, Any], asked: Sequence[Finding], line: CommandLine) -> Iterator[Reason]:
     """Whether anybody works: as they answered, where they were asked; else as what they leave undone shows it."""
-    silent = any(each.name == "no_worker" for each in asked)
+    silent = any(each.code == "no_worker" for each in asked)
     if (untaken := status["untaken"]) and untaken.get("unclaimed"):
         text = (
             f"Workers take what was sent to {listed(untaken['queues'])} and claim nothing: changes there wait. Look "
@@ -265,7 +265,7 @@ def _working(status: Mapping[str, Any], asked: Sequence[Finding], line: CommandL
         )
         yield failing("unclaimed", text, line.changes("check"))
         return
-    if any(each.name == "workers" and each.level == "ok" for each in asked):
+    if any(each.code == "workers" and each.severity == "ok" for each in asked):
         return
     start = line.celery("worker")
     if untaken and not silent and untaken["answered"]:

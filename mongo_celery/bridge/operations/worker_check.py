@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mongo_celery.bridge.operations.reasons import listed
+from mongo_celery.bridge.operations.bridge_snapshot import Workers
+from mongo_celery.bridge.operations.broker_check import check_broker
+from mongo_celery.bridge.operations.judgement import listed
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.workers import WorkerReplies, ask_workers, count_slots, list_queues, list_tasks
 from mongo_celery.command_line import CommandLine
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
+from mongo_celery.mongo.examining import collect_findings
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
@@ -22,12 +25,24 @@ INSPECT_SECONDS = 1.5
 _QUEUES_SHOWN = 4
 
 
+def ask_servers(wiring: Wiring) -> tuple[Workers | None, list[Finding]]:
+    """Ask broker and workers, for some seconds. The workers are None where they could not be asked."""
+    concern = wiring.state_concern
+    found = collect_findings("broker", lambda: check_broker(wiring.app, wiring.queue_names), concern)
+    if any(each.code == "broker" and each.severity == "failing" for each in found):
+        return None, found
+    about = collect_findings("workers", lambda: check_workers(wiring), concern)
+    slots = next((each for each in about if each.code == "workers" and each.severity == "ok"), None)
+    none = Workers(answered=0, serving=0, slots=0) if any(each.code == "no_worker" for each in about) else None
+    return none if slots is None else Workers(answered=1, serving=1, slots=slots.amount), [*found, *about]
+
+
 def check_workers(wiring: Wiring) -> Iterator[Finding]:
     """Ask the workers that run now; a solo pool that is busy does not answer."""
     try:
         said = ask_workers(wiring.app, INSPECT_SECONDS)
     except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
-        yield warning("workers", f"They cannot be asked over this broker: {short(failure)}")
+        yield degraded("workers", f"They cannot be asked over this broker: {short(failure)}")
         return
     yield from judge_workers(_needed(wiring), said, wiring.line)
 
@@ -38,7 +53,7 @@ def check_time_limits(wiring: Wiring) -> Finding:
     names = [each.name for each in wiring.handlers if time_limit(tasks.get(each.task_name)) is None]
     if not names:
         return ok("time_limits", "Every handler has one.")
-    return warning(
+    return degraded(
         "time_limits",
         f"{listed(names)} {'has' if len(names) == 1 else 'have'} none: a call that never returns keeps its partition "
         "and a slot of a worker for ever. Set time_limit or soft_time_limit of the handler, or task_time_limit.",
@@ -64,7 +79,7 @@ def judge_workers(needed: Mapping[str, Collection[str]], said: WorkerReplies, li
         line: how the person who is told types commands.
     """
     if not said.queues and not said.tasks:
-        yield warning(
+        yield degraded(
             "no_worker",
             f"None answered within {INSPECT_SECONDS:.1f} s: changes wait until one runs. (A busy solo pool does not "
             "answer.)",
@@ -91,15 +106,16 @@ def _missing_consumers(
     more = f" and {len(alone) - _QUEUES_SHOWN} more" if len(alone) > _QUEUES_SHOWN else ""
     shown = ", ".join(alone[:_QUEUES_SHOWN]) + more
     if late:
-        return warning(
+        return degraded(
             "consumers",
             f"Worker {late[0]} did not list its queues within {INSPECT_SECONDS:.1f} s, and no other worker consumes "
             f"{shown}. Ask again.",
         )
-    return error(
+    return failing(
         "consumers",
-        f"No running worker consumes {shown}: changes of these partitions stand still. Start workers without -Q, or "
-        f'so: {line.celery("worker")} -Q "$({line.changes("queues")})"',
+        f"No running worker consumes {shown}. Changes of these partitions wait. Start workers without -Q, or so: "
+        f'{line.celery("worker")} -Q "$({line.changes("queues")})"',
+        line.celery("worker"),
     )
 
 
@@ -115,7 +131,7 @@ def _missing_tasks(
         lacking = sorted({name for queue in queues for name in needed[queue]} - registered[worker])
         if lacking:
             complete = False
-            yield error(
+            yield failing(
                 "worker_tasks",
                 f"Worker {worker} lacks {', '.join(lacking)} and drops what it gets of them: deploy the same code "
                 "there, or keep it away from the bridge's queues with -X.",

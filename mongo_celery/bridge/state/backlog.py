@@ -8,7 +8,7 @@ of the stream. Nothing here is guarded by a term, and needs none:
    (`spilled.to`), which is guarded, and by how far the term has read (`reach`).
 2. An insert that finds its document raises its `term`. So a term whose inserts were all acknowledged knows that no
    older one can remove what it relies on. The bytes are those of the first reading that was stored, or of the last one
-   where it was refused or they lie in parts. Never of two.
+   where it was refused.
 3. A removal takes what is committed, and only what no later term has inserted or raised: a process that wakes up late
    removes nothing that a rewind has made somebody store again.
 
@@ -17,8 +17,6 @@ of the stream. Nothing here is guarded by a term, and needs none:
 | `term` | the term that inserted it, or met it last |
 | `hash` | of the partition key, as a signed number of 64 bits |
 | `raw`, `zip` | the event as the server sent it; whether it is compressed |
-| `parts`, `digest` | of an event that fits into no document: its bytes lie in so many documents behind it |
-| `part` | the number of such a document, from 1 |
 | `token` | the resume token, where `_id` and bytes do not tell it: they cannot be read, or it is long |
 | `refusal` | why it is not given to its handler; whether that halts, and lasts |
 | `refused` | set where it was ever refused: it stays until no term reads it again, and says where it is done |
@@ -40,7 +38,6 @@ from pymongo.errors import BulkWriteError, OperationFailure, PyMongoError
 
 from mongo_celery.bridge.existing import END, token_place
 from mongo_celery.bridge.state.stored import (
-    Document,
     StoredChange,
     backlog_id,
     backlog_range,
@@ -50,7 +47,6 @@ from mongo_celery.bridge.state.stored import (
     parse_change,
     parse_outline,
     parse_place,
-    part_ids,
     range_end,
     split_bulks,
 )
@@ -65,6 +61,8 @@ _AT_A_TIME = 1000  # documents, some of which have megabytes
 _OUTLINE = ("hash", "size", "refusal", "token")
 _ROUNDS = 3
 _SLASHES = 3  # of a partition's `_id`
+
+Document = dict[str, Any]
 
 
 class Backlog:
@@ -99,10 +97,9 @@ class Backlog:
             PyMongoError: any of them may be missing. Nothing may rely on those that are there.
         """
         for bulk in split_bulks(build_documents(partition_id, changes, term)):
-            self._insert(bulk, term, session)
+            self._insert({document["_id"]: document for document in bulk}, term, session)
 
-    def _insert(self, documents: list[Document], term: int, session: ClientSession | None) -> None:
-        missing = {document["_id"]: document for document in documents}
+    def _insert(self, missing: dict[str, Document], term: int, session: ClientSession | None) -> None:
         for _ in range(_ROUNDS):
             present = self._insert_new(list(missing.values()), session)
             missing = {name: missing[name] for name in present}
@@ -126,19 +123,18 @@ class Backlog:
         """
         Raise the term of documents that are there. False where one of them no longer is.
 
-        A change in parts is replaced: another reading may have left it with parts that these are not, whose terms an
-        older term could still be allowed to remove. So is one that was refused: the cause may have been cured.
+        A change that was refused is replaced: the cause may have been cured.
         """
         collection, ids = self._table.collection, sorted(present)
         with self._table.limit():
-            kept_as_is = {"_id": {"$in": ids}, "parts": None, "refusal": None}
+            kept_as_is = {"_id": {"$in": ids}, "refusal": None}
             raised = collection.update_many(kept_as_is, {"$max": {"term": Int64(term)}}, session=session)
             kept = raised.matched_count
             if kept == len(ids):
                 return True
-            others = {"$or": [{"parts": {"$gt": 0}}, {"refusal": {"$ne": None}}]}
-            for found in collection.find({"_id": {"$in": ids}, **others}, {"_id": 1}, session=session):
-                mine = {"_id": found["_id"], "term": {"$lte": Int64(term)}, **others}
+            refused = {"refusal": {"$ne": None}}
+            for found in collection.find({"_id": {"$in": ids}, **refused}, {"_id": 1}, session=session):
+                mine = {"_id": found["_id"], "term": {"$lte": Int64(term)}, **refused}
                 update = build_replacement(present[found["_id"]])
                 kept += collection.update_one(mine, update, session=session).matched_count
             return kept == len(ids)
@@ -176,16 +172,15 @@ class Backlog:
             until: that of the last one that may be read.
             limit: how many at most.
         """
-        query = {"_id": backlog_range(partition_id, after, until), "part": None}
+        query = {"_id": backlog_range(partition_id, after, until)}
         with self._table.limit(), self._table.collection.find(query).sort("_id", 1) as found:
-            changes = (self._change(document) for document in found.limit(limit))
-            return [change for change in changes if change is not None]
+            return [parse_change(document) for document in found.limit(limit)]
 
     def outline(
         self, partition_id: str, after: str, until: str, limit: int, session: ClientSession | None = None
     ) -> list[StoredChange]:
         """Do as `read`, without the bytes of the events."""
-        query = {"_id": backlog_range(partition_id, after, until), "part": None}
+        query = {"_id": backlog_range(partition_id, after, until)}
         with self._table.limit():
             found = self._table.collection.find(query, dict.fromkeys(_OUTLINE, 1), session=session)
             return [parse_outline(document) for document in found.sort("_id", 1).limit(limit)]
@@ -204,27 +199,12 @@ class Backlog:
         """Stored changes by the comparable parts of their tokens. Those that are not there are left out."""
         ids = {backlog_id(partition_id, each): each for each in data}
         with self._table.limit(), self._table.collection.find({"_id": {"$in": list(ids)}}) as found:
-            changes = {ids[document["_id"]]: self._change(document) for document in found}
-        return {each: change for each, change in changes.items() if change is not None}
-
-    def _change(self, head: Mapping[str, Any]) -> StoredChange | None:
-        """None where it is gone: it was committed meanwhile, and removed."""
-        now: Mapping[str, Any] | None = head
-        while now is not None and now.get("parts") and now.get("digest"):
-            wanted = {"_id": {"$in": part_ids(now)}}
-            parts = list(self._table.collection.find(wanted).sort("_id", 1))
-            if len(parts) == now["parts"]:
-                return parse_change(now, parts)
-            seen = now["digest"]
-            now = self._table.collection.find_one({"_id": now["_id"]})
-            if now is not None and now.get("digest") == seen:
-                return parse_change(now, parts)
-        return None if now is None else parse_change(now)
+            return {ids[document["_id"]]: parse_change(document) for document in found}
 
     def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
         """Yield the places of changes that were ever refused, behind a place up to another one, call by call."""
         for some in self._slices(backlog_range(partition_id, after, until)):
-            query = {"_id": some, "part": None, "$or": [{"refused": True}, {"refusal": {"$ne": None}}]}
+            query = {"_id": some, "$or": [{"refused": True}, {"refusal": {"$ne": None}}]}
             yield [parse_place(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]
 
     def _slices(self, ids: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
@@ -252,7 +232,7 @@ class Backlog:
         return None if document is None else str(document["_id"])
 
     def count(self, partition_id: str, after: str, until: str) -> int:
-        """Return at most how many changes are stored of a partition between two places: their parts count too."""
+        """Return how many changes are stored of a partition between two places."""
         with self._table.limit():
             return self._table.collection.count_documents({"_id": backlog_range(partition_id, after, until)})
 

@@ -318,6 +318,15 @@ class DeadLetters:
             )
             return [_letter(document) for document in found]
 
+    def list_errors(self, limit: int) -> list[dict[str, Any]]:
+        """Return handler, error and time of the newest dead letters, the newest first. By an index."""
+        fields = dict.fromkeys(("handler", "error", "at"), 1)
+        with self._table.limit():
+            keys = [("at", -1), ("_id", -1)]
+            return list(
+                self._table.collection.find({"_id": _range(f"{self._bridge}/")}, fields, sort=keys, limit=limit)
+            )
+
     def count_selected(self, selection: Selection, subscriptions: Sequence[str]) -> int:
         """Return the number of dead letters in a selection."""
         with self._table.limit():

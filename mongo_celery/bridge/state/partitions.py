@@ -441,7 +441,7 @@ def visible_state(image: Image) -> str:
         return image.state
     if image.waiting is not None and not image.live and image.handled is None:
         return "waiting"
-    return "parked" if image.parked else "flowing"
+    return "retrying" if image.parked else "flowing"
 
 
 def is_mostly_blocked(images: Sequence[Image]) -> bool:

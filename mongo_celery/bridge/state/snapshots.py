@@ -21,7 +21,7 @@ One document a snapshot, with a new `_id` for each start, so that what belongs t
 | field | |
 |---|---|
 | `source` | namespace of the collection |
-| `uuid`, `at` | which collection of that name it is, and the cluster time at which it was |
+| `uuid` | which collection of that name it is |
 | `match` | a condition on events as extended JSON; absent for none |
 | `rate` | documents a second at most; absent for no limit |
 | `done`, `estimated` | documents that were scanned, and how many there were at the start |
@@ -62,7 +62,7 @@ _LASTING = [RUNNING, STOPPED, FAILED, GONE]
 
 _ID_BYTES = 6
 _FIELDS = dict.fromkeys((
-    "handler", "term", "source", "uuid", "at", "match", "rate", "begun", "moved", "done", "estimated", "state",
+    "handler", "term", "source", "uuid", "match", "rate", "begun", "moved", "done", "estimated", "state",
     "sentence", "since", "startedAt", "movedAt", "by",
 ), 1)  # fmt: skip
 
@@ -87,7 +87,6 @@ class Snapshot:
     source: str = ""
     term: int = 0
     uuid: bytes | None = None
-    at: Timestamp | None = None
     match: str | None = None
     rate: float | None = None
     begun: int = 0
@@ -170,9 +169,9 @@ class Snapshots:
             found = self._table.collection.find_one(lasting, {"term": 1}, sort=[("term", -1)])
         return int(found["term"]) if found else 0
 
-    def prepare(self, snapshot: Snapshot, term: int, *, uuid: bytes, at: Timestamp, estimated: int | None) -> bool:
+    def prepare(self, snapshot: Snapshot, term: int, *, uuid: bytes, estimated: int | None) -> bool:
         """Record which collection it is, before its first chunk. False where it is not this term's."""
-        change: dict[str, Any] = {"uuid": uuid, "at": at} | ({"estimated": estimated} if estimated is not None else {})
+        change: dict[str, Any] = {"uuid": uuid} | ({"estimated": estimated} if estimated is not None else {})
         guard = {"_id": snapshot.id, "term": term, "uuid": None}
         return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
 

@@ -1,18 +1,17 @@
 """
 The document form of a stored change: where its document stands, and what is in it. See `backlog.py` for the rules.
 
-An `_id` is the partition's, a slash and the change's place. The parts of a change that fits into no document stand
-behind it, each behind one more slash. A slash sorts before every character of a place, and what ends a range after
-them all: so the stream's order is that of the `_id`s, and a change and its parts are never far from one another.
+An `_id` is the partition's, a slash and the change's place. So the stream's order is that of the `_id`s.
+
+A change that fits into no document, even compressed, is stored without its bytes and with a refusal.
 
 Pure.
 """
 
 from __future__ import annotations
 
-import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ import bson
 from bson.binary import Binary
 from bson.int64 import Int64
 
-from mongo_celery.bridge.change import read_token, token_data
+from mongo_celery.bridge.change import describe, read_token, token_data
 from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.refusal import Refusal
 
@@ -28,18 +27,12 @@ Document = dict[str, Any]
 
 _ZIPPED_FROM = 1024
 _WORTH_IT = 0.9
-_RAW_FIELD = 10  # without the bytes themselves
 _SHOWN_CHARS = 80
 _DOCUMENT_BYTES = (16 << 20) - (16 << 10)
-_PART_BYTES = 8 << 20
-_PARTS_MAX = 100
-"""More than any event has: a number that somebody else has written there costs no memory."""
-
 _BULK_BYTES = 4 << 20
 _BULK_DOCUMENTS = 1000
 _HASHES = 1 << 64
-_END = "~"
-_OF_A_KIND = ("zip", "parts", "digest", "token", "refusal")
+_OF_A_KIND = ("zip", "token", "refusal")
 """Fields that one change has and another has not."""
 
 
@@ -74,14 +67,13 @@ def backlog_id(partition_id: str, data: str) -> str:
 
 
 def parse_place(partition_id: str, document_id: str) -> str:
-    """Return the place of a change in the `_id` of its document, or of one of its parts."""
-    return document_id[len(partition_id) + 1 :].partition("/")[0]
+    """Return the place of a change in the `_id` of its document."""
+    return document_id[len(partition_id) + 1 :]
 
 
 def backlog_range(partition_id: str, after: str, until: str) -> dict[str, str]:
-    """Match the `_id`s of a partition after a token or place, up to another one: the changes and their parts."""
-    behind = f"{backlog_id(partition_id, after)}/{_END}" if after else f"{partition_id}/"
-    return {"$gt": behind, "$lte": f"{backlog_id(partition_id, until)}/{_END}"}
+    """Match the `_id`s of a partition after a token or place, up to another one."""
+    return {"$gt": backlog_id(partition_id, after), "$lte": backlog_id(partition_id, until)}
 
 
 def ids_under(prefix: str) -> dict[str, str]:
@@ -92,13 +84,6 @@ def ids_under(prefix: str) -> dict[str, str]:
 def range_end(prefix: str) -> str:
     """Return the first text after all `_id`s that begin with this and a slash."""
     return f"{prefix}0"
-
-
-def part_ids(head: Mapping[str, Any]) -> list[str]:
-    """The `_id`s of a change's parts: behind its own, and named by their contents."""
-    # Read again, an event may have other bytes: those of two readings must not be mixed.
-    count = head["parts"] if isinstance(head["parts"], int) else 0
-    return [f"{head['_id']}/{head['digest']}.{number:02d}" for number in range(min(count, _PARTS_MAX))]
 
 
 def to_signed(hash_: int) -> int:
@@ -115,7 +100,7 @@ def to_unsigned(hash_: int) -> int:
 
 
 def build_documents(partition_id: str, changes: Iterable[StoredChange], term: int) -> Iterator[Document]:
-    """Yield the documents of some changes. The parts of a change come before it, so it is never there without them."""
+    """Yield the documents of some changes."""
     bridge, handler, partitioning, index = partition_id.split("/")
     where = {"bridge": bridge, "handler": handler, "partitioningTerm": Int64(partitioning), "partition": int(index)}
     for change in changes:
@@ -125,17 +110,11 @@ def build_documents(partition_id: str, changes: Iterable[StoredChange], term: in
             "term": Int64(term),
             "hash": Int64(to_signed(change.hash)),
             "size": len(change.raw),
-            **_rare(change),
         }
-        kept = pack_event(change.raw)
-        raw = bytes(kept.pop("raw"))
-        head |= kept
-        if len(raw) + _overhead(head) > _DOCUMENT_BYTES:
-            head["parts"] = -(-len(raw) // _PART_BYTES)
-            head["digest"] = hashlib.blake2b(raw, digest_size=8).hexdigest()
-            yield from _parts(head, raw)
-            raw = b""
-        yield {**head, "raw": Binary(raw)}
+        document = {**head, **_rare(change), **pack_event(change.raw)}
+        if len(document["raw"]) > _BULK_BYTES and len(bson.encode(document)) > _DOCUMENT_BYTES:
+            document = {**head, **_rare(_refuse_too_large(change)), "raw": Binary(b"")}
+        yield document
 
 
 def pack_event(raw: bytes) -> Document:
@@ -145,17 +124,23 @@ def pack_event(raw: bytes) -> Document:
 
 
 def unpack_event(document: Mapping[str, Any]) -> bytes:
-    """Return the bytes that `pack_event` has kept."""
-    return zlib.decompress(document["raw"]) if document.get("zip") else bytes(document["raw"])
+    """
+    Return the bytes that `pack_event` has kept.
+
+    Raises:
+        KeyError, TypeError, zlib.error: they are damaged.
+    """
+    raw = document["raw"]
+    return zlib.decompress(raw) if document.get("zip") else bytes(memoryview(raw))
 
 
 def split_bulks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield groups of documents for one call each. The parts of a change are in earlier groups than itself."""
+    """Yield groups of documents for one call each."""
     bulk: list[Document] = []
     size = 0
     for document in documents:
         taken = len(document["raw"])
-        if bulk and (size + taken > _BULK_BYTES or len(bulk) >= _BULK_DOCUMENTS or "parts" in document):
+        if bulk and (size + taken > _BULK_BYTES or len(bulk) >= _BULK_DOCUMENTS):
             yield bulk
             bulk, size = [], 0
         bulk.append(document)
@@ -170,27 +155,24 @@ def build_replacement(document: Mapping[str, Any]) -> Document:
 
     One without bytes replaces nothing: it was read where they are damaged, and those that are there may be restored.
     """
-    if not document["raw"] and "parts" not in document:
+    if not document["raw"]:
         return {"$max": {"term": document["term"]}}
     gone = {name: "" for name in _OF_A_KIND if name not in document}
     return {"$set": {name: value for name, value in document.items() if name != "_id"}, "$unset": gone}
 
 
-def parse_change(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()) -> StoredChange:
+def parse_change(head: Mapping[str, Any]) -> StoredChange:
     """
-    Return the change in a document and its parts.
+    Return the change in a document.
 
-    One whose bytes are not all there, or cannot be read, is refused: it halts its own partition, and nothing else. So
-    is a document that nobody of ours has written.
+    One whose bytes cannot be read is refused: it halts its own partition, and nothing else. So is a document that
+    nobody of ours has written.
     """
     change = parse_outline(head)
     try:
-        raw, damage = _join_bytes(head, parts)
+        return replace(change, raw=unpack_event(head))
     except Exception as error:  # noqa: BLE001 - whatever somebody has left there
-        raw, damage = b"", f"the document cannot be read ({error!r})"
-    if not damage:
-        return replace(change, raw=raw)
-    return refuse_damaged(head["_id"], change.token or {"_data": change.data}, damage)
+        return refuse_damaged(head["_id"], change.token or {"_data": change.data}, f"they cannot be read ({error!r})")
 
 
 def holds_token(raw: bytes, data: str) -> bool:
@@ -230,17 +212,14 @@ def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> S
     return StoredChange(data, refusal=Refusal.because(reason, halts=True), token=token)
 
 
-def _join_bytes(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
-    """Return an event's bytes, and their damage. An empty text for none."""
-    if len(parts) != head.get("parts", 0):
-        return b"", f"of {head['parts']} parts {len(parts)} are there"
-    raw = b"".join(part["raw"] for part in parts) if parts else head["raw"]
-    if not isinstance(raw, bytes):
-        return b"", f"they are of type {type(raw).__name__}"
-    try:
-        return zlib.decompress(raw) if head.get("zip") else raw, ""
-    except zlib.error as error:
-        return b"", f"they cannot be decompressed ({error})"
+def _refuse_too_large(change: StoredChange) -> StoredChange:
+    """Return a change without its bytes, which no document can hold. Its failure policy decides about it."""
+    reason = (
+        f"This change ({describe(change.raw)}) is larger than 16 MB, even compressed, and could not be stored. Its "
+        "handler does not get it. Keep documents smaller, or set full_document and full_document_before_change so that "
+        "less travels. Repair what depends on it, then discard the dead letter."
+    )
+    return replace(change, raw=b"", refusal=change.refusal or Refusal.because(reason, lasts=True))
 
 
 def _rare(change: StoredChange) -> Document:
@@ -258,14 +237,3 @@ def _rare(change: StoredChange) -> Document:
 def _is_token_derivable(change: StoredChange) -> bool:
     """Return True if `_id` and bytes together give the token: a long one is not in the `_id`."""
     return token_place(change.data) == change.data and holds_token(change.raw, change.data)
-
-
-def _parts(head: Document, raw: bytes) -> Iterator[Document]:
-    shared = {name: head[name] for name in ("partitioningTerm", "term", "hash")}
-    for number, part_id in enumerate(part_ids(head)):
-        part = raw[number * _PART_BYTES : (number + 1) * _PART_BYTES]
-        yield {"_id": part_id, **shared, "part": number + 1, "raw": Binary(part)}
-
-
-def _overhead(document: Document) -> int:
-    return len(bson.encode(document)) + _RAW_FIELD

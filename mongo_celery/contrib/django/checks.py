@@ -279,6 +279,6 @@ def _asked_outboxes(app: Celery) -> Iterator[CheckMessage]:
 
 def _told(findings: Iterable[Finding], obj: str, failing: str, surprising: str) -> Iterator[CheckMessage]:
     for each in findings:
-        if each.level != "ok":
-            kind, number = (Error, failing) if each.level == "error" else (Warning, surprising)
-            yield kind(f"{each.name}: {each.message}", hint=each.command, obj=obj, id=f"{TAG}.{number}")
+        if each.severity != "ok":
+            kind, number = (Error, failing) if each.severity == "failing" else (Warning, surprising)
+            yield kind(f"{each.code}: {each.sentence}", hint=each.command, obj=obj, id=f"{TAG}.{number}")

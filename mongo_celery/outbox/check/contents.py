@@ -10,7 +10,7 @@ from typing import Any
 import pymongo
 from pymongo.collection import Collection
 
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.quantities import duration, number
 
@@ -106,7 +106,7 @@ def judge_apps(others: Iterable[Kind], late: float) -> Iterator[Finding]:
     for app, kinds in sorted(by_app.items()):
         seconds = max(each.seconds for each in kinds)
         entries = number(sum(each.entries for each in kinds), "entry waits", "entries wait")
-        report = error if seconds > late else warning
+        report = failing if seconds > late else degraded
         yield report(
             "apps",
             f"{entries} for the app {app!r}, the oldest for {duration(seconds)}, and what was written behind them, "
@@ -121,7 +121,7 @@ def judge_tasks(unknown: Iterable[Kind]) -> Iterator[Finding]:
     names = sorted({each.name for each in unknown})
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        yield error(
+        yield failing(
             "tasks",
             f"This app does not know {', '.join(names[:_NAMED])}{more}, which is pending: import the module, for "
             "example with include=[...], or make the outbox with foreign_tasks=True if another app runs it.",
@@ -136,14 +136,14 @@ def _check_sizes(collection: Collection[dict[str, Any]], field: str, max_pending
         how_many = collection.count_documents({count: {"$gt": max_pending}}) if crowded else 0
         heavy = collection.find_one(large, {"_id": 1})
     if crowded:
-        yield warning(
+        yield degraded(
             "max_pending",
             f"{number(how_many, 'document holds', 'documents hold')} more than {max_pending} entries, such as "
             f"{crowded['_id']!r}: writes through the outbox are refused there until they are sent. Operators "
             "(`with_tasks`) keep no bound but MongoDB's 16 MB.",
         )
     if heavy:
-        yield error(
+        yield failing(
             "size",
             f"Document {heavy['_id']!r} has more than 12 of the 16 MB that MongoDB allows, and something is pending in "
             "it: soon it cannot be written to. Have its entries sent.",

@@ -18,7 +18,7 @@ from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
 from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.examining import collect_findings
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern
@@ -61,14 +61,14 @@ def look_around(app: Celery) -> AppFacts:
         with bounded_connection(app, BROKER_SECONDS) as connection:
             found += check_server(connection)
     except (ConfigurationError, KeyError, ImportError, ValueError) as failure:
-        found.append(error("broker", f"Its URL is not usable ({short(failure)}); correct broker_url."))
-    answers = not any(each.name == "broker" and each.level == "error" for each in found)
+        found.append(failing("broker", f"Its URL is not usable ({short(failure)}); correct broker_url."))
+    answers = not any(each.code == "broker" and each.severity == "failing" for each in found)
     return AppFacts(found, ask_about_sweeps(app) if answers else None)
 
 
 def _check_settings(app: Celery) -> Iterator[Finding]:
     if app.conf.task_always_eager:
-        yield error("task_always_eager", "Whoever delivers runs the tasks itself, one after the other; unset it.")
+        yield failing("task_always_eager", "Whoever delivers runs the tasks itself, one after the other; unset it.")
 
 
 def check(outbox: AnyOutbox, facts: AppFacts) -> list[Finding]:
@@ -80,7 +80,7 @@ def check(outbox: AnyOutbox, facts: AppFacts) -> list[Finding]:
     found = collect_findings(
         "mongodb", lambda: _check_answer(outbox), Concern("what this command needs", "readWrite there")
     )
-    if found[-1].level == "error":
+    if found[-1].severity == "failing":
         return [*found, *facts.findings]
     concern = concern_of(outbox)
     for name, part in _parts(outbox, facts).items():
@@ -164,7 +164,7 @@ def judge_state(
     oldest = status.oldest_seconds
     if oldest is not None and oldest > late_after(sweep_after, sweep_every):
         entries = number(status.pending, "entry waits", "entries wait")
-        yield error(
+        yield failing(
             "late",
             f"{entries} in {number(status.documents, 'document', 'documents')}, the oldest for {duration(oldest)}; a "
             f"sweep should take them after {sweep_after:g} s. What else is wrong here says why; see the workers' log, "
@@ -174,18 +174,18 @@ def judge_state(
         yield ok("late", f"{number(status.pending, 'entry is', 'entries are')} pending, none for long.")
     if status.stuck:
         documents = number(status.stuck, "document is", "documents are")
-        yield error(
+        yield failing(
             "stuck",
             f"{documents} stuck behind an entry that fails again and again through its own fault; the workers' log "
             "says why. Cure the cause, or set such entries aside with failure_policy='dead_letter'.",
         )
     if status.failing > status.stuck:
         documents = number(status.failing - status.stuck, "document holds", "documents hold")
-        yield warning("failing", f"{documents} an entry that could not be published; the workers' log says why.")
+        yield degraded("failing", f"{documents} an entry that could not be published; the workers' log says why.")
     if status.unsigned:
-        yield error("unsigned", unsigned_sentence(status.unsigned))
+        yield failing("unsigned", unsigned_sentence(status.unsigned))
     if status.dead_letters:
-        yield warning(
+        yield degraded(
             "dead_letters",
             f"{number(status.dead_letters, 'entry was', 'entries were')} set aside: look at them, then replay or "
             "discard them.",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from mongo_celery.findings import Finding, error, ok
+from mongo_celery.findings import Finding, failing, ok
 
 
 def check_models(database: str, collection: str, field: str) -> Iterator[Finding]:
@@ -17,7 +17,7 @@ def check_models(database: str, collection: str, field: str) -> Iterator[Finding
         (strict if is_strict else lenient).append(name)
     if strict:
         names = ", ".join(sorted(strict))
-        yield error(
+        yield failing(
             "models",
             f"{names} cannot read a document of {collection} while something is pending in it: declare the field "
             f"{field} there, or let the model ignore fields that it does not know.",

@@ -11,7 +11,7 @@ import pymongo
 from pymongo.collection import Collection
 from pymongo.errors import ExecutionTimeout, OperationFailure
 
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
@@ -68,7 +68,7 @@ def check_storage(
         with pymongo.timeout(ANSWER_SECONDS):
             about = next(iter(collection.database.list_collections(filter={"name": collection.name})), None)
     except OperationFailure as failure:
-        yield warning("collection", f"Cannot see what it is; grant listCollections. {short(failure)}.")
+        yield degraded("collection", f"Cannot see what it is; grant listCollections. {short(failure)}.")
         about = {}
     yield from judge_kind(collection.full_name, about)
     if about is None or about.get("type", "collection") != "collection":
@@ -88,13 +88,13 @@ def judge_kind(name: str, about: Document | None) -> Iterator[Finding]:
         about: what `listCollections` says of it; None where it is not there.
     """
     if about is None:
-        yield warning("collection", f"{name} does not exist yet; its first document creates it. Mind the name.")
+        yield degraded("collection", f"{name} does not exist yet; its first document creates it. Mind the name.")
         return
     kind, options = about.get("type", "collection"), about.get("options", {})
     if kind != "collection":
-        yield error("collection", f"{name} is {_KINDS.get(kind, kind)}: write to the collection behind it.")
+        yield failing("collection", f"{name} is {_KINDS.get(kind, kind)}: write to the collection behind it.")
     elif options.get("capped"):
-        yield error("collection", f"{name} is capped: it throws documents away, with what is pending in them.")
+        yield failing("collection", f"{name} is capped: it throws documents away, with what is pending in them.")
     elif about:
         yield ok("collection", f"{name} is there.")
 
@@ -107,7 +107,7 @@ def _check_indexes(collection: Collection[dict[str, Any]], wanted: WantedIndex) 
         with pymongo.timeout(ANSWER_SECONDS):
             indexes = list(collection.list_indexes())
     except OperationFailure as failure:
-        yield warning("index", f"The indexes cannot be seen; grant listIndexes. {short(failure)}.")
+        yield degraded("index", f"The indexes cannot be seen; grant listIndexes. {short(failure)}.")
         return
     yield from judge_indexes(collection.name, wanted, indexes)
 
@@ -120,14 +120,14 @@ def judge_indexes(name: str, wanted: WantedIndex, indexes: Iterable[Document]) -
     if fits:
         yield ok("index", f"{fits[0]['name']} leads the sweep to what is pending.")
     elif alike:
-        yield warning(
+        yield degraded(
             "index",
             f"{alike[0]['name']} is on {wanted.keys[0][0]}, but not on the documents in which something is pending "
             "alone: where it holds all, each write changes it. Drop it, and create the partial one:",
             wanted.command(name),
         )
     else:
-        yield warning(
+        yield degraded(
             "index",
             "It is missing: each sweep reads the whole collection. The first delivery creates it, unless the user may "
             "not or a transaction stays open; with many documents create it in advance:",
@@ -135,7 +135,7 @@ def judge_indexes(name: str, wanted: WantedIndex, indexes: Iterable[Document]) -
         )
     for each in indexes:
         if "expireAfterSeconds" in each:
-            yield warning(
+            yield degraded(
                 "expiry",
                 f"The index {each['name']} removes documents by their age, with what is pending in them; let them live "
                 "longer than any outage of the broker.",
@@ -159,9 +159,9 @@ def _check_validator(
         return
     properties = f"allow {field} in its properties, as an object"
     if options.get("validationAction") == "warn":
-        yield warning("validator", f"The collection's validator logs every write that has entries; {properties}.")
+        yield degraded("validator", f"The collection's validator logs every write that has entries; {properties}.")
     else:
-        yield error("validator", f"The collection's validator refuses every write that has entries; {properties}.")
+        yield failing("validator", f"The collection's validator refuses every write that has entries; {properties}.")
 
 
 def _refuses(collection: Collection[dict[str, Any]], validator: Document, field: str, example: Document) -> bool | None:
@@ -196,7 +196,7 @@ def _check_shard_key(collection: Collection[dict[str, Any]]) -> Iterator[Finding
         try:
             found = client["config"]["collections"].find_one({"_id": collection.full_name})
         except OperationFailure as failure:
-            yield warning("shard_key", f"It cannot be seen; grant find on config.collections. {short(failure)}.")
+            yield degraded("shard_key", f"It cannot be seen; grant find on config.collections. {short(failure)}.")
             return
     yield judge_shard_key(None if found is None or found.get("dropped") else found.get("key"))
 
@@ -207,7 +207,7 @@ def judge_shard_key(key: Document | None) -> Finding:
         return ok("shard_key", "The collection is not sharded.")
     if list(key) == ["_id"]:
         return ok("shard_key", "Documents are distributed by their _id.")
-    return warning(
+    return degraded(
         "shard_key",
         f"Documents are distributed by {', '.join(key)}: each claim and removal, which know the _id alone, asks every "
         "shard. See to it that an _id is unique among all shards, which MongoDB does not.",
@@ -239,7 +239,7 @@ def judge_values(name: str, field: str, nulls: int | None) -> Iterator[Finding]:
         nulls: documents in which it is there, and no object; None where too many had to be read.
     """
     if nulls:
-        yield error(
+        yield failing(
             "field",
             f"{field} is there and is no object in {_many(nulls)}, such as an ODM writes that knows the field: a write "
             "with entries fails there. Have it leave the field out where there is no value, then remove it:",
@@ -280,8 +280,8 @@ def judge_rights(may: Allowed, collection: tuple[str, str], others: Iterable[tup
             missing.append(f"{', '.join(lacking)} on {database}.{name}")
     database, name = collection
     if missing:
-        yield error("rights", f"This user lacks {'; '.join(missing)}. Grant them to writers and workers.")
+        yield failing("rights", f"This user lacks {'; '.join(missing)}. Grant them to writers and workers.")
     elif not may.may("createIndex", {"db": database, "collection": name}):
-        yield warning("rights", f"This user lacks createIndex on {database}.{name}: create the index by hand.")
+        yield degraded("rights", f"This user lacks createIndex on {database}.{name}: create the index by hand.")
     else:
         yield ok("rights", "This user may do what writers and relays do.")

@@ -9,7 +9,7 @@ from celery import Celery
 
 from mongo_celery.broker.workers import WorkerReplies, ask_workers, list_queues, list_tasks
 from mongo_celery.command_line import ANY_APP, CommandLine
-from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.outbox.swept import LastSweep
@@ -67,12 +67,12 @@ def judge_sweeping(sweeping: Sweeping, said: WorkerReplies | str | None) -> Iter
         yield ok("sweep", f"Swept {duration(last.seconds)} ago ({by}{last.process}).")
     else:
         since = "has swept this outbox yet" if last is None else f"has swept this outbox for {duration(last.seconds)}"
-        yield error(
+        yield failing(
             "sweep",
             f"Nobody {since}: what a crash or an outage leaves in it is never sent. {_cure(sweeping, said)}",
         )
     if isinstance(said, str):
-        yield warning("workers", f"They cannot be asked over this broker: {said}")
+        yield degraded("workers", f"They cannot be asked over this broker: {said}")
     elif said is not None:
         yield from _lacking(sweeping.queue, said)
 
@@ -107,7 +107,7 @@ def _lacking(queue: str, said: WorkerReplies) -> Iterator[Finding]:
     known = list_tasks(said)
     for worker, queues in sorted(list_queues(said).items()):
         if queue in queues and worker in known and SWEEP_TASK not in known[worker]:
-            yield error(
+            yield failing(
                 "sweep_task",
                 f"Worker {worker} consumes the queue {queue} and lacks {SWEEP_TASK}: it drops the sweeps that it gets. "
                 "Let it import the module that makes the outbox, or route that task to a queue of its own.",

@@ -72,7 +72,7 @@ def test_messages_of_another_installation_are_dropped_counted_and_named(
     assert set(counted["dropped"]) == {"foreign"}
     bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
     bridge.on_change("shop.orders", name="plain")(lambda_handler)
-    assert ("foreign_bridge", "warning") in [(each.name, each.level) for each in check_lease(bridge.wiring)]
+    assert ("foreign_bridge", "degraded") in [(each.code, each.severity) for each in check_lease(bridge.wiring)]
     bridge.client.close()
     assert worker.terminate() == 0
     neighbour.worker(name="theirs-worker", **OLD)
@@ -107,7 +107,7 @@ def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain:
 
     wait_for(lambda: not _codes(chain, "health")["failing"], message="nothing fails, once the worker has answered")
     assert "identity" in _codes(chain, "health", staging)["failing"]
-    assert "identity" in _codes(chain, "check", staging)["error"]
+    assert "identity" in _codes(chain, "check", staging)["failing"]
     assert first.terminate() == 0
     assert chain.run("listener", name="staging-again", **staging).wait() == 1, "also while nobody leads"
     chain.write("plain", "key", 2)

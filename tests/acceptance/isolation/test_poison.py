@@ -260,7 +260,7 @@ def test_a_retry_that_never_comes_parks_its_change_and_nothing_else(rig: Rig, as
     rig.insert("halt", f"beside {asked}", customer=_customer(1))
     rig.wait_ids("halt", before | {asked, f"beside {asked}"})
     (status,) = [each for each in rig.status()["partitions"] if each["subscription"] == "halt" and not each["index"]]
-    assert status["state"] == "parked"
+    assert status["state"] == "retrying"
     rig.data["halt"].update_one({"_id": asked}, {"$unset": {"retry": 1}})
     rig.state["partitions"].update_one(
         {"_id": {"$regex": "^poison/halt/[0-9]+/0$"}}, {"$set": {"retry.notBefore": datetime(2000, 1, 1, tzinfo=UTC)}}

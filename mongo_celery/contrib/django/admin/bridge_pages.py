@@ -43,7 +43,7 @@ _DOES: Mapping[str, tuple[str, str, str]] = {
 }
 _CURES: Mapping[str, Sequence[tuple[str, str]]] = {
     "halted": (("retry", "Retry"), ("set_aside", "Set aside")),
-    "parked": (("retry", "Retry"),),
+    "retrying": (("retry", "Retry"),),
     "paused": (("resume", "Resume"),),
 }
 """What can be done about a partition in some state: the action, and its button."""
@@ -218,7 +218,7 @@ def _told(past: str, results: Sequence[CommandResult]) -> ActionOutcome:
     left = [
         each.reason
         for each in results
-        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "parked"})
+        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "retrying"})
     ]
     if not done:
         looked = number(len(results), "partition was", "partitions were")
