@@ -26,9 +26,9 @@ from mongo_celery.bridge.state.stored import unpack_event
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
-from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run, verify_run
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.mongo.identity import id_key
-from tests.fixtures.samples import BSON_VALUES, mark
+from tests.fixtures.samples import BSON_VALUES, mark, verify_run
 
 KEY = bytes(range(32))
 TOKEN = {"_data": mark(1).data}

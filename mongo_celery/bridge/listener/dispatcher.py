@@ -64,7 +64,10 @@ class Dispatch:
     label: str
     queue: str
     commits: bool = True
-    size: int = 0
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(map(len, self.run.changes)))
 
 
 @dataclass(slots=True)

@@ -403,9 +403,8 @@ class Subscription:
             stored=() if travels else tuple(map(_data, changes)),
             hashes=tuple(map(_hash, changes)) if len(changes) > 1 or partition.image.parked_keys else (),
         )
-        queue, size = self._queue_names[index], sum(map(len, raws))
         label = _label(changes, first)
-        return Dispatch(run, plan.handler.task_name, partition.attempt, label, queue, self._commits, size)
+        return Dispatch(run, plan.handler.task_name, partition.attempt, label, self._queue_names[index], self._commits)
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
         index, first = partition.index, partition.next_sequence
