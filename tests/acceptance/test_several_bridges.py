@@ -17,7 +17,8 @@ from pymongo import MongoClient
 from mongo_celery import Bridge
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.listener.process import FAILED_BRIDGE, Backoff, ListenerThreads, run_listeners
+from mongo_celery.bridge.listener.pacing import RetryGate
+from mongo_celery.bridge.listener.process import FAILED_BRIDGE, ListenerThreads, run_listeners
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.repeating import Pauses
 from tests.fixtures.mongo import empty
@@ -137,8 +138,7 @@ class _Fake:
 
 
 def _threads(*fakes: _Fake, **more: Any) -> ListenerThreads:
-    named = [(f"bridge{number}", cast("Listener", fake)) for number, fake in enumerate(fakes)]
-    return ListenerThreads(named, Pauses(0.01, 0.02), **more)
+    return ListenerThreads([cast("Listener", fake) for fake in fakes], Pauses(0.01, 0.02), **more)
 
 
 def test_threads_of_a_worker_never_give_up() -> None:
@@ -166,9 +166,7 @@ def test_nothing_is_started_again_while_the_worker_ends() -> None:
 def test_stop_ends_a_pause() -> None:
     """A shutdown does not wait for ten minutes."""
     fakes = [_Fake(9), _Fake(0)]
-    threads = ListenerThreads(
-        [(str(number), cast("Listener", fake)) for number, fake in enumerate(fakes)], FAILED_BRIDGE, ends_with_all=True
-    )
+    threads = ListenerThreads([cast("Listener", fake) for fake in fakes], FAILED_BRIDGE, ends_with_all=True)
     threads.start()
     wait_for(lambda: fakes[0].left == 8)
     threads.stop(10)
@@ -178,6 +176,6 @@ def test_stop_ends_a_pause() -> None:
 
 def test_pauses_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
     """Half a minute, a minute, ... ten minutes."""
-    backoff = Backoff(FAILED_BRIDGE)
-    assert [backoff.after(1) for _ in range(7)] == [30, 60, 120, 240, 480, 600, 600]
-    assert [backoff.after(601), backoff.after(1)] == [30, 60]
+    gate = RetryGate(FAILED_BRIDGE)
+    assert [gate.note_failure(1) for _ in range(7)] == [30, 60, 120, 240, 480, 600, 600]
+    assert [gate.note_failure(601), gate.note_failure(1)] == [30, 60]

@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -27,7 +26,8 @@ from celery import Celery, bootsteps
 from celery.platforms import set_process_title
 
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.listener.process import Backoff, Beside, ListenerThreads, run_listeners
+from mongo_celery.bridge.listener.pacing import RetryGate
+from mongo_celery.bridge.listener.process import Beside, ListenerThreads, run_listeners
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.repeating import Pauses
@@ -43,44 +43,31 @@ _ENDING_STATES = ("closing", "terminating")
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def make_embedded_listener(
-    app: Celery,
-    *,
-    as_process: bool,
-    is_ending: Callable[[], bool],
-    pauses: Pauses = EMBEDDED,
-    beside: Beside | None = None,
-) -> Any:
+class ListenerProcess:
     """
-    A service with `start` and `stop` for the worker's step.
+    The listeners of an app in a process of their own, as the prefork pool's worker embeds beat.
 
     Args:
         app: the worker's app.
-        as_process: in a process of its own, else in threads.
-        is_ending: whether the worker shuts down. Then an ended listener is left alone.
-        pauses: before a listener that has ended unasked is started again.
+        is_ending: whether the worker shuts down. Then an ended process is left alone.
         beside: runs as long as the listeners do, where they do.
     """
-    return (_ListenerProcess if as_process else _EmbeddedThreads)(app, is_ending, pauses, beside)
 
-
-class _ListenerProcess:
-    """The listeners of an app in a process of their own, as the prefork pool's worker embeds beat."""
-
-    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses, beside: Beside | None) -> None:
+    def __init__(self, app: Celery, is_ending: Callable[[], bool], beside: Beside | None) -> None:
         self._app = app
         self._beside = beside
         self._is_ending = is_ending
-        self._pauses = pauses
         self._process: Any = None
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._keep_running, name="mongo_celery-listener-watch", daemon=True)
 
-    def start(self, *_: Any) -> None:
+    def start(self) -> None:
+        """Start the process, and watch it."""
         self._launch()
         self._watch.start()
 
-    def stop(self, *_: Any) -> None:
+    def stop(self) -> None:
+        """End the process."""
         self._stopping.set()
         self._watch.join()  # first: from here on nobody starts another process
         self._process.terminate()
@@ -99,14 +86,14 @@ class _ListenerProcess:
         self._process = process
 
     def _keep_running(self) -> None:
-        backoff = Backoff(self._pauses)
+        gate = RetryGate(EMBEDDED)
         started = time.monotonic()
         while not self._stopping.wait(_WATCH_SECONDS):
             if self._process.is_alive():
                 continue
             if self._is_ending():
                 return
-            pause = backoff.after(time.monotonic() - started)
+            pause = gate.note_failure(time.monotonic() - started)
             logger.critical(
                 "the embedded listener has ended with status %s; starting it again in %.0f s",
                 self._process.exitcode,
@@ -147,25 +134,6 @@ def _watch_worker(worker: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _EmbeddedThreads:
-    """The listeners of an app in threads, for pools without processes."""
-
-    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses, beside: Beside | None) -> None:
-        listeners = [(wiring.name, Listener(wiring)) for wiring in BRIDGES.named(app, [])]
-        self._threads = ListenerThreads(listeners, pauses, is_ending=is_ending)
-        self._beside = beside(app, [each.activity for _, each in listeners]) if beside is not None else nullcontext()
-
-    def start(self, *_: Any) -> None:
-        self._beside.__enter__()
-        self._threads.start()
-
-    def stop(self, *_: Any) -> None:
-        self._threads.stop(_STOP_SECONDS)
-        self._beside.__exit__(None, None, None)
-
-    terminate = stop
-
-
 LISTENER_OPTION = click.Option(
     ("--listener",),
     is_flag=True,
@@ -203,9 +171,12 @@ class ListenerStep(bootsteps.StartStopStep):
 
     def create(self, worker: Any) -> Any:
         """The service that the worker starts and stops."""
-        as_process = worker.pool_cls.__module__.endswith("prefork")
-        is_ending = partial(_is_ending, worker)
-        return make_embedded_listener(worker.app, as_process=as_process, is_ending=is_ending, beside=self._beside())
+        app, is_ending, beside = worker.app, partial(_is_ending, worker), self._beside()
+        if worker.pool_cls.__module__.endswith("prefork"):
+            return ListenerProcess(app, is_ending, beside)
+        listeners = [Listener(wiring) for wiring in BRIDGES.named(app, [])]
+        context = beside(app, [each.activity for each in listeners]) if beside is not None else None
+        return ListenerThreads(listeners, EMBEDDED, beside=context, is_ending=is_ending)
 
     def _beside(self) -> Beside | None:
         if self._http is None:

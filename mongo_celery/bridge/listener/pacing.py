@@ -31,10 +31,22 @@ class RetryGate:
         """Return True if it may be tried."""
         return now >= self.opens_at
 
-    def note_failure(self) -> None:
-        """Close until the pause is over. It begins now: the attempt may have taken longer than that."""
-        self.opens_at = time.monotonic() + self._pauses.nth(self.failures)
+    def note_failure(self, lived: float = 0.0) -> float:
+        """
+        Close until the pause is over. It begins now: the attempt may have taken longer than that.
+
+        Args:
+            lived: seconds for which it went well. For longer than the longest pause: then pauses begin anew.
+
+        Returns:
+            The seconds of the pause.
+        """
+        if lived > self._pauses.longest:
+            self.failures = 0
+        pause = self._pauses.nth(self.failures)
+        self.opens_at = time.monotonic() + pause
         self.failures += 1
+        return pause
 
     def note_success(self) -> None:
         """Begin with the shortest pause again."""

@@ -15,6 +15,7 @@ from celery import Celery
 
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.listener import Listener
+from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.error_text import traceback_text
@@ -34,50 +35,38 @@ FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
 """For a bridge that has failed permanently while others continue: a person has to fix it, so there is no hurry."""
 
 
-class Backoff:
-    """The pauses of one thing that fails again and again. They begin anew once it has lived for `longest`."""
-
-    def __init__(self, pauses: Pauses) -> None:
-        self._pauses = pauses
-        self._count = 0
-
-    def after(self, lived: float) -> float:
-        """The pause after a failure, of something that has lived for so many seconds."""
-        if lived > self._pauses.longest:
-            self._count = 0
-        self._count += 1
-        return self._pauses.nth(self._count - 1)
-
-
 class ListenerThreads:
     """
     One thread for each bridge's listener. Whichever fails is started again after a pause.
 
     Args:
-        listeners: with the names of their bridges.
+        listeners: of its bridges.
         pauses: before a failed one is started again.
+        beside: runs as long as they do.
         ends_with_all: set `ended`, and start nothing again, once every bridge has failed.
         is_ending: asked before a start: whether it is too late for that.
     """
 
     def __init__(
         self,
-        listeners: Sequence[tuple[str, Listener]],
+        listeners: Sequence[Listener],
         pauses: Pauses,
         *,
+        beside: AbstractContextManager[object] | None = None,
         ends_with_all: bool = False,
         is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self.ended = threading.Event()
-        self._listeners = [listener for _, listener in listeners]
+        self._listeners = listeners
         self._pauses = pauses
+        self._beside = beside if beside is not None else nullcontext()
         self._ends_with_all = ends_with_all
         self._is_ending = is_ending
         self._stopping = threading.Event()
         self._failed: set[Listener] = set()
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._run, args=each, name="mongo_celery-listener", daemon=True)
+            threading.Thread(target=self._run, args=(each,), name="mongo_celery-listener", daemon=True)
             for each in listeners
         ]
 
@@ -88,7 +77,8 @@ class ListenerThreads:
             return len(self._failed) == len(self._listeners)
 
     def start(self) -> None:
-        """Start all threads."""
+        """Start all threads. Raises what `beside` raises at its start."""
+        self._beside.__enter__()
         for thread in self._threads:
             thread.start()
 
@@ -99,9 +89,12 @@ class ListenerThreads:
             listener.stop()
         for thread in self._threads:
             thread.join(seconds)
+        self._beside.__exit__(None, None, None)
 
-    def _run(self, name: str, listener: Listener) -> None:
-        backoff = Backoff(self._pauses)
+    terminate = stop  # as the services of a worker are called
+
+    def _run(self, listener: Listener) -> None:
+        gate = RetryGate(self._pauses)
         while not self._stopping.is_set():
             started = time.monotonic()
             error = _run_listener(listener)
@@ -110,9 +103,9 @@ class ListenerThreads:
             with self._lock:
                 self._failed.add(listener)
             goes_on = not (self._stopping.is_set() or (self._ends_with_all and self.all_failed))
-            pause = backoff.after(time.monotonic() - started)
+            pause = gate.note_failure(time.monotonic() - started)
             listener.activity.note_failure(pause)
-            _log_failure(name, error, pause if goes_on else None)
+            _log_failure(listener.activity.bridge, error, pause if goes_on else None)
             if not goes_on:
                 self.ended.set()
                 return
@@ -158,11 +151,10 @@ def run_listeners(
     """
     app.finalize()
     listeners = [
-        (wiring.name, Listener(wiring, on_history_lost, take_over=take_over, reason=reason))
-        for wiring in BRIDGES.named(app, names)
+        Listener(wiring, on_history_lost, take_over=take_over, reason=reason) for wiring in BRIDGES.named(app, names)
     ]
-    threads = ListenerThreads(listeners, pauses, ends_with_all=True)
-
+    context = beside(app, [each.activity for each in listeners]) if beside is not None else None
+    threads = ListenerThreads(listeners, pauses, beside=context, ends_with_all=True)
     received: list[int] = []
 
     def remember(number: int, _frame: FrameType | None) -> None:
@@ -170,26 +162,17 @@ def run_listeners(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, remember)
-    with beside(app, [listener.activity for _, listener in listeners]) if beside is not None else nullcontext():
-        _set_aside_modules()
-        threads.start()
-        while not received and not threads.ended.wait(_SIGNAL_SECONDS):
-            pass
-        if received:
-            logger.info("%s: stepping down", signal.Signals(received[0]).name, extra={"event": "stepping_down"})
-        threads.stop()
-    return 1 if threads.all_failed else 0
-
-
-def _set_aside_modules() -> None:
-    """
-    Keep what has been imported out of each garbage collection.
-
-    A backlog makes objects by the ten thousand, so that there are many collections, and what is imported is most of
-    what they would search: a fifth of the listener's processor time.
-    """
+    # A backlog makes objects by the ten thousand, so that there are many garbage collections. What has been imported is
+    # most of what they would search: a fifth of the listener's processor time.
     gc.collect()
     gc.freeze()
+    threads.start()
+    while not received and not threads.ended.wait(_SIGNAL_SECONDS):
+        pass
+    if received:
+        logger.info("%s: stepping down", signal.Signals(received[0]).name, extra={"event": "stepping_down"})
+    threads.stop()
+    return 1 if threads.all_failed else 0
 
 
 def _run_listener(listener: Listener) -> BaseException | None:
