@@ -243,7 +243,7 @@ class _Stepped(Leader):
             for partition, dispatch in list(subscription.due(now)):
                 partition.note_sent(now)
                 self._term.run(dispatch.run)
-        self.poller.times.polled_at = 0.0
+        self.poller.due_at = self.poller.times.polled_at = 0.0
 
 
 def _renewal(world: World, wiring: Wiring) -> tuple[Renewal]:

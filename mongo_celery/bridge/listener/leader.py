@@ -237,8 +237,7 @@ class Leader:
         if now >= self._replaying.due_at:
             self._replaying.turn(self.subscriptions, now)
             self._note_progress()
-        if self._publishing.dispatch(self.subscriptions):
-            self.poller.note_dispatch()
+        self._dispatch()
         if now >= self._watermarks.due_at:
             self._note_progress()
             if not self._history.is_unread:
@@ -307,6 +306,10 @@ class Leader:
         may_begin = self.intake.has_stream and not self.intake.full and not self._storing.waits
         self.snapshots.turn(room=self._options.buffer_bytes - self._storing.size, may_begin=may_begin)
         self.intake.hurry()
+
+    def _dispatch(self) -> None:
+        if self._publishing.dispatch(self.subscriptions):
+            self.poller.note_dispatch()
 
     def _wait(self) -> None:
         until = min(
