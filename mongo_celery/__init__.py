@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
-    from mongo_celery.bridge.change import Change
-    from mongo_celery.bridge.changes import Changes
+    from mongo_celery.bridge.change import Change, Changes
     from mongo_celery.bridge.declarations import shared_change, shared_changes
     from mongo_celery.bridge.fenced import FencedCollection
     from mongo_celery.bridge.fenced.fence import Fence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Bridge": "bridge.bridge",
     "Change": "bridge.change",
-    "Changes": "bridge.changes",
+    "Changes": "bridge.change",
     "Event": "outbox",
     "Fence": "bridge.fenced.fence",
     "FencedCollection": "bridge.fenced",

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple, TypeVar
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from mongo_celery.errors import StaleFencingTokenError
-from mongo_celery.mongo.error_text import storable, traceback_text
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import storable, traceback_text
 
 logger = logging.getLogger("mongo_celery.tracing")
 

@@ -6,7 +6,7 @@ from mongo_celery.bench.apps import app_with_bridge
 from mongo_celery.bench.handler_work import handler_work
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
-from mongo_celery.bridge.changes import Changes
+from mongo_celery.bridge.change import Changes
 
 setting = BenchSetting.from_environment()
 app, bridge = app_with_bridge(setting)

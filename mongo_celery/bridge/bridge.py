@@ -8,14 +8,13 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Unpack, cast
 
-from celery import Celery, current_app, current_task
+from celery import Celery, current_app, current_task, signals
 from celery.local import Proxy
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.app import check_app
 from mongo_celery.bridge.declarations import BOUND, LOCK, DeclaredHandler, DeclaredOutbox, find_shared_handlers
-from mongo_celery.bridge.discovery import discover_last
 from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
 from mongo_celery.bridge.http import serve_beside
 from mongo_celery.bridge.listener.in_worker import install
@@ -344,3 +343,28 @@ def _itself(app: Celery) -> Celery:
     """Return the object of a proxy, such as Celery's own `current_app`."""
     found: Celery = getattr(app, "_get_current_object", lambda: app)()
     return found
+
+
+def discover_last() -> None:
+    """
+    Look for modules when an app imports its own, after all that listens for that so far.
+
+    Celery's fixup sets Django up then, for apps that were made before; until it has, no module with a model can be
+    imported, and it says of no Django application that it is there. To be called for each app that is bound.
+    """
+    signals.import_modules.disconnect(_discover)
+    signals.import_modules.connect(_discover, weak=False)
+
+
+def _discover(sender: Any = None, **_arguments: Any) -> None:
+    """Import the modules of an app with a bridge that has `autodiscover`, as workers, commands and tests do."""
+    if not isinstance(sender, Celery) or not any(each.given.get("autodiscover", True) for each in BRIDGES.of(sender)):
+        return
+    sender.autodiscover_tasks(related_name="changes", force=True)  # Django's applications
+    sender.autodiscover_tasks(lambda: _packages(sender), related_name="changes", force=True)
+
+
+def _packages(app: Celery) -> list[str]:
+    """Packages of the modules that the app includes: a module named `changes` may be beside them."""
+    modules = (*(app.conf.include or ()), *(app.conf.imports or ()))
+    return sorted({package for package in (module.rpartition(".")[0] for module in modules) if package})

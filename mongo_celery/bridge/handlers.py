@@ -29,8 +29,8 @@ from mongo_celery.bridge.options import (
 )
 from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
 from mongo_celery.bridge.signatures import HandlerOptions, TaskOptions
-from mongo_celery.bridge.stream.operation_types import check_are_sent
-from mongo_celery.bridge.stream.source import Filter, Selector, make_filter, parse_source
+from mongo_celery.bridge.stream.filter import Filter, check_are_sent, make_filter
+from mongo_celery.bridge.stream.source import Selector, parse_source
 from mongo_celery.errors import ConfigurationError
 
 TASK_OPTIONS = frozenset(TaskOptions.__annotations__)

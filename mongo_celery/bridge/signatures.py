@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, overload
 
-from mongo_celery.bridge.change import Change
-from mongo_celery.bridge.changes import Changes
+from mongo_celery.bridge.change import Change, Changes
 from mongo_celery.bridge.options import PartitionKey, StartFrom
 
 if TYPE_CHECKING:

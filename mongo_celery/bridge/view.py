@@ -24,7 +24,7 @@ from mongo_celery.bridge.stream.bookkeeping import (
     find_touched_fields,
     hide_fields,
 )
-from mongo_celery.bridge.stream.source import Filter
+from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import Outbox
 from mongo_celery.outbox.outbox import OUTBOXES

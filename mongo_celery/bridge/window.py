@@ -33,7 +33,33 @@ from typing import Any
 from bson import Timestamp
 
 from mongo_celery.bridge.existing import END, opens_stream
-from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.mongo.verdicts import storable
+
+_CHARS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """
+    The reason for which one change is refused. Make it with `because`.
+
+    Attributes:
+        reason: a sentence for people, bounded and storable.
+        halts: whether the partition halts under every failure policy, since the cause is the bridge's configuration
+            and not the change: to move to the dead letters or to skip would drop every change that the
+            configuration spoils.
+        lasts: whether the event was read with less than was asked for: its bytes are never judged again.
+    """
+
+    reason: str
+    halts: bool = False
+    lasts: bool = False
+
+    @classmethod
+    def because(cls, reason: str, *, halts: bool = False, lasts: bool = False) -> Refusal:
+        """A refusal with as much of a reason as can be stored."""
+        return cls(storable(reason[:_CHARS]), halts, lasts)
+
 
 OVERHEAD_BYTES = 200
 """The memory that a change takes beside its own bytes."""

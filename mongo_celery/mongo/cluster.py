@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from pymongo import AsyncMongoClient, MongoClient, ReadPreference
@@ -72,3 +74,14 @@ def _processes(servers: list[ServerDescription]) -> set[Any]:
 
 def _members(servers: list[ServerDescription]) -> set[Any]:
     return {(each.replica_set_name, host) for each in servers if each.replica_set_name for host in each.all_hosts}
+
+
+def connections_in_transaction() -> Iterator[Any]:
+    """Yield Django's connections whose `session` is in a transaction; imports nothing of Django."""
+    if "django_mongodb_backend.base" in sys.modules:
+        from django.db import connections
+
+        for connection in connections.all(initialized_only=True):
+            session = getattr(connection, "session", None)
+            if session is not None and session.in_transaction:
+                yield connection

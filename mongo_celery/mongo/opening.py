@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -16,8 +16,9 @@ from pymongo.database import Database
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.errors import ConfigurationError, ServerUnavailableError
-from mongo_celery.mongo.redaction import short
+from mongo_celery.errors import ConfigurationError, MongoCeleryError, ServerUnavailableError
+from mongo_celery.findings import Finding, failing
+from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, brief, explain_error, is_logged_out, is_refused_session, is_unanswered
 
 DEFAULT_DATABASE = "mongo_celery"
@@ -160,3 +161,16 @@ def error_sentence(error: PyMongoError, concern: Concern) -> str:
     """Return the text of `to_user_error`; an error without a better text is cut to name, code and sentence."""
     known = to_user_error(error, concern)
     return brief(error) if known is error else str(known)
+
+
+def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
+    """Return the findings of a part of a preflight; an error that ends it early is one more, by this name."""
+    found: list[Finding] = []
+    try:
+        for finding in part():
+            found.append(finding)  # noqa: PERF402 - what was found before an error counts
+    except MongoCeleryError as failure:
+        found.append(failing(name, without_credentials(str(failure))))
+    except PyMongoError as failure:
+        found.append(failing(name, without_credentials(error_sentence(failure, concern))))
+    return found

@@ -19,12 +19,12 @@ from typing import Any
 
 import pymongo
 from bson import Timestamp
-from pymongo import ReturnDocument
+from pymongo import IndexModel, ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
-from mongo_celery.mongo.opening import open_session
+from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session
 from mongo_celery.mongo.verdicts import Code
 
 Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -98,9 +98,9 @@ class Table:
             return list(self.collection.find(query, fields, batch_size=_WHOLE, session=session))
 
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """All rows."""
+        """Return all rows, however many have to be sorted."""
         with self.limit():
-            return list(self.collection.aggregate(stages))
+            return list(self.collection.aggregate(stages, allowDiskUse=True))
 
     def update(self, guard: Mapping[str, Any], change: Update, *, upsert: bool = False) -> bool:
         """Update the document that the guard names; False when none matched."""
@@ -184,3 +184,37 @@ class Table:
         if failures:  # a write concern that failed leaves the outcome open
             raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0].get("code"), answer)
         return answer
+
+
+_THERE = (Code.IndexOptionsConflict, Code.IndexKeySpecsConflict)
+_DOCUMENTS_A_SECOND = 10_000
+
+
+def create_indexes(collection: Collection[Any], indexes: Sequence[IndexModel]) -> None:
+    """
+    Create indexes, all by one reading of the collection.
+
+    An index that exists with other options, such as a TTL that a DBA has changed, stays as it is.
+
+    Raises:
+        PyMongoError: any of them may be missing.
+    """
+    try:
+        collection.create_indexes([*indexes])
+    except OperationFailure as error:
+        if error.code not in _THERE:
+            raise
+        if len(indexes) > 1:  # the server has made none of them
+            for each in indexes:
+                create_indexes(collection, [each])
+
+
+def reading_seconds(collection: Collection[Any]) -> float:
+    """
+    Return the seconds in which an index of a collection can be expected: it is read as a whole.
+
+    Raises:
+        PyMongoError: MongoDB did not answer.
+    """
+    with pymongo.timeout(ANSWER_SECONDS):
+        return collection.estimated_document_count() / _DOCUMENTS_A_SECOND

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, Self
 
 from pymongo.errors import (
     BulkWriteError,
@@ -25,87 +25,8 @@ from pymongo.errors import (
 )
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
-from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.redaction import format_traceback, short, terse
 from mongo_celery.mongo.rights import missing_right
-
-
-class Code(IntEnum):
-    """
-    The server's codes that mean something to us, by the server's names.
-
-    They are those of `error_codes.yml`. An assertion that has no name of its own is called after its number, as in
-    the server's `codeName`.
-    """
-
-    BadValue = 2
-    HostUnreachable = 6
-    HostNotFound = 7
-    FailedToParse = 9
-    Unauthorized = 13
-    TypeMismatch = 14
-    Overflow = 15
-    ProtocolError = 17
-    AuthenticationFailed = 18
-    IllegalOperation = 20
-    LockTimeout = 24
-    PathNotViable = 28
-    CursorNotFound = 43
-    NoMatchingDocument = 47
-    MaxTimeMSExpired = 50
-    StaleShardVersion = 63
-    InvalidOptions = 72
-    InvalidNamespace = 73
-    IndexOptionsConflict = 85
-    IndexKeySpecsConflict = 86
-    NetworkTimeout = 89
-    ShutdownInProgress = 91
-    WriteConflict = 112
-    DocumentValidationFailure = 121
-    FailedToSatisfyReadPreference = 133
-    ReadConcernMajorityNotAvailableYet = 134
-    CappedPositionLost = 136
-    StaleEpoch = 150
-    CommandNotSupportedOnView = 166
-    InvalidPipelineOperator = 168
-    QueryPlanKilled = 175
-    PrimarySteppedDown = 189
-    NoShardingEnabled = 193
-    KeyNotFound = 211
-    ElectionInProgress = 216
-    RetryChangeStream = 234
-    CursorKilled = 237
-    SnapshotTooOld = 239
-    SnapshotUnavailable = 246
-    ProducerConsumerQueueEndClosed = 248
-    InvalidResumeToken = 260
-    ExceededTimeLimit = 262
-    OperationNotSupportedInTransaction = 263
-    ChangeStreamFatalError = 280
-    ChangeStreamHistoryLost = 286
-    ChangeStreamInvalidated = 346
-    TemporarilyUnavailable = 365
-    ConnectionError = 384
-    AtlasError = 8000
-    SocketException = 9001
-    NotWritablePrimary = 10107
-    BSONObjectTooLarge = 10334
-    DuplicateKey = 11000
-    InterruptedAtShutdown = 11600
-    Interrupted = 11601
-    InterruptedDueToReplStateChange = 11602
-    StaleConfig = 13388
-    NotPrimaryNoSecondaryOk = 13435
-    NotPrimaryOrSecondary = 13436
-    Location17419 = 17419  # the document after an update is larger than 16 MB
-    Location17420 = 17420  # the same, of a replacement
-    Location40324 = 40324  # no such stage
-    Location40415 = 40415  # no such field of an option
-    Location40573 = 40573  # $changeStream needs a replica set
-    Location40647 = 40647
-    Location50811 = 50811
-    Location51058 = 51058
-    Location51075 = 51075
-    Location51144 = 51144  # $$CLUSTER_TIME is not available: a set with authentication still makes its keys
 
 
 class Verdict(Enum):
@@ -124,39 +45,100 @@ class Verdict(Enum):
     UNKNOWN = "nobody has met it yet"
 
 
-CODES: dict[Verdict, frozenset[Code]] = {
-    Verdict.TRANSIENT: frozenset({
-        Code.HostUnreachable, Code.HostNotFound, Code.CursorNotFound, Code.MaxTimeMSExpired, Code.StaleShardVersion,
-        Code.NetworkTimeout, Code.ShutdownInProgress, Code.WriteConflict, Code.FailedToSatisfyReadPreference,
-        Code.ReadConcernMajorityNotAvailableYet, Code.StaleEpoch, Code.QueryPlanKilled, Code.PrimarySteppedDown,
-        Code.KeyNotFound, Code.ElectionInProgress, Code.RetryChangeStream, Code.CursorKilled,
-        Code.ProducerConsumerQueueEndClosed, Code.ExceededTimeLimit, Code.ChangeStreamInvalidated,
-        Code.TemporarilyUnavailable, Code.ConnectionError, Code.SocketException, Code.NotWritablePrimary,
-        Code.InterruptedAtShutdown, Code.Interrupted, Code.InterruptedDueToReplStateChange, Code.StaleConfig,
-        Code.NotPrimaryNoSecondaryOk, Code.NotPrimaryOrSecondary, Code.Location51144,
-    }),
-    Verdict.LOGIN: frozenset({Code.AuthenticationFailed, Code.AtlasError}),
-    Verdict.ACCESS: frozenset({Code.Unauthorized}),
-    Verdict.TOPOLOGY: frozenset({Code.IllegalOperation, Code.Location40573}),
-    # 136 comes without any label when the oplog passes a cursor that is open.
-    Verdict.HISTORY_LOST: frozenset({
-        Code.CappedPositionLost, Code.InvalidResumeToken, Code.ChangeStreamHistoryLost,
-    }),
-    Verdict.TOKEN_NOT_FOUND: frozenset({Code.ChangeStreamFatalError}),  # also of a stream with another pipeline
-    Verdict.TOO_LARGE: frozenset({Code.BSONObjectTooLarge, Code.Location17419, Code.Location17420}),
-    Verdict.IMAGE_MISSING: frozenset({Code.NoMatchingDocument, Code.Location51075}),
-    Verdict.DUPLICATE_KEY: frozenset({Code.DuplicateKey}),
-    Verdict.REFUSED: frozenset({
-        Code.BadValue, Code.FailedToParse, Code.TypeMismatch, Code.Overflow, Code.ProtocolError, Code.InvalidOptions,
-        Code.InvalidNamespace, Code.InvalidPipelineOperator, Code.NoShardingEnabled, Code.Location40324,
-        Code.Location40415, Code.Location40647, Code.Location50811, Code.Location51058,
-        Code.CommandNotSupportedOnView,
-    }),
-}  # fmt: skip
-"""Each code has one verdict at most; one without a verdict has a meaning only where it is asked for by name."""
+class Code(IntEnum):
+    """
+    The server's codes that mean something to us, by the server's names, each with one verdict at most.
+
+    One without a verdict has a meaning only where it is asked for by name.
+
+    They are those of `error_codes.yml`. An assertion that has no name of its own is called after its number, as in
+    the server's `codeName`.
+    """
+
+    verdict: Verdict
+
+    def __new__(cls, number: int, verdict: Verdict | None = None) -> Self:
+        """Return a number that has a verdict."""
+        code = int.__new__(cls, number)
+        code._value_, code.verdict = number, verdict or Verdict.UNKNOWN
+        return code
+
+    BadValue = 2, Verdict.REFUSED
+    HostUnreachable = 6, Verdict.TRANSIENT
+    HostNotFound = 7, Verdict.TRANSIENT
+    FailedToParse = 9, Verdict.REFUSED
+    Unauthorized = 13, Verdict.ACCESS
+    TypeMismatch = 14, Verdict.REFUSED
+    Overflow = 15, Verdict.REFUSED
+    ProtocolError = 17, Verdict.REFUSED
+    AuthenticationFailed = 18, Verdict.LOGIN
+    IllegalOperation = 20, Verdict.TOPOLOGY
+    LockTimeout = 24
+    PathNotViable = 28
+    CursorNotFound = 43, Verdict.TRANSIENT
+    NoMatchingDocument = 47, Verdict.IMAGE_MISSING
+    MaxTimeMSExpired = 50, Verdict.TRANSIENT
+    StaleShardVersion = 63, Verdict.TRANSIENT
+    InvalidOptions = 72, Verdict.REFUSED
+    InvalidNamespace = 73, Verdict.REFUSED
+    IndexOptionsConflict = 85
+    IndexKeySpecsConflict = 86
+    NetworkTimeout = 89, Verdict.TRANSIENT
+    ShutdownInProgress = 91, Verdict.TRANSIENT
+    WriteConflict = 112, Verdict.TRANSIENT
+    DocumentValidationFailure = 121
+    FailedToSatisfyReadPreference = 133, Verdict.TRANSIENT
+    ReadConcernMajorityNotAvailableYet = 134, Verdict.TRANSIENT
+    CappedPositionLost = 136, Verdict.HISTORY_LOST
+    StaleEpoch = 150, Verdict.TRANSIENT
+    CommandNotSupportedOnView = 166, Verdict.REFUSED
+    InvalidPipelineOperator = 168, Verdict.REFUSED
+    QueryPlanKilled = 175, Verdict.TRANSIENT
+    PrimarySteppedDown = 189, Verdict.TRANSIENT
+    NoShardingEnabled = 193, Verdict.REFUSED
+    KeyNotFound = 211, Verdict.TRANSIENT
+    ElectionInProgress = 216, Verdict.TRANSIENT
+    RetryChangeStream = 234, Verdict.TRANSIENT
+    CursorKilled = 237, Verdict.TRANSIENT
+    SnapshotTooOld = 239
+    SnapshotUnavailable = 246
+    ProducerConsumerQueueEndClosed = 248, Verdict.TRANSIENT
+    InvalidResumeToken = 260, Verdict.HISTORY_LOST
+    ExceededTimeLimit = 262, Verdict.TRANSIENT
+    OperationNotSupportedInTransaction = 263
+    ChangeStreamFatalError = 280, Verdict.TOKEN_NOT_FOUND
+    ChangeStreamHistoryLost = 286, Verdict.HISTORY_LOST
+    ChangeStreamInvalidated = 346, Verdict.TRANSIENT
+    TemporarilyUnavailable = 365, Verdict.TRANSIENT
+    ConnectionError = 384, Verdict.TRANSIENT
+    AtlasError = 8000, Verdict.LOGIN
+    SocketException = 9001, Verdict.TRANSIENT
+    NotWritablePrimary = 10107, Verdict.TRANSIENT
+    BSONObjectTooLarge = 10334, Verdict.TOO_LARGE
+    DuplicateKey = 11000, Verdict.DUPLICATE_KEY
+    InterruptedAtShutdown = 11600, Verdict.TRANSIENT
+    Interrupted = 11601, Verdict.TRANSIENT
+    InterruptedDueToReplStateChange = 11602, Verdict.TRANSIENT
+    StaleConfig = 13388, Verdict.TRANSIENT
+    NotPrimaryNoSecondaryOk = 13435, Verdict.TRANSIENT
+    NotPrimaryOrSecondary = 13436, Verdict.TRANSIENT
+    Location17419 = 17419, Verdict.TOO_LARGE  # the document after an update is larger than 16 MB
+    Location17420 = 17420, Verdict.TOO_LARGE  # the same, of a replacement
+    Location40324 = 40324, Verdict.REFUSED  # no such stage
+    Location40415 = 40415, Verdict.REFUSED  # no such field of an option
+    Location40573 = 40573, Verdict.TOPOLOGY  # $changeStream needs a replica set
+    Location40647 = 40647, Verdict.REFUSED
+    Location50811 = 50811, Verdict.REFUSED
+    Location51058 = 51058, Verdict.REFUSED
+    Location51075 = 51075, Verdict.IMAGE_MISSING
+    Location51144 = (
+        51144,
+        Verdict.TRANSIENT,
+    )  # $$CLUSTER_TIME is not available: a set with authentication still makes its keys
+
 
 _NAMES = {code.value: code.name for code in Code}
-_VERDICTS: dict[int, Verdict] = {code: verdict for verdict, codes in CODES.items() for code in codes}
+_VERDICTS = {code.value: code.verdict for code in Code}
 _ENDED_ALONE = frozenset({
     Code.CursorNotFound, Code.MaxTimeMSExpired, Code.QueryPlanKilled, Code.RetryChangeStream, Code.CursorKilled,
     Code.ProducerConsumerQueueEndClosed, Code.ChangeStreamInvalidated,
@@ -408,3 +390,36 @@ def standalone_refused() -> Iterator[None]:
     except OperationFailure as error:
         refuse_standalone(error)
         raise
+
+
+_ERROR_CHARS = 2000
+_TRACEBACK_CHARS = 4 * _ERROR_CHARS
+
+
+def error_text(error: BaseException | None) -> str:
+    """Class and message, of bounded length; one whose message cannot be read shows its class alone."""
+    name = type(error).__name__
+    try:
+        return storable(f"{name}: {_words(error)}"[:_ERROR_CHARS])
+    except Exception as failure:  # noqa: BLE001 - whatever a user's __str__ raises
+        return storable(f"{name} (its text cannot be had: {type(failure).__name__})"[:_ERROR_CHARS])
+
+
+def _words(error: BaseException | None) -> str:
+    """Of a server's error its code, name and sentence; what drivers append to any is left out."""
+    if isinstance(error, PyMongoError) and error_code(error) is not None:
+        return brief(error)
+    return terse(str(error))
+
+
+def traceback_text(error: BaseException) -> str:
+    """The end of its traceback; what cannot be formatted shows the class alone."""
+    try:
+        return storable(format_traceback(error)[-_TRACEBACK_CHARS:])
+    except Exception as failure:  # noqa: BLE001 - a user's __str__, __notes__ or attributes
+        return storable(f"{type(error).__name__} (its traceback cannot be had: {type(failure).__name__})")
+
+
+def storable(text: str) -> str:
+    """Without lone surrogates, as file names have them: BSON and streams refuse those and what they are part of."""
+    return text.encode("utf-8", "replace").decode()

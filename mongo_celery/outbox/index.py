@@ -24,9 +24,9 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.mongo.index_creation import reading_seconds
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.table import reading_seconds
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.pending import PendingField

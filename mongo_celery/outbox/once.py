@@ -42,7 +42,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import transactional
-from mongo_celery.mongo.django_connections import connections_in_transaction
+from mongo_celery.mongo.cluster import connections_in_transaction
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered

@@ -22,7 +22,7 @@ from bson.regex import Regex
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.existing import SNAPSHOT
-from mongo_celery.bridge.stream.operation_types import DOCUMENT_OPERATIONS, EXPANDED_OPERATIONS, OPERATIONS
+from mongo_celery.bridge.stream.filter import DOCUMENT_OPERATIONS, EXPANDED_OPERATIONS, OPERATIONS
 from mongo_celery.errors import HandlerUsageError
 
 _KNOWN = OPERATIONS | EXPANDED_OPERATIONS | {SNAPSHOT}

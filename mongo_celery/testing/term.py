@@ -78,7 +78,7 @@ class SteppedTerm:
         if term is None:
             raise LeaseLostError
         renewal = self._renewal = Renewal(
-            leases, wiring.store.signing, term, wiring.options.lease_ttl, dict, patience=math.inf
+            leases, wiring.store.signing, term, wiring.options.lease_ttl, patience=math.inf
         )
         renewal.start()
         log = logging.getLogger("mongo_celery.listener")

@@ -17,8 +17,7 @@ from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
-from mongo_celery.mongo.cluster import is_same_cluster
-from mongo_celery.mongo.django_connections import connections_in_transaction
+from mongo_celery.mongo.cluster import connections_in_transaction, is_same_cluster
 from mongo_celery.mongo.transaction.scopes import (
     after_commit,
     current,

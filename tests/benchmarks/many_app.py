@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mongo_celery.bench.apps import app_with_bridge
 from mongo_celery.bench.setting import BenchSetting
-from mongo_celery.bridge.change import Change
-from mongo_celery.bridge.changes import Changes
+from mongo_celery.bridge.change import Change, Changes
 
 _FILE = "handlers.json"
 

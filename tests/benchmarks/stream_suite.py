@@ -14,8 +14,8 @@ from pymongo import MongoClient, WriteConcern
 from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import Scene, Stage
-from mongo_celery.bridge.stream.operation_types import DOCUMENT_OPERATIONS
-from mongo_celery.bridge.stream.source import Filter, Scope, Selector, Source, make_scope
+from mongo_celery.bridge.stream.filter import DOCUMENT_OPERATIONS, Filter
+from mongo_celery.bridge.stream.source import Scope, Selector, Source, make_scope
 from mongo_celery.mongo.oplog import time_of_token
 from tests.benchmarks.readings import RATE, Reading, reading
 from tests.benchmarks.sizes import Sizes

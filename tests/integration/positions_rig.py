@@ -56,7 +56,7 @@ class Stage:
         self.store.leases.ensure()
         self.term = self.store.leases.acquire(IDENTITY, (self.store.leases.read() or {}).get("identity"))
         assert self.term is not None, "the lease is free"
-        renewal = Renewal(self.store.leases, self.store.signing, self.term, 10.0, dict)
+        renewal = Renewal(self.store.leases, self.store.signing, self.term, 10.0)
         takeover = take_over(self.store, renewal, self.bridge.options, self.bridge.handlers)
         self.version, self.generation = takeover.version, takeover.layouts[self.handler].generation
 

@@ -252,7 +252,7 @@ def _renewal(world: World, wiring: Wiring) -> tuple[Renewal]:
     world.client[world.state]["leases"].update_one({"_id": "shop"}, {"$set": {"expiresAt": None}})
     term = leases.acquire(IDENTITY)
     assert term is not None, "the lease has lapsed"
-    return (Renewal(leases, wiring.store.signing, term, TTL, dict),)
+    return (Renewal(leases, wiring.store.signing, term, TTL),)
 
 
 def _handler(_change: Any) -> None:

@@ -12,9 +12,10 @@ from pymongo import MongoClient
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from mongo_celery.bridge.stream.cursor import Position
+from mongo_celery.bridge.stream.filter import make_filter
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError
 from mongo_celery.bridge.stream.reader import StreamReader, StreamStatus
-from mongo_celery.bridge.stream.source import Scope, Selector, make_filter, make_scope, parse_source
+from mongo_celery.bridge.stream.source import Scope, Selector, make_scope, parse_source
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import operation_time

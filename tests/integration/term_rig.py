@@ -14,10 +14,9 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
-from mongo_celery.bridge.listener.beginning import find_rule
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
-from mongo_celery.bridge.listener.takeover import Takeover, find_undeliverable, take_over
+from mongo_celery.bridge.listener.takeover import Takeover, find_rule, find_undeliverable, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
@@ -152,7 +151,7 @@ def begin_term(
     term = store.leases.acquire(IDENTITY)
     assert term is not None, "the lease has lapsed"
     handlers = [_handler(name, options, partition_by, (starts or {}).get(name)) for name in names]
-    renewal = Renewal(store.leases, store.signing, term, TTL, dict)
+    renewal = Renewal(store.leases, store.signing, term, TTL)
     return TermRig(store, renewal, options, handlers, client[database])
 
 

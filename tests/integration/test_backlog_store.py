@@ -26,10 +26,10 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partition_hash
-from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.embedded import MongoReplicaSet
 from tests.fixtures.election import Elections
 from tests.fixtures.failpoint import Failpoint

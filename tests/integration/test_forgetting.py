@@ -12,7 +12,7 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.operations import forgetting
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.state.backlog import StoredChange
-from mongo_celery.bridge.state.names import Names
+from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.errors import CommandRefusedError
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
 from tests.integration.test_replays import letter_of
@@ -95,7 +95,7 @@ def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Names, "remove", dies)
+        patch.setattr(Positions, "remove", dies)
         plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
         with pytest.raises(KeyboardInterrupt):
             forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
@@ -129,9 +129,9 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is removed behind the transaction is bound by its version."""
-    original = Names.remove
+    original = Positions.remove
 
-    def late(self: Names, *arguments: Any, **options: Any) -> Any:
+    def late(self: Positions, *arguments: Any, **options: Any) -> Any:
         stage.lead()
         stage.write(1)
         stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "partitioningTerm": stage.generation})
@@ -139,7 +139,7 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
         stage.store.backlog.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
         return original(self, *arguments, **options)
 
-    monkeypatch.setattr(Names, "remove", late)
+    monkeypatch.setattr(Positions, "remove", late)
     plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
     forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
     found = ids(stage, HANDLER)

@@ -31,7 +31,9 @@ def mongo_client(make_replica_set: MakeReplicaSet, make_client: MakeClient) -> M
 
 def found(rig: TermRig) -> Mapping[str, Start]:
     """Where the handlers of a term begin."""
-    return find_starts(rig.store, rig.database.client, rig.renewal, rig.options, rig.handlers, rig.take_over())
+    return find_starts(
+        rig.store, rig.database.client, rig.renewal, rig.options, rig.handlers, rig.take_over().documents
+    )
 
 
 def running(client: MongoClient[Document], database: str) -> None:

@@ -17,7 +17,7 @@ from bson import Timestamp
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, judge_risk
+from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, judge_risk, remedy
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.bridge.wiring import Wiring
@@ -128,9 +128,9 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
 def test_the_remedy_fits_what_holds_it(scene: Scene, changes: Document, state: str, command: str) -> None:
     """P16: who is told to retry what is paused learns nothing."""
     stands(scene, **changes)
-    risk = judge_risk(scene.led, oplog(), CommandLine("shop"))
+    risk = judge_risk(scene.led, oplog())
     assert (risk.partition, risk.state) == (1, state)
-    assert command in risk.remedy
+    assert command in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
 
 
 def test_what_infrastructure_holds_is_named_with_what_is_away(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,9 +147,9 @@ def test_what_infrastructure_holds_is_named_with_what_is_away(scene: Scene, capl
 def test_who_has_nothing_left_to_do_is_held_by_reading_alone(scene: Scene) -> None:
     """P16: another handler's full buffer, or a slow server: no partition of this one is to blame."""
     scene.led.window.complete(scene.led.partitions[1].queue, scene.led.window.seen)
-    risk = judge_risk(scene.led, oplog(BEGIN + 2), CommandLine("shop"))
+    risk = judge_risk(scene.led, oplog(BEGIN + 2))
     assert (risk.partition, risk.state) == (None, None)
-    assert "changes status" in risk.remedy
+    assert "changes status" in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
 
 
 def test_a_lost_subscription_is_not_warned_of(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,10 +172,9 @@ def test_a_whole_oplog_endangers_nobody(
 def test_without_the_right_to_see_the_oplog_it_is_said_once(
     guarded_url: UrlOf, wiring_of: MakeWiring, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P16: a mongos has none, either; the next term of this process says nothing."""
+    """P16: a mongos has none, either. Once in a term: the oplog is not asked for again."""
     caplog.set_level(logging.INFO, RECORD)
     wiring = wiring_of(guarded_url("without_oplog"))
-    for _ in range(2):
-        assert Horizon(wiring).read_oplog() == math.inf
+    assert Horizon(wiring).read_oplog() == math.inf
     said = [record.__dict__["event"] for record in caplog.records if record.name == "mongo_celery.listener"]
     assert said == ["horizon_unseen"]

@@ -141,11 +141,11 @@ def test_the_version_does_not_start_again_after_the_database_was_dropped(
         assert leases.release(acquired(leases))
     old = acquired(leases)
     documents.database.client.drop_database(documents.database)
-    assert leases.renew(old, {}) is None
+    assert leases.renew(old) is None
     leases.ensure()
     new = acquired(leases)
     assert new.version > old.version
-    assert leases.renew(old, {}) is None
+    assert leases.renew(old) is None
     assert not leases.release(old)
 
 
@@ -196,7 +196,8 @@ def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, docu
     """Rule 2: the expiry moves, by the server's clock; nothing else of the term does."""
     term = acquired(leases)
     before = stored(documents)
-    renewed = leases.renew(term, {"outstanding": 3})
+    assert leases.record_report(term, {"outstanding": 3})
+    renewed = leases.renew(term)
     assert renewed is not None
     assert (renewed.listener_id, renewed.version) == (term.listener_id, term.version)
     assert renewed.trusted_until > term.trusted_until
@@ -206,8 +207,8 @@ def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, docu
 
 
 def test_a_report_may_hold_strings_that_look_like_expressions(leases: Leases, documents: Collection[Document]) -> None:
-    """The report goes through `$literal`: a value with `$` in front is stored as it is."""
-    assert leases.renew(acquired(leases), {"error": "$term", "note": "$$NOW"})
+    """A value with `$` in front is stored as it is."""
+    assert leases.record_report(acquired(leases), {"error": "$term", "note": "$$NOW"})
     assert stored(documents)["report"] == {"error": "$term", "note": "$$NOW"}
 
 
@@ -217,7 +218,7 @@ def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: 
     assert leases.release(old)
     acquired(leases)
     before = stored(documents)
-    assert leases.renew(old, {}) is None
+    assert leases.renew(old) is None
     assert not leases.release(old)
     assert leases.raise_version(old, 1 << 60) is None
     assert leases.pin_start(old, Timestamp(1, 1)) is None
@@ -232,7 +233,7 @@ def test_a_late_renewal_does_not_take_back_a_lease_that_nobody_took(
     """Rule 1: after a release there is nothing to renew, although the lease is free."""
     term = acquired(leases)
     assert leases.release(term)
-    assert leases.renew(term, {}) is None
+    assert leases.renew(term) is None
     assert stored(documents)["listenerId"] is None
 
 
@@ -240,7 +241,7 @@ def test_an_expired_lease_that_nobody_took_can_still_be_renewed(short_leases: Le
     """Rule 2: renewal asks who holds it, not how late it is: the version has not moved, so nobody led meanwhile."""
     term = acquired(short_leases)
     wait_for(lambda: (short_leases.read() or {}).get("live") is False)
-    assert short_leases.renew(term, {}) is not None
+    assert short_leases.renew(term) is not None
     assert short_leases.acquire(IDENTITY) is None
 
 
@@ -283,7 +284,7 @@ def test_trust_is_counted_from_the_start_of_the_call(
         term = acquired(leases)
         answered = time.monotonic()
         renewal_started = time.monotonic()
-        renewed = leases.renew(term, {})
+        renewed = leases.renew(term)
         renewal_answered = time.monotonic()
     assert renewed is not None
     assert started <= term.trusted_until - TTL * 0.9 <= answered - DELAY * 0.95
@@ -311,7 +312,7 @@ def test_raising_the_version_passes_the_given_number_and_keeps_the_holder(
     again = leases.raise_version(raised, 5)
     assert again is not None
     assert again.version > raised.version
-    assert leases.renew(term, {}) is None, "the number before is an old term's"
+    assert leases.renew(term) is None, "the number before is an old term's"
 
 
 def test_the_installation_is_named_once(leases: Leases, documents: Collection[Document]) -> None:

@@ -15,7 +15,7 @@ from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateOne
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes
-from mongo_celery.bridge.changes import ChangeFailed
+from mongo_celery.bridge.change import ChangeFailed
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.worker import execution

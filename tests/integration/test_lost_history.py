@@ -151,7 +151,7 @@ def test_a_handler_that_is_added_after_lost_history_begins_where_the_bridge_went
     oldest = bridge.oldest
     assert bridge.go_on("oldest") == Position(None, oldest)
     rig = begin_term(bridge.client, bridge.rig.options.database, 2, ("record", "audit", "late"))
-    starts = find_starts(rig.store, bridge.client, rig.renewal, rig.options, rig.handlers, rig.take_over())
+    starts = find_starts(rig.store, bridge.client, rig.renewal, rig.options, rig.handlers, rig.take_over().documents)
     assert starts["late"].place == (oldest, "")
 
 
@@ -339,7 +339,7 @@ def test_a_handler_that_is_added_while_all_others_are_lost_can_be_read(
     rig = begin_term(bridge.client, bridge.rig.options.database, 2, ("record", "late"), start_from=ROLLED.cluster_time)
     takeover = rig.take_over()
     with caplog.at_level(logging.WARNING):
-        found = find_starts(rig.store, bridge.client, rig.renewal, rig.options, rig.handlers, takeover)
+        found = find_starts(rig.store, bridge.client, rig.renewal, rig.options, rig.handlers, takeover.documents)
     assert (found["late"].place, found["record"].place[0]) == ((bridge.oldest, ""), ROLLED.cluster_time)
     (record,) = [each for each in caplog.records if each.__dict__["event"] == "subscription_added"]
     assert "the oldest entry of the oplog" in record.getMessage()

@@ -26,13 +26,13 @@ from mongo_celery.bridge.operations import commands, going_on, heads, worker_che
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
-from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import parse_name
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.findings import Finding
@@ -101,7 +101,7 @@ class Led:
         term = self.store.leases.acquire(IDENTITY)
         assert term is not None, "the lease is free"
         self.term: Term = term
-        renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl, dict)
+        renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl)
         takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)
         self.version = takeover.version
         self.generations = {name: layout.generation for name, layout in takeover.layouts.items()}
@@ -175,10 +175,10 @@ def test_the_status_follows_the_lease(led: Led) -> None:
 
 def test_the_status_follows_the_reports_of_the_listener(led: Led) -> None:
     """Lag is zero only for a listener that says it has caught up."""
-    led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
+    led.store.leases.record_report(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
     status = read_status(led.bridge.wiring)
     assert (status["outstanding"], status["buffered"]) == (2, 5)
-    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
     assert read_status(led.bridge.wiring)["lag_seconds"] == 0
 
 
@@ -346,7 +346,7 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     with pytest.raises(CommandRefusedError, match="then skip it"):
         commands.retry(led.bridge.wiring, "summarise", 0)
     assert led.partition()["state"] == "halted"
-    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
+    assert led.store.leases.record_report(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
     commands.retry(led.bridge.wiring, "summarise", 0)
     assert led.partition()["state"] == "flowing"
 
@@ -547,7 +547,7 @@ def test_the_status_counts_what_is_stored_where_no_listener_says(storing: Storin
     age = int(datetime.fromisoformat(status["at"]).timestamp()) - 1  # of the first one, by the time in its token
     assert [each["lag_seconds"] for each in (status, status["subscriptions"][0])] == [age, age]
     assert status["partitions"][0]["oldest_seconds"] == age
-    assert storing.led.store.leases.renew(storing.led.term, {"spilledBytes": 900, "spillLimit": 1000})
+    assert storing.led.store.leases.record_report(storing.led.term, {"spilledBytes": 900, "spillLimit": 1000})
     spill = read_status(storing.wiring)["spill"]
     assert (spill["count"], spill["bytes"], spill["share"]) == (3, 900, 0.9)
 

@@ -14,7 +14,7 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
-from mongo_celery.mongo import index_creation
+from mongo_celery.mongo import table
 from mongo_celery.outbox import index
 from mongo_celery.outbox.index import OutboxIndex
 from tests.fixtures.failpoint import Failpoint
@@ -101,7 +101,7 @@ def test_a_relay_waits_longer_the_more_documents_there_are(
     wanted = index.of_pending(outbox.backing.plain, outbox.field)
     assert wanted.exists() is False
     monkeypatch.setattr(index, "WAIT_SECONDS", 1e-6)
-    monkeypatch.setattr(index_creation, "_DOCUMENTS_A_SECOND", 5)
+    monkeypatch.setattr(table, "_DOCUMENTS_A_SECOND", 5)
     assert not wanted.create(patiently=False)
     assert wanted.create(patiently=True)
     assert wanted.exists()

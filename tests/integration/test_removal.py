@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
+from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener import removal as module
 from mongo_celery.bridge.listener.removal import Removal
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.backlog import Backlog, StoredChange, token_place
+from mongo_celery.bridge.state.backlog import Backlog, StoredChange
 from mongo_celery.bridge.state.store import Store
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient

@@ -1,4 +1,4 @@
-"""Renewing the lease: it goes on whatever a report holds, and ends where the leading thread makes no progress."""
+"""What a term keeps in its lease: its renewal, which ends if there is no progress, and its report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from pymongo.database import Database
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener import renewal as module
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.listener.watermarks import Watermarks
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import IDENTITY
+from tests.integration.term_rig import begin_term
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -52,21 +50,12 @@ def test_a_report_that_cannot_be_used_ends_no_term(
     report: Callable[[], Mapping[str, Any]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The thread that renews was ended by it, unseen, and the term with it: each one anew."""
-    store = Store(mongo_client, BridgeOptions(name="shop", database=state_database, lease_ttl=TTL))
-    leases = store.leases
-    leases.ensure()
-    term = leases.acquire(IDENTITY)
-    assert term is not None
-    renewal = Renewal(leases, store.signing, term, 0.05, report)
-    renewal.start()
-    try:
-        seen = {str(term.document["renewedAt"])}
-        wait_for(lambda: len(seen | {str(renewal.term.document["renewedAt"])}) > len(seen) and renewal.is_trusted())
-        seen.add(str(renewal.term.document["renewedAt"]))
-        wait_for(lambda: str(renewal.term.document["renewedAt"]) not in seen)
-    finally:
-        renewal.stop()
+    """P9, P17: positions are stored without it, and the log says so once."""
+    rig = begin_term(mongo_client, state_database, 1)
+    watermarks = Watermarks(rig.store, rig.renewal, "the fingerprint", report)
+    for number in range(1, 4):
+        watermarks.flush([], 10.0 * number, 10.0 * number)
+        assert (rig.store.leases.read() or {})["report"] == {}
     assert [getattr(each, "event", "") for each in caplog.records] == ["report_failed"]
 
 

@@ -513,12 +513,14 @@ def test_letters_of_existing_documents_are_put_in_order_without_what_is_large_in
     bridge: Bridge, term: TermRig
 ) -> None:
     """However many a failed snapshot has left: servers before 6.0 do not sort what they cannot hold in memory."""
+    wiring = bridge.wiring
+    wiring.store.dead_letters.ensure_indexes()
     long = {"traceback": "x" * SORTED_BYTES}
     term.database["dead_letters"].insert_many(
         [{**letter_of(number, 5, name=f"{LETTER}{9 - number}"), **long} for number in range(5)]
     )
     term.database.command({"profile": 2})
-    letters = letter_commands.find(bridge.wiring, Selection(), 2, skip=1).letters
+    letters = letter_commands.find(wiring, Selection(), 2, skip=1).letters
     term.database.command({"profile": 0})
     assert [each.place.seq for each in letters if each.place is not None] == [1, 2]
     assert not any(each.get("usedDisk") for each in term.database["system.profile"].find())

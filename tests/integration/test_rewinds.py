@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import bson
 import pytest
 from bson import ObjectId, Timestamp
 from pymongo import MongoClient
@@ -258,7 +259,8 @@ def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: St
 def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Stage) -> None:
     """A change that runs again is not replayed besides; one that is replayed at this moment is refused."""
     event = stage.of(0)[-1]
-    letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "handler": HANDLER}
+    place = {"_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "resumeToken": event["_id"]}
+    letter = {**letter_of(1, 1), **place, "bridge": NAME, "handler": HANDLER}
     stage.state["dead_letters"].insert_one({**letter, "replay": {**REQUEST, "partitioningTerm": stage.generation}})
     assert isinstance(stage.store.replays.find(letter["_id"]), ReplayRequest)
     claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", term=stage.version)
@@ -276,7 +278,8 @@ def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Sta
     early, late = (make_token(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
     for name, data in (("00AA", early), ("00BB", late)):
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
-        letter |= {"handler": HANDLER, "replay": {**REQUEST, "partitioningTerm": stage.generation}}
+        letter["change"] = {**bson.decode(letter["change"].raw), "operationType": "snapshot"}
+        letter |= {"bridge": NAME, "handler": HANDLER, "replay": {**REQUEST, "partitioningTerm": stage.generation}}
         stage.state["dead_letters"].insert_one(letter)
     stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "handler": HANDLER, "term": 1})
     stage.state["snapshots"].update_one({}, {"$currentDate": {"movedAt": True}})

@@ -12,8 +12,7 @@ from pymongo.collection import Collection
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED
-from mongo_celery.bridge.state.leases import Term
+from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED, Term
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.dropping import Dropper, parse_process
 from tests.fixtures.process import wait_for
@@ -45,7 +44,7 @@ def _led(store: Store) -> Term:
 
 
 def _renewed(store: Store, term: Term) -> Term:
-    renewed = store.leases.renew(term, {})
+    renewed = store.leases.renew(term)
     assert renewed is not None
     return renewed
 

@@ -17,8 +17,8 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.execution import Execution
 from mongo_celery.errors import RefusedChangeError

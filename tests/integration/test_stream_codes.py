@@ -20,7 +20,7 @@ from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT
 from mongo_celery.bridge.stream.reader import PAUSES
 from mongo_celery.errors import HistoryLostError, MongoCeleryError, StreamRefusedError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import CODES, Code, Verdict
+from mongo_celery.mongo.verdicts import Code, Verdict
 from tests.fixtures.process import wait_for
 from tests.integration.stream_rig import APP_NAME, SHORT_PAUSES, Commands, Reading, now, scope_on
 
@@ -28,10 +28,12 @@ Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
 
 RESUMABLE = "ResumableChangeStreamError"
-TRANSIENT = sorted(CODES[Verdict.TRANSIENT] - {Code.ChangeStreamInvalidated, Code.StaleConfig})
+_ALL_TRANSIENT = {code for code in Code if code.verdict is Verdict.TRANSIENT}
+TRANSIENT = sorted(_ALL_TRANSIENT - {Code.ChangeStreamInvalidated, Code.StaleConfig})
 """Those left out carry facts with them, without which no failpoint can make them."""
 
-FINAL = sorted(set().union(*CODES.values()) - CODES[Verdict.TRANSIENT] - CODES[Verdict.DUPLICATE_KEY])
+_NOT_FINAL = (Verdict.TRANSIENT, Verdict.DUPLICATE_KEY, Verdict.UNKNOWN)
+FINAL = sorted(code for code in Code if code.verdict not in _NOT_FINAL)
 NO_PAUSES = Pauses(first=0.01, longest=60.0, growth=1.0)
 """So that many errors one after the other are one row and cost no time."""
 

@@ -17,7 +17,7 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import FLAGS, token_data
 from mongo_celery.bridge.fenced import TOMBSTONES
-from mongo_celery.bridge.stream.operation_types import ALL, EXPANDED_OPERATIONS, MOVES
+from mongo_celery.bridge.stream.filter import ALL, EXPANDED_OPERATIONS, MOVES
 from mongo_celery.bridge.stream.source import Selector, make_scope, resolve_selectors
 from mongo_celery.mongo.oplog import operation_time, time_of_token
 from tests.integration.stream_rig import Reading, now, scope_on, selector_of

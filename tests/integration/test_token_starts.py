@@ -36,7 +36,7 @@ def rig(mongo_client: MongoClient[Document], state_database: str) -> TermRig:
 def found(rig: TermRig, start_from: Any) -> Mapping[str, Start]:
     """Where the handlers of a term begin, with this option."""
     options = replace(rig.options, start_from=start_from)
-    return find_starts(rig.store, rig.database.client, rig.renewal, options, rig.handlers, rig.take_over())
+    return find_starts(rig.store, rig.database.client, rig.renewal, options, rig.handlers, rig.take_over().documents)
 
 
 def test_a_token_is_where_every_handler_begins(rig: TermRig) -> None:

@@ -20,12 +20,13 @@ from mongo_celery.bridge.existing import is_unread
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_hash, document_key, partition_hash, partitioner
 from mongo_celery.bridge.raw_event import EVENT_TYPES
-from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.bridge.state.backlog import unpack_event
 from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, keep_change
-from mongo_celery.bridge.state.stored import unpack_event
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
-from mongo_celery.bridge.stream.source import Filter, Selector, Source
+from mongo_celery.bridge.stream.source import Selector, Source
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.mongo.identity import id_key
 from tests.fixtures.samples import BSON_VALUES, mark, verify_run

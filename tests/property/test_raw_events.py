@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_hash, partitioner
-from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent, read_plain
+from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent, places, read_plain
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.items import ChangeEvent
-from mongo_celery.bridge.stream.source import Filter, Selector, Source
+from mongo_celery.bridge.stream.source import Selector, Source
 from mongo_celery.bridge.window import Mark
-from mongo_celery.mongo.elements import places
 from tests.fixtures.samples import BSON_VALUES, mark, raw_event
 from tests.property.test_events import documents, names, raws, valid, values
 

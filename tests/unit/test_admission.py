@@ -13,12 +13,13 @@ from mongo_celery.bridge.change import FLAGS, wrap_event
 from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_hash, partition_hash, partitioner
-from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.stored import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
-from mongo_celery.bridge.stream.source import Filter, Selector, Source
-from mongo_celery.mongo.error_text import error_text
+from mongo_celery.bridge.stream.source import Selector, Source
+from mongo_celery.bridge.window import Refusal
+from mongo_celery.mongo.verdicts import error_text
 from tests.fixtures.samples import event, mark
 
 PARTITIONS = 8

@@ -37,7 +37,6 @@ PURE = (
     "errors",
     "arguments",
     "mongo.identity",
-    "mongo.elements",
     "bridge.raw_event",
     "bridge.options",
     "bridge.fenced.fence",

@@ -22,8 +22,9 @@ from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_receipt, keeps_descriptions
+from mongo_celery.bridge.stream.filter import make_filter
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
-from mongo_celery.bridge.stream.source import Selector, Source, make_filter, make_scope, parse_source, resolve_selectors
+from mongo_celery.bridge.stream.source import Selector, Source, make_scope, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.testing.change import inserted

@@ -13,7 +13,7 @@ from bson import Int64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.envelope import Carrier, Envelope, Run, sign_run
 from mongo_celery.errors import InvalidEnvelopeError
 from tests.fixtures.samples import BSON_VALUES, event, first_token, verify_run

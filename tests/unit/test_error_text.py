@@ -9,9 +9,8 @@ import pytest
 from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTimeoutError
 
 from mongo_celery import tracing
-from mongo_celery.mongo.error_text import error_text, traceback_text
 from mongo_celery.mongo.redaction import short, terse, without_credentials
-from mongo_celery.mongo.verdicts import brief
+from mongo_celery.mongo.verdicts import brief, error_text, traceback_text
 from tests.unit.test_log_events import LEVELS, ROOT, _event_of, _log_calls
 
 _URL = "mongodb://shop:pass-w0rd@db1/?replicaSet=rs0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bson
 
-from mongo_celery.mongo.error_text import error_text
+from mongo_celery.mongo.verdicts import error_text
 
 
 def test_an_error_with_a_lone_surrogate_can_be_stored() -> None:

@@ -94,4 +94,7 @@ def test_a_gate_opens_after_ever_longer_pauses_until_something_succeeds() -> Non
 def test_a_throttle_counts_what_it_leaves_out() -> None:
     throttle = LogThrottle()
     assert [throttle.may_log() for _ in range(3)] == [True, False, False]
-    assert (throttle.count_left_out(), throttle.count_left_out()) == (2, 0)
+    assert (throttle.describe_left_out(), throttle.describe_left_out()) == (
+        " (and 2 more since the last such line)",
+        "",
+    )

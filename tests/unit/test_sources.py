@@ -15,13 +15,11 @@ from pymongo.collection import Collection
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.change import FLAGS
-from mongo_celery.bridge.stream.condition import find_objection
+from mongo_celery.bridge.stream.filter import Filter, find_objection, make_filter
 from mongo_celery.bridge.stream.source import (
-    Filter,
     Scope,
     Selector,
     Source,
-    make_filter,
     make_scope,
     parse_source,
     resolve_selectors,

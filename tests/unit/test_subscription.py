@@ -20,12 +20,11 @@ from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
-from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent
-from mongo_celery.bridge.window import Mark, PendingChange
+from mongo_celery.bridge.window import Mark, PendingChange, Refusal
 from tests.fixtures.samples import event, image, mark, token_data
 
 NOW = 1000.0

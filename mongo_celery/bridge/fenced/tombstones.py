@@ -44,7 +44,7 @@ from pymongo.mongo_client import MongoClient
 from mongo_celery.arguments import not_negative
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.index_creation import create_indexes
+from mongo_celery.mongo.table import create_indexes
 
 SUFFIX = ".fence_tombstones"
 """A target's tombstones are in the collection of its name and this suffix; change streams leave it out."""

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.listener.activity import BUCKETS, Activity
-from mongo_celery.bridge.operations.bridge_snapshot import EXIT_CODES, PARTITION_STATES, BridgeSnapshot
+from mongo_celery.bridge.operations.bridge_snapshot import PARTITION_STATES, BridgeSnapshot
 from mongo_celery.bridge.operations.judgement import CODES
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING, STOPPED
 from mongo_celery.findings import SEVERITIES

@@ -39,13 +39,12 @@ from mongo_celery.bridge.existing import is_unread, opens_stream, token_place
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.raw_event import RawEvent
-from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.window import PendingChange
+from mongo_celery.bridge.window import PendingChange, Refusal
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.error_text import error_text
+from mongo_celery.mongo.verdicts import error_text
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.state.stored import StoredChange
+    from mongo_celery.bridge.state.backlog import StoredChange
     from mongo_celery.bridge.state.subscriptions import Layout
     from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.stream.source import Selector
@@ -191,13 +190,12 @@ class Admission:
             return  # the reader has said so
         if not self._throttle.may_log():
             return
-        left_out = self._throttle.count_left_out()
         logger.error(
             "%s is refused before handler %s, in partition %d%s: %s",
             describe(change.raw),
             self._selector.name,
             change.index,
-            f" (and {left_out} more since the last such line)" if left_out else "",
+            self._throttle.describe_left_out(),
             change.refusal.reason,
             extra={"event": "change_refused", "partition": change.index},
         )

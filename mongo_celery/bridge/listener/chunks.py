@@ -20,7 +20,7 @@ Nothing here belongs to the leading thread, but for what it is given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +51,8 @@ from mongo_celery.mongo.verdicts import Code, Verdict, brief, error_code, is_tra
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.snapshots import Snapshot
+    from mongo_celery.bridge.stream.source import Source
+    from mongo_celery.bridge.wiring import Wiring
 
 ROWS = 1000
 """Documents of a chunk: few enough that what workers have to do for others in between does not wait for long."""
@@ -59,6 +61,7 @@ READ_SECONDS = 10.0
 """Seconds that the reading of a chunk may take."""
 
 _CHECK_SECONDS = 3.0
+_OF_THE_SERVER = frozenset({"admin", "config", "local"})
 _BOUND = "_id"
 _SPLITS = "$changeStreamSplitLargeEvent"
 _OF_NO_DOCUMENT = frozenset({
@@ -252,6 +255,27 @@ def concerns_a_document(error: Exception) -> bool:
     """Return True if an error may be about one of the documents that were read, or about what is asked of it."""
     is_answer = isinstance(error, OperationFailure) and not is_passing(error)
     return is_answer and error_code(error) != Code.InvalidOptions and judge_error(error) not in _OF_NO_DOCUMENT
+
+
+def find_collections(wiring: Wiring, source: Source) -> Iterator[str]:
+    """Namespaces of the collections of a source that there are. One that is named may come later."""
+    if source.collection is not None:
+        yield str(source)
+        return
+    client = wiring.client
+    databases = [source.database] if source.database is not None else client.list_database_names()
+    for database in databases:
+        if database is None or database in _OF_THE_SERVER or database == wiring.options.database:
+            continue
+        for name, kind in _kinds(client, database):
+            if kind == "collection" and not name.startswith("system.") and source.covers(database, name):
+                yield f"{database}.{name}"
+
+
+def _kinds(client: Any, database: str) -> Iterator[tuple[str, str]]:
+    """The collections of a database, and what each is."""
+    found: Iterable[Mapping[str, Any]] = client[database].list_collections()
+    return ((each["name"], each.get("type", "collection")) for each in found)
 
 
 class SnapshotFailedError(Exception):

@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
 from pymongo import MongoClient
@@ -40,7 +40,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time, starts_now
+from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark
@@ -61,12 +61,6 @@ logger = logging.getLogger("mongo_celery.listener")
 _DECISION_SECONDS = 1.0
 
 Subscriptions = Mapping[str, Subscription]
-
-
-class Reopening(NamedTuple):
-    """From where to read on. None for nowhere, since nobody can be read."""
-
-    position: Position | None
 
 
 @dataclass(slots=True)
@@ -164,24 +158,31 @@ class LostHistory:
         """Note that the server refuses the place at which the stream is read, so that nothing is read any more."""
         self._refusal, self.is_unread, self.due_at = error, True, 0.0
 
-    def tick(self, subscriptions: Subscriptions, watermarks: Watermarks, now: float) -> Reopening | None:
+    def tick(
+        self,
+        subscriptions: Subscriptions,
+        watermarks: Watermarks,
+        now: float,
+        read_from: Callable[[Position | None], None],
+    ) -> None:
         """
         Settle a refusal, or see whether a command has moved those that have lost something.
 
-        Returns:
-            From where to read on. None if that stays as it is.
+        Args:
+            read_from: called with the position to read on from, if that is another one. None if nobody can be read.
 
         Raises:
             HistoryLostError, LeaseLostError, AccessError: as `follow_moves` and `settle_refusal`.
         """
         if not self._retry.is_open(now):
-            return None
+            return
         try:
             if self._refusal is not None:
-                reopening = Reopening(self.settle_refusal(self._refusal, subscriptions, watermarks))
+                position = self.settle_refusal(self._refusal, subscriptions, watermarks)
                 self._refusal, self.is_unread = None, False
-                return reopening
-            position = self.follow_moves(subscriptions, now)
+                read_from(position)
+            elif (position := self.follow_moves(subscriptions, now)) is not None:
+                read_from(position)
         except PyMongoError as error:
             renew_connections(self._client, error)
             raise_if_final(error, self._concern)
@@ -192,10 +193,9 @@ class LostHistory:
                 brief(error),
                 extra={"event": "history_unsettled"},
             )
-            return None
+            return
         if not any(each.lost for each in subscriptions.values()):
             self.due_at = math.inf
-        return Reopening(position) if position is not None else None
 
     def settle_refusal(
         self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks
@@ -248,7 +248,7 @@ class LostHistory:
         if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._followed_at = now
-        starts = starts_now(self._store, subscriptions, self._renewal.term.version)
+        starts = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         moved = [name for name in lost if starts[name].lost is None]
         if not moved:
             if is_over:

@@ -21,10 +21,9 @@ import pymongo
 from bson import Timestamp
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.partitions import visible_state
-from mongo_celery.command_line import ANY_APP, CommandLine
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import Oplog, oplog_fill, read_oplog
@@ -57,7 +56,6 @@ class Risk:
         state: of that partition: as `status` has it where it is blocked (`halted`, `paused`, `retrying`, or `waiting`
             for MongoDB or the broker), else `running`, or `unclaimed` while no worker has taken its run.
         cause: what it waits for, of `waiting`.
-        line: how commands about the bridge begin.
     """
 
     subscription: str
@@ -65,12 +63,6 @@ class Risk:
     partition: int | None
     state: str | None
     cause: str | None = None
-    line: CommandLine = ANY_APP
-
-    @property
-    def remedy(self) -> str:
-        """The command or action that helps, as part of a sentence."""
-        return remedy(self.line, self.subscription, self.partition, self.state)
 
     def report(self) -> dict[str, Any]:
         """As the listener's report has it."""
@@ -112,8 +104,7 @@ class Horizon:
         if oplog is None:  # it has room again
             self.risks = ()
             return
-        line = self._wiring.line
-        found = [judge_risk(subscription, oplog, line) for subscription in subscriptions if not subscription.lost]
+        found = [judge_risk(subscription, oplog) for subscription in subscriptions if not subscription.lost]
         for risk in found:
             self._name(risk)
         self.risks = tuple(risk for risk in found if risk.share >= THRESHOLDS[0])
@@ -123,16 +114,14 @@ class Horizon:
         named = self._named.get(risk.subscription, 0.0)
         if passed > named:
             self._named[risk.subscription] = passed
-            self._say(risk)
+            sentence = _sentence(risk, self._wiring.line)
+            extra = {"subscription": risk.subscription, "partition": risk.partition, "share": risk.share}
+            if risk.share >= SERIOUS:
+                logger.error("%s", sentence, extra={"event": "history_at_risk", **extra})
+            else:
+                logger.warning("%s", sentence, extra={"event": "history_at_risk", **extra})
         elif risk.share < named - _SLACK:  # a share that trembles at a threshold is named once
             self._named[risk.subscription] = passed
-
-    def _say(self, risk: Risk) -> None:
-        extra = {"subscription": risk.subscription, "partition": risk.partition, "share": risk.share}
-        if risk.share >= SERIOUS:
-            logger.error("%s", _sentence(risk), extra={"event": "history_at_risk", **extra})
-        else:
-            logger.warning("%s", _sentence(risk), extra={"event": "history_at_risk", **extra})
 
     def read_oplog(self) -> float:
         """Read how far the oplog reaches. Return the seconds until the next reading."""
@@ -144,38 +133,27 @@ class Horizon:
         except PyMongoError:  # asked again soon; that MongoDB does not answer is said by those who need it
             pass
         except DeploymentError as error:  # no right to read it, or a mongos, which has none
-            self._say_unseen(error)
-            return math.inf
-        return _pause(oplog)
-
-    def _say_unseen(self, error: DeploymentError) -> None:
-        said = self._wiring.of_process(_Said)
-        if not said.unseen:
-            said.unseen = True
             logger.info(
                 "nothing can warn before history is lost, since the oplog cannot be read here: %s",
                 error,
                 extra={"event": "horizon_unseen"},
             )
+            return math.inf
+        return _pause(oplog)
 
 
-class _Said:
-    """The sentences that one process has logged already of one bridge."""
-
-    def __init__(self, _wiring: Wiring) -> None:
-        self.unseen = False
-
-
-def judge_risk(subscription: Subscription, oplog: Oplog, line: CommandLine) -> Risk:
+def judge_risk(subscription: Subscription, oplog: Oplog) -> Risk:
     """Return the position of a subscription beside the oplog, and what holds it there."""
     head = subscription.window.oldest
     share = max(oplog.lag_share(_place(subscription)), 0.0)
     if head is None:
-        return Risk(subscription.name, share, None, None, line=line)
+        return Risk(subscription.name, share, None, None)
     partition = subscription.partitions[head.index]
-    state = _state(partition)
+    state = visible_state(partition.image)
+    if state == "flowing":
+        state = "running" if partition.in_flight is not None and partition.image.live else "unclaimed"
     cause = (partition.image.waiting or {}).get("cause") if state == "waiting" else None
-    return Risk(subscription.name, share, head.index, state, cause, line)
+    return Risk(subscription.name, share, head.index, state, cause)
 
 
 def remedy(line: CommandLine, subscription: str, partition: int | None, state: str | None) -> str:
@@ -193,7 +171,8 @@ def remedy(line: CommandLine, subscription: str, partition: int | None, state: s
     return remedies.get(state or "", reading)
 
 
-def _sentence(risk: Risk) -> str:
+def _sentence(risk: Risk, line: CommandLine) -> str:
+    free = remedy(line, risk.subscription, risk.partition, risk.state)
     held = "the stream is not read so far"
     if risk.partition is not None:
         cause = f" ({risk.cause})" if risk.cause else ""
@@ -201,11 +180,11 @@ def _sentence(risk: Risk) -> str:
     if risk.share < 1:
         return (
             f"{risk.share:.0%} of the oplog's window lie behind handler {risk.subscription} ({held}). At 100% its "
-            f"history is lost. Free it: {risk.remedy}"
+            f"history is lost. Free it: {free}"
         )
     return (
         f"the oplog no longer reaches back to the position of handler {risk.subscription} ({held}). What this listener "
-        f"has buffered is all that is left, and is lost when it ends. Free it now: {risk.remedy}"
+        f"has buffered is all that is left, and is lost when it ends. Free it now: {free}"
     )
 
 
@@ -214,14 +193,6 @@ def _place(subscription: Subscription) -> Timestamp:
     mark = subscription.window.watermark
     start = subscription.plan.start
     return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start
-
-
-def _state(partition: Partition) -> str:
-    image = partition.image
-    state = visible_state(image)
-    if state != "flowing":
-        return state
-    return "running" if partition.in_flight is not None and image.live else "unclaimed"
 
 
 def _pause(oplog: Oplog | None) -> float:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.listener.beginning import begin_term
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
@@ -29,6 +28,7 @@ from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.storing import Storing
 from mongo_celery.bridge.listener.stream_intake import StreamIntake
+from mongo_celery.bridge.listener.takeover import begin_term
 from mongo_celery.bridge.listener.untaken import UntakenQueues
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.errors import HistoryLostError, LeaseLostError
@@ -195,7 +195,7 @@ class Leader:
     def _begin(self) -> None:
         beginning = begin_term(self._wiring, self._renewal, self._led, self._wiring.handlers)
         version, subscriptions = beginning.takeover.version, beginning.subscriptions
-        self.subscriptions.update(subscriptions)  # immediately: the renewal thread reports from it
+        self.subscriptions.update(subscriptions)
         self._publishing.begin(subscriptions)
         self.poller.begin(version, self._publishing.fairness)
         self._storing.begin(self.subscriptions, version, self.housekeeping)
@@ -276,9 +276,7 @@ class Leader:
 
     def _follow_history(self, now: float) -> None:
         """Read on behind a history that was lost."""
-        reopening = self._history.tick(self.subscriptions, self._watermarks, now)
-        if reopening is not None:
-            self.intake.open_reader(reopening.position)
+        self._history.tick(self.subscriptions, self._watermarks, now, self.intake.open_reader)
 
     def _repartition(self, now: float) -> None:
         """Go on with new partitionings, and read again what a handler has left meanwhile."""

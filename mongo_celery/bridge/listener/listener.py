@@ -261,7 +261,7 @@ class Listener:
             term.version,
             extra={"event": "lease_acquired", "version": term.version},
         )
-        renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl, self._report)
+        renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl)
         renewal.start()
         self.activity.note_term_begin()
         ended_by: Exception | None = None
@@ -325,10 +325,6 @@ class Listener:
                 brief(failure),
                 extra={"event": "lease_not_released"},
             )
-
-    def _report(self) -> dict[str, object]:
-        leader = self._leader
-        return leader.report() if leader is not None else {}
 
 
 def _sentence(error: Exception | None) -> str | None:

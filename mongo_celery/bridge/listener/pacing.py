@@ -78,7 +78,7 @@ class LogThrottle:
         self._logged_at = now
         return True
 
-    def count_left_out(self) -> int:
-        """Return the number of records that were left out, and begin to count anew."""
+    def describe_left_out(self) -> str:
+        """Return the end of a sentence about the records that were left out, and begin to count anew."""
         count, self.left_out = self.left_out, 0
-        return count
+        return f" (and {count} more since the last such line)" if count else ""

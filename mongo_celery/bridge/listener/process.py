@@ -18,9 +18,9 @@ from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
-from mongo_celery.mongo.error_text import traceback_text
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import traceback_text
 from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.listener")

@@ -19,9 +19,9 @@ from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.partition import Partition, Rejection
-from mongo_celery.mongo.error_text import storable
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import storable
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.renewal import Renewal

@@ -18,7 +18,7 @@ from pymongo.client_session import ClientSession
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.state.stored import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store

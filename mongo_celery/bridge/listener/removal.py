@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import InvalidOperation, PyMongoError
 
+from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.pacing import LogThrottle
-from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, token_place
+from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog
 from mongo_celery.mongo.verdicts import brief
 
 if TYPE_CHECKING:

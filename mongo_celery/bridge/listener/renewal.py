@@ -13,11 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.state.signing import Sealing, SigningKeys
 from mongo_celery.mongo.redaction import short
@@ -39,7 +38,6 @@ class Renewal:
         keys: by which messages are signed.
         term: as acquired.
         ttl: seconds.
-        report: gives what `status` shows of this listener.
         patience: seconds without progress after which the lease is given up. By default the ttl, or 15 if that is more.
     """
 
@@ -49,7 +47,6 @@ class Renewal:
         keys: SigningKeys,
         term: Term,
         ttl: float,
-        report: Callable[[], Mapping[str, Any]],
         patience: float | None = None,
     ) -> None:
         self._leases = leases
@@ -57,12 +54,11 @@ class Renewal:
         self._sealing: Sealing | None = None
         self._term = term
         self._ttl = ttl
-        self._report = report
         self._patience = max(ttl, _LEAST_PATIENCE_SECONDS) if patience is None else patience
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._lost = False
-        self._has_complained = False
+        self._throttle = LogThrottle()
         self._leading = threading.get_ident()
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mongo_celery-lease", daemon=True)
@@ -136,16 +132,13 @@ class Renewal:
                 pause = self._ttl / 10
 
     def _renew(self) -> bool:
-        """Renew once, without the report if that cannot be made or stored. False if the term has ended."""
+        """Renew once. False if the term has ended."""
         with self._lock:
             try:
-                renewed = self._leases.renew(self._term, self._report())
+                renewed = self._leases.renew(self._term)
             except PyMongoError:
                 self._alive_at = time.monotonic()  # the outage explains why there is no progress
                 raise
-            except Exception as error:  # noqa: BLE001 - a report must not end a term
-                self._complain("own report for `changes status`", error)
-                renewed = self._leases.renew(self._term, {})
             if renewed is None:
                 self._lost = True
                 return False
@@ -154,20 +147,15 @@ class Renewal:
             self.read_key()
         except PyMongoError:
             raise
-        except Exception as error:  # noqa: BLE001 - nor may a key
-            self._complain("signing key", error)
+        except Exception as error:  # noqa: BLE001 - a key must not end a term
+            if self._throttle.may_log():
+                logger.error(
+                    "the signing key cannot be read, so the one before is used: %s: %s. Report this error",
+                    type(error).__name__,
+                    short(error),
+                    extra={"event": "key_unread"},
+                )
         return True
-
-    def _complain(self, what: str, error: Exception) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            logger.error(
-                "the listener's %s cannot be used, so the lease is renewed without it: %s: %s. Report this error",
-                what,
-                type(error).__name__,
-                short(error),
-                extra={"event": "report_failed"},
-            )
 
 
 def _describe_call(thread: int) -> str:

@@ -12,13 +12,15 @@ whoever takes it away has dropped the chunk.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import pymongo
 from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.listener import chunks
@@ -28,20 +30,20 @@ from mongo_celery.bridge.listener.chunks import (
     ChunkReader,
     SnapshotFailedError,
     estimate,
+    find_collections,
     is_passing,
     read_facts,
 )
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
-from mongo_celery.mongo.error_text import error_text
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, explain_error, is_outage, is_unanswered
+from mongo_celery.mongo.verdicts import Concern, error_text, explain_error, is_outage, is_unanswered
 
 if TYPE_CHECKING:
     from bson import Timestamp
 
-    from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
-    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.listener.subscription import Plan, Subscription
     from mongo_celery.bridge.state.snapshots import Snapshot
     from mongo_celery.bridge.wiring import Wiring
 
@@ -130,9 +132,15 @@ class SnapshotThread:
 
     # -- the leading thread's side -----------------------------------------------------------------
 
-    def start(self, led: Mapping[str, Subscription], version: int, initial: InitialSnapshots) -> None:
-        """Begin the thread of a term."""
-        self._led, self._version, self._initial = led, version, initial
+    def start(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[Plan, Timestamp]]) -> None:
+        """
+        Begin the thread of a term.
+
+        Args:
+            owed: plans of those that begin with snapshots, each with the start that was pinned with that. (The start
+                itself goes back with a rewind.)
+        """
+        self._led, self._version, self._owed = led, version, list(owed)
         self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, self._room, version)
         threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
 
@@ -234,7 +242,7 @@ class SnapshotThread:
     def _poll(self) -> None:
         """Find the snapshots of this term that run. Those that are owed are asked for, and nobody's taken over."""
         self._poll_at = time.monotonic() + _POLL_SECONDS
-        self._initial.request()
+        self._request_owed()
         found = self._store.read(running=True)
         if any(each.term < self._version for each in found):
             self._store.take_over(self._version)
@@ -248,6 +256,31 @@ class SnapshotThread:
         self.has_polled = True
         if self.records and not was_active:
             self._wake()  # it says who may begin
+
+    def _request_owed(self) -> None:
+        """
+        Ask for the snapshots with which handlers begin: `start_from="snapshot"`.
+
+        The start was pinned first, and said in the same write that they are owed. So all that is written from then on
+        is in the stream, also the first document of a collection that is made later. Their names are made of that
+        start and the collection: a term that ends in between leaves to the next one what it has not asked for, and
+        nothing is asked for twice.
+        """
+        while self._owed:
+            plan, start = self._owed[0]
+            name, pinned = plan.handler.name, f"{start.time:08x}{start.inc:08x}"
+            with pymongo.timeout(ANSWER_SECONDS):
+                found = {name for source in plan.selector.sources for name in find_collections(self._wiring, source)}
+            self._store.insert(
+                {
+                    "_id": self._store.make_id(name, f"{pinned}-{_brief(source)}"),
+                    "source": source,
+                    "by": "start_from='snapshot'",
+                }
+                for source in sorted(found)
+            )
+            self._wiring.store.subscriptions.note_snapshot(name, plan.version)
+            del self._owed[0]
 
     def _forget(self, snapshot_id: str) -> None:
         """Let go of a record that does not run any more."""
@@ -451,3 +484,7 @@ class SnapshotThread:
             explain_error(error, self._wiring.state_concern) or error_text(error),
             extra={"event": "snapshots_unread"},
         )
+
+
+def _brief(source: str) -> str:
+    return hashlib.blake2b(source.encode(), digest_size=6).hexdigest()

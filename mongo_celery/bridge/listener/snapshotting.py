@@ -38,10 +38,9 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, extract_time, place_after_time, previous_time
 from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailedError
-from mongo_celery.bridge.listener.initial_snapshots import InitialSnapshots
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
 from mongo_celery.bridge.state.partitions import is_mostly_blocked
-from mongo_celery.bridge.stream.operation_types import MOVES
+from mongo_celery.bridge.stream.filter import MOVES
 
 if TYPE_CHECKING:
     from bson import Timestamp
@@ -58,7 +57,7 @@ _ROOM_SHARE = 8  # of the buffer, for a chunk
 
 class Snapshotting:
     """
-    The leading thread's part in the snapshots of one term. `report` is also called by the one that renews the lease.
+    The leading thread's part in the snapshots of one term.
 
     Args:
         wiring: of the bridge.
@@ -85,7 +84,7 @@ class Snapshotting:
             owed: plans of those that begin with snapshots, each with the start that was pinned with that.
         """
         self._led = led
-        self.thread.start(led, version, InitialSnapshots(self._wiring, owed))
+        self.thread.start(led, version, owed)
 
     def poll_now(self) -> None:
         """Have the thread find what was asked for, whenever that would have been due."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions, StartFrom
 from mongo_celery.bridge.state.subscriptions import OWED, parse_lost_history, parse_name
 from mongo_celery.bridge.stream.cursor import Position
@@ -82,23 +81,25 @@ def find_starts(
     renewal: Renewal,
     options: BridgeOptions,
     handlers: Iterable[Handler],
-    takeover: Takeover,
+    documents: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Start]:
     """
     The start of each subscription, pinned where it has none.
+
+    Args:
+        documents: of the subscriptions, by name, as the take-over has found them.
 
     Raises:
         LeaseLostError: the term ended meanwhile.
         ConfigurationError: a start is a resume token of another cluster.
         AccessError: `oldest` was asked for and the oplog may not be read.
     """
-    documents = takeover.documents
     fresh = [handler for handler in handlers if "startAtOperationTime" not in documents[handler.name]]
     if fresh:
-        _Pinning(store, client, renewal, options).pin(fresh, takeover)
+        _Pinning(store, client, renewal, options).pin(fresh, documents)
     # Read again in any case: a later term may have put another layout in force, and removed the partitions of this one,
     # before the take-over made them anew.
-    return read_starts(store, list(documents), takeover.version)
+    return read_starts(store, list(documents), renewal.term.version)
 
 
 def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
@@ -108,16 +109,7 @@ def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, S
     Raises:
         LeaseLostError: a later term has taken one of them, or it is gone.
     """
-    return _starts(store.subscriptions.affirm(names, version), names, version)
-
-
-def starts_now(store: Store, names: Collection[str], version: int) -> dict[str, Start]:
-    """As `read_starts`, without writing anything."""
-    documents = {parse_name(document): document for document in store.subscriptions.read_all()}
-    return _starts(documents, names, version)
-
-
-def _starts(documents: Mapping[str, Mapping[str, Any]], names: Collection[str], version: int) -> dict[str, Start]:
+    documents = store.subscriptions.affirm(names, version)
     if not documents.keys() >= set(names):
         raise LeaseLostError
     return {name: _start(documents[name], version) for name in names}
@@ -158,14 +150,14 @@ class _Pinning:
         self._options = options
         self._times: dict[str, Timestamp] = {}
 
-    def pin(self, fresh: Sequence[Handler], takeover: Takeover) -> None:
+    def pin(self, fresh: Sequence[Handler], documents: Mapping[str, Mapping[str, Any]]) -> None:
         """Pin the bridge's start, where there is none, and that of these handlers."""
         lease = self._renewal.term.document
         pinned = lease["startAtOperationTime"] or self._pin_bridge()
         stored = self._store.subscriptions.read_all()
         has_position = any(each.get("fingerprint") or each.get("gaps") for each in stored)  # of a stream that was read
-        is_added = has_position or len(fresh) < len(takeover.documents)
-        self._warn_of_unserved(sorted(handler.name for handler in fresh), stored, takeover)
+        is_added = has_position or len(fresh) < len(documents)
+        self._warn_of_unserved(sorted(handler.name for handler in fresh), stored, documents)
         # All are found before one is pinned: what is refused leaves nothing behind.
         places = {handler.name: self._place(handler, pinned, has_position=has_position) for handler in fresh}
         for handler in fresh:
@@ -174,7 +166,7 @@ class _Pinning:
                 place = self._within_history(place)
             self._store.subscriptions.pin(
                 handler.name,
-                takeover.version,
+                self._renewal.term.version,
                 place.time,
                 place.position,
                 with_snapshot=handler.begins_with_snapshot(self._options),
@@ -189,10 +181,10 @@ class _Pinning:
                 )
 
     @staticmethod
-    def _warn_of_unserved(fresh: Sequence[str], stored: Sequence[Mapping[str, Any]], takeover: Takeover) -> None:
+    def _warn_of_unserved(fresh: Sequence[str], stored: Sequence[Mapping[str, Any]], served: Iterable[str]) -> None:
         """Log new handlers beside positions without a handler: a function may have another name since the last term."""
         begun = {parse_name(each) for each in stored if "startAtOperationTime" in each}
-        unserved = sorted(begun - takeover.documents.keys())
+        unserved = sorted(begun - {*served})
         if unserved:
             logger.warning(
                 "no handler serves the positions of %s, and %s is new. If you renamed a function, write name=%r in its "

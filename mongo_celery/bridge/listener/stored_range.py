@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mongo_celery.bridge.state.stored import StoredChange
-from mongo_celery.bridge.window import PendingChange
+from mongo_celery.bridge.state.backlog import StoredChange
 
 
 @dataclass(slots=True)
@@ -66,8 +65,3 @@ class StoredRange:
         self.missing = False
         self.ahead.extend(changes)
         self.read_to = changes[-1].data
-
-
-def make_stored_change(change: PendingChange) -> StoredChange:
-    """Return a change as it is stored."""
-    return StoredChange(change.data, change.raw, change.hash, change.refusal, change.token)

@@ -49,16 +49,15 @@ from mongo_celery.bridge.listener.partition import NotStored, Partition
 from mongo_celery.bridge.listener.pressure import Pressure
 from mongo_celery.bridge.listener.read_back import ReadBack
 from mongo_celery.bridge.listener.removal import Removal
-from mongo_celery.bridge.listener.stored_range import make_stored_change
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.error_text import storable
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final, storable
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -86,7 +85,7 @@ _PAUSES = Pauses(first=1.0, longest=16.0)
 
 class Storing:
     """
-    The stored changes of one term. Used by the leading thread. `report` by the one that renews the lease, too.
+    The stored changes of one term. Used by the leading thread.
 
     Args:
         store: the state database.
@@ -218,7 +217,8 @@ class Storing:
         if not changes:
             return 0
         size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
-        stored, to = [make_stored_change(change) for change in changes], changes[-1].data
+        stored = [StoredChange(each.data, each.raw, each.hash, each.refusal, each.token) for each in changes]
+        to = changes[-1].data
         self._removal.note(partition.partition_id, token_place(to), 0 if reason == AGAIN else size)
         self._state.backlog.insert(partition.partition_id, stored, self._version, self.session)
         if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
@@ -363,8 +363,7 @@ class Storing:
         elif isinstance(error, PyMongoError):
             raise_if_final(error, self._concern)
         if partition is None or self._throttle.may_log():  # thousands of partitions may fail, each for itself
-            left_out = self._throttle.count_left_out()
-            more = f" (and {left_out} more since the last such line)" if left_out else ""
+            more = self._throttle.describe_left_out()
             logger.warning("%s failed, trying again: %s%s", what, text, more, extra={"event": "spill_failed"})
         if partition is None or not _concerns_one_partition(error):
             self._gate.note_failure()

@@ -1,8 +1,4 @@
-"""
-The report of stored changes: logged once when they begin, end or near their bound, and shown by `status`.
-
-`StoringReport.report` is called by the thread that renews the lease, too. All else by the leading thread.
-"""
+"""The report of stored changes: logged once when they begin, end or near their bound, and shown by `status`."""
 
 from __future__ import annotations
 

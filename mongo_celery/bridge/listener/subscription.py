@@ -296,7 +296,7 @@ class Subscription:
             self.candidates[partition] = None
 
     def _may_run(self, backlog: StoredRange) -> bool:
-        """Return True if stored changes are left that may be run, for all that is known. Callable from any thread."""
+        """Return True if stored changes are left that may be run, for all that is known."""
         return bool(backlog.ahead) or backlog.read_to < min(backlog.to, self.window.seen)
 
     @property

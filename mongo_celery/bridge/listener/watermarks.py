@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import bson
 import pymongo
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.bridge.window import Mark
+from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import brief
 
@@ -54,20 +57,37 @@ class Watermarks:
         self._reported: Mapping[str, Any] = {}
         self.due_at = 0.0
         self._flushed_at = 0.0
+        self._throttle = LogThrottle()
 
     def flush(self, subscriptions: Collection[Subscription], now: float, moved_at: float) -> None:
         """Store what has moved, lazily when idle. `moved_at` is when a change was last dispatched or done."""
         self.due_at = now + _PAUSE_SECONDS
-        is_idle = now - moved_at > _IDLE_PAUSE_SECONDS and self._report() == self._reported
+        is_idle = now - moved_at > _IDLE_PAUSE_SECONDS and self._make_report() == self._reported
         if not is_idle or now - self._flushed_at >= _IDLE_PAUSE_SECONDS:
             self.store(subscriptions, now)
+
+    def _make_report(self) -> Mapping[str, Any]:
+        """Return the report as it can be stored. An empty one if it cannot: it must not end a term."""
+        try:
+            report = self._report()
+            bson.encode(report)
+        except Exception as error:  # noqa: BLE001 - of whatever it is made of
+            if self._throttle.may_log():
+                logger.error(
+                    "the report for `changes status` cannot be made, so it is left out: %s: %s. Report this error",
+                    type(error).__name__,
+                    short(error),
+                    extra={"event": "report_failed"},
+                )
+            return {}
+        return report
 
     def store(self, subscriptions: Collection[Subscription], now: float) -> None:
         """Store what has moved. Failing is harmless, since the next time stores more."""
         self._flushed_at = now
         try:
             self._advance(subscriptions)
-            report = self._report()
+            report = self._make_report()
             self._store.leases.record_report(self._renewal.term, report)
             self._reported = report
         except PyMongoError as error:

@@ -11,7 +11,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.rewinding import LOCKED, leader_in, refuse_unknown
-from mongo_celery.bridge.state.names import Holdings
+from mongo_celery.bridge.state.positions import Holdings
 from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.locked import is_lock
@@ -67,7 +67,7 @@ def plan_forget(wiring: Wiring, name: str, *, letters: bool, stamps: Sequence[st
     with reached(wiring) as store:
         lease = store.leases.read() or {}
         documents = {parse_name(document): document for document in store.subscriptions.read_all()}
-        holdings = store.names.holdings(name)
+        holdings = store.positions.holdings(name)
         if name not in documents and not holdings.any and not stamps:  # else a part of them may be left
             raise refuse_unknown(wiring, name, sorted(documents))
         if holdings.letters and not letters:
@@ -100,7 +100,7 @@ def forget(
     with audited(wiring, "forget", plan.name, dead_letters=letters, stamps=stamps, reason=reason) as act:
         store = wiring.store
         try:
-            version = store.names.forget(plan.name, act.record(plan.name, **asdict(plan.holdings)))
+            version = store.positions.forget(plan.name, act.record(plan.name, **asdict(plan.holdings)))
         except PyMongoError as error:
             if is_lock(error):
                 raise CommandRefusedError(LOCKED) from error
@@ -116,5 +116,5 @@ def forget(
             targets = wiring.client[database][collection]
             targets.update_many({stamp: {"$exists": True}}, {"$unset": {stamp: ""}})
         done = 0
-        for count in store.names.remove(plan.name, version, letters=letters):
+        for count in store.positions.remove(plan.name, version, letters=letters):
             progress(done := done + count)

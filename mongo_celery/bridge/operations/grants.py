@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.state.audit import COLLECTION as AUDIT
-from mongo_celery.bridge.state.drops import COLLECTION as DROPS
+from mongo_celery.bridge.state.leases import DROPS
 from mongo_celery.bridge.state.signing import COLLECTION as KEYS
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed

@@ -18,7 +18,7 @@ from mongo_celery.bridge.listener.horizon import SERIOUS as OPLOG_SERIOUS
 from mongo_celery.bridge.listener.horizon import THRESHOLDS
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, PartitionStatus
 from mongo_celery.bridge.state.claims import owner_pid
-from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, TAMPERED
+from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MALFORMED, TAMPERED
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.findings import NEAR, SERIOUS, Finding, degraded, failing
 from mongo_celery.quantities import duration, moment, number, size

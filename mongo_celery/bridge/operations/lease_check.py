@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, TAMPERED
+from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MALFORMED, TAMPERED
 from mongo_celery.findings import Finding, degraded
 
 if TYPE_CHECKING:

@@ -402,7 +402,7 @@ def _result(
 def _names(wiring: Wiring) -> list[str]:
     """Subscriptions that may have dead letters: those that are stored, and those that have some."""
     stored = layouts_in_force(wiring.store.subscriptions.read_all())
-    return sorted({*stored, *wiring.store.dead_letters.subscriptions()})
+    return sorted({*stored, *wiring.store.dead_letters.count()})
 
 
 def _check_id(wiring: Wiring, selection: Selection, names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.existing import is_existing, opens_stream
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.stream.cursor import Position, open_cursor, post_batch_token
-from mongo_celery.bridge.stream.oversized import WITHOUT_OVERSIZED
+from mongo_celery.bridge.stream.isolator import WITHOUT_OVERSIZED
 from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import AccessError, CommandRefusedError, DeploymentError
 from mongo_celery.mongo.oplog import Oplog, earliest_token, operation_time, read_oplog, time_of_token

@@ -21,7 +21,7 @@ from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
-from mongo_celery.mongo.examining import collect_findings
+from mongo_celery.mongo.opening import collect_findings
 
 _TASK_PROTOCOL = 2
 

@@ -20,13 +20,14 @@ from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
+from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, place_of
 from mongo_celery.bridge.operations.times import iso
-from mongo_celery.bridge.state.dead_letters import ASKED
+from mongo_celery.bridge.state.dead_letters import ASKED, build_later_query
 from mongo_celery.bridge.state.partitions import Image, visible_state
-from mongo_celery.bridge.state.positions import Move, Moved, later_existing_query, later_letters_query
+from mongo_celery.bridge.state.positions import Move, Moved
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import (
     Layout,
@@ -342,8 +343,8 @@ def _around(
         going = [image for image in images if image.index in indexes]
         return {"passed_from": _passed_from(store, going, layout, to, parse_position(document))}
     data = str(to.token["_data"])
-    letters = later_letters_query(wiring.name, subscription, data)
-    existing = later_existing_query(wiring.name, subscription, data)
+    letters = build_later_query(wiring.name, subscription, data)
+    existing = {**letters, "change.operationType": SNAPSHOT}
     theirs = {"partition": {"$in": sorted(indexes)}}
     asked = {"replay.partitioningTerm": layout.generation, "replay.partition": {"$in": sorted(indexes)}}
     collection = store.dead_letters.collection

@@ -15,14 +15,13 @@ from bson import Timestamp, json_util
 from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import is_number, nearest
-from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, read_facts
-from mongo_celery.bridge.listener.initial_snapshots import find_collections
+from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, find_collections, read_facts
 from mongo_celery.bridge.operations.acts import audited, reached
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
 from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
-from mongo_celery.bridge.stream.condition import find_objection
+from mongo_celery.bridge.stream.filter import find_objection
 from mongo_celery.bridge.stream.source import parse_source
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import with_majority

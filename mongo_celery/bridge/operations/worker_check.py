@@ -13,7 +13,7 @@ from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.workers import WorkerReplies, ask_workers, count_slots, list_queues, list_tasks
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
-from mongo_celery.mongo.examining import collect_findings
+from mongo_celery.mongo.opening import collect_findings
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:

@@ -14,11 +14,10 @@ from typing import Any
 
 from pymongo import IndexModel
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 
-from mongo_celery.mongo.error_text import storable
-from mongo_celery.mongo.index_creation import create_indexes
-from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.bridge.state.state_collection import StateCollection
+from mongo_celery.mongo.table import create_indexes
+from mongo_celery.mongo.verdicts import storable
 
 COLLECTION = "audit_records"
 KEPT_SECONDS = 365 * 24 * 3600
@@ -26,12 +25,8 @@ _TEXT_CHARS = 1000
 _FIELDS = ("at", "by", "act", "command", "handlers", "effect", "reason")
 
 
-class AuditRecords:
+class AuditRecords(StateCollection):
     """The audit records of one bridge."""
-
-    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
-        self._bridge = bridge
 
     def prepare(self) -> None:
         """Make sure that records can be stored, and that the server removes old ones. A changed TTL stays."""

@@ -69,7 +69,7 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
-from mongo_celery.bridge.state.stored import to_unsigned
+from mongo_celery.bridge.state.state_collection import to_unsigned
 from mongo_celery.mongo.expressions import REMOVED, after, literal, millis, next_number, whole
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout

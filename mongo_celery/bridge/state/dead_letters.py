@@ -28,13 +28,14 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import bson
 import pymongo
 from bson import ObjectId
+from bson.errors import InvalidId
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
 from pymongo import IndexModel
@@ -42,12 +43,12 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import token_data, wrap_event
-from mongo_celery.bridge.existing import END, LETTER, is_unread, token_place
+from mongo_celery.bridge.existing import END, is_unread, token_place
 from mongo_celery.bridge.raw_event import EVENT_TYPES
-from mongo_celery.bridge.state.stored import ids_under, pack_event, range_end, to_signed, to_unsigned, unpack_event
+from mongo_celery.bridge.state.backlog import pack_event, unpack_event
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under, to_signed, to_unsigned
 from mongo_celery.mongo.expressions import remaining
-from mongo_celery.mongo.index_creation import create_indexes, reading_seconds
-from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.mongo.table import create_indexes, reading_seconds
 
 CHANGE_BYTES = 15 << 20
 """Up to here an event is kept readable."""
@@ -61,10 +62,10 @@ REQUESTED, STARTED, REPLAY_FAILED = "requested", "started", "failed"
 ASKED: Mapping[str, Any] = {"replay.state": {"$in": [REQUESTED, STARTED, REPLAY_FAILED]}}
 """A query for those whose replay was asked for, which their partial index serves."""
 _READ_AT_ONCE = 1000
-_LAST = chr(0x10FFFF)
 _STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existing document's letter has no place
 _KEY = "change.documentKey._id"
 _INDEXES = [
+    IndexModel([("bridge", 1), ("handler", 1), *_STREAM_ORDER], name="stream"),
     IndexModel([("parked", 1), *_STREAM_ORDER], name="parked", partialFilterExpression={"parked": {"$exists": True}}),
     IndexModel(
         [("replay.state", 1), ("_id", 1)],
@@ -98,11 +99,6 @@ _FIELDS: dict[str, Any] = {
     },
 }  # fmt: skip
 _SAID = dict.fromkeys(("cause", "error", "traceback", "attempts"), 1)
-_REQUEST_KINDS: Mapping[str, Any] = {
-    "id": ObjectId,
-    **dict.fromkeys(("partitioningTerm", "partition", "hash"), int),
-    "overNewer": bool,
-}
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 
 
@@ -196,17 +192,17 @@ class Letter:
     document_id: str
     id: str
     subscription: str
-    key: str
-    at: datetime | None
-    cause: str
-    error: str
-    traceback: str
-    attempts: int
-    replays: int
-    kept: str
-    bytes: int | None
-    token: Mapping[str, Any] | None
-    place: Place | None
+    key: str = ""
+    at: datetime | None = None
+    cause: str = FAILED
+    error: str = "damaged"
+    traceback: str = ""
+    attempts: int = 0
+    replays: int = 0
+    kept: str = "event"
+    bytes: int | None = None
+    token: Mapping[str, Any] | None = None
+    place: Place | None = None
     replay: ReplayRequest | None = None
     parked: int | None = None
     passed: int = 0
@@ -255,12 +251,8 @@ class Selection:
     until: datetime | None = None
 
 
-class DeadLetters:
+class DeadLetters(StateCollection):
     """The dead letters of one bridge."""
-
-    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
-        self._bridge = bridge
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
@@ -268,21 +260,13 @@ class DeadLetters:
         return self._table.collection
 
     def count(self) -> dict[str, int]:
-        """Return the number of dead letters by handler. Only ids are read, since events may be large."""
-        return {name: self.count_selected(Selection(subscription=name), ()) for name in self.subscriptions()}
-
-    def subscriptions(self) -> list[str]:
-        """Those that have any: one look for each at what is next in the order of `_id`."""
-        found: list[str] = []
-        ids = ids_under(self._bridge)
-        while next_ := self._table.find_one({"_id": ids}, {"_id": 1}, sort=[("_id", 1)]):
-            found.append(str(next_["_id"]).split("/")[1])
-            ids["$gt"] = range_end(f"{self._bridge}/{found[-1]}")
-        return found
+        """Return the number of dead letters by handler. An index gives it, since events may be large."""
+        stages: list[dict[str, Any]] = [{"$match": self._mine()}, {"$group": {"_id": "$handler", "count": {"$sum": 1}}}]
+        return {str(row["_id"]): int(row["count"]) for row in self._table.aggregate(stages)}
 
     def read_oversized_error(self) -> str | None:
         """Return the error of one whose change was too large to be read. None where there is none."""
-        place = {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0", "$regex": f"{END}$"}
+        place = {**ids_under(self._bridge), "$regex": f"{END}$"}
         found = self._table.find_one({"_id": place}, {"error": 1}, sort=[("_id", 1)])
         return None if found is None else str(found.get("error"))
 
@@ -290,33 +274,23 @@ class DeadLetters:
         """
         The first dead letters of a selection, by subscription, then in the order of the stream.
 
-        That of `_id` is it, by an index, unless there are existing documents.
-
         Args:
             subscriptions: all that are known, in which an id is looked for.
             limit: how many; 0 for all.
             skip: how many of the first ones are left out.
         """
-        query = self._query(selection, subscriptions)
-        names = [selection.subscription] if selection.subscription is not None else subscriptions
-        existing = {"$or": [{"_id": _range(f"{self._bridge}/{name}/{LETTER}")} for name in names]}
-        if not names or self._table.find_one(existing, {"_id": 1}) is None:
-            with self._table.limit():
-                found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], skip=skip, limit=limit)
-                return [_letter(document) for document in found]
-        keys = {"handler": 1, **dict(_STREAM_ORDER)}
-        stages: list[dict[str, Any]] = [{"$match": query}, {"$project": keys}, {"$sort": keys}]  # nothing that is large
+        order = {"handler": 1, **dict(_STREAM_ORDER)}
+        stages: list[dict[str, Any]] = [{"$match": self._query(selection, subscriptions)}, {"$sort": order}]
         stages += [{"$skip": skip}] if skip else []
         stages += [{"$limit": limit}] if limit else []
-        return self.headers([row["_id"] for row in self._table.aggregate(stages)])
+        return self.headers([row["_id"] for row in self._table.aggregate([*stages, {"$project": {"_id": 1}}])])
 
     def newest(self, limit: int) -> list[Letter]:
         """Return the dead letters that were set aside last, the newest first. By an index."""
         with self._table.limit():
-            found = self._table.collection.find(
-                {"_id": _range(f"{self._bridge}/")}, _FIELDS, sort=[("at", -1), ("_id", -1)], limit=limit
-            )
-            return [_letter(document) for document in found]
+            order = [("at", -1), ("_id", -1)]
+            found = self._table.collection.find(self._mine(), _FIELDS, sort=order, limit=limit)
+            return [_letter(each) for each in found]
 
     def list_errors(self, limit: int) -> list[dict[str, Any]]:
         """Return handler, error and time of the newest dead letters, the newest first. By an index."""
@@ -352,12 +326,7 @@ class DeadLetters:
         if not keys:
             return {}
         stages: list[dict[str, Any]] = [
-            {
-                "$match": {
-                    "parked": {"$in": [Int64(to_signed(hash_)) for _, hash_ in keys]},
-                    "_id": _range(f"{self._bridge}/"),
-                }
-            },
+            {"$match": {"parked": {"$in": [Int64(to_signed(hash_)) for _, hash_ in keys]}, **self._mine()}},
             {"$sort": dict(_STREAM_ORDER)},
             {
                 "$group": {
@@ -375,7 +344,7 @@ class DeadLetters:
 
     def first_waiting(self, subscription: str, hash_: int, session: ClientSession | None = None) -> Letter | None:
         """The first letter that waits for a parked key, in the order of the stream. None where none does."""
-        query = {"parked": Int64(to_signed(hash_)), "_id": _range(f"{self._bridge}/{subscription}/")}
+        query = {"parked": Int64(to_signed(hash_)), **self._mine(subscription)}
         with self._table.limit():
             found = self._table.collection.find_one(query, _FIELDS, sort=_STREAM_ORDER, session=session)
         return None if found is None else _letter(found)
@@ -409,52 +378,67 @@ class DeadLetters:
             create_indexes(collection, _INDEXES)
 
     def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
-        names = [selection.subscription] if selection.subscription is not None else subscriptions
-        every = f"{self._bridge}/" if selection.subscription is None else f"{self._bridge}/{selection.subscription}/"
-        places = [_range(every)]
+        query = self._mine(selection.subscription)
         if selection.ids:
-            places = [
-                _range(f"{self._bridge}/{name}/{id_.upper() if _HEX.fullmatch(id_) else id_}")
-                for name in names
-                for id_ in selection.ids
-            ]
-        query: dict[str, Any] = {"$or": [{"_id": place} for place in places]}
+            names = [selection.subscription] if selection.subscription is not None else subscriptions
+            ids = [id_.upper() if _HEX.fullmatch(id_) else id_ for id_ in selection.ids]
+            query["$or"] = [{"_id": _range(f"{self._bridge}/{name}/{id_}")} for name in names for id_ in ids]
         if selection.keys:
             query[_KEY] = {"$in": [*selection.keys]}
         times = {"$gte": selection.since, "$lt": selection.until}
         at = {name: moment for name, moment in times.items() if moment is not None}
         return {**query, "at": at} if at else query
 
+    def _mine(self, subscription: str | None = None) -> dict[str, Any]:
+        mine: dict[str, Any] = {"bridge": self._bridge}
+        return mine if subscription is None else {**mine, "handler": subscription}
+
+
+def build_later_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
+    """Return a query for the dead letters of a handler that lie after a place: the comparable part of its token."""
+    return {"bridge": bridge, "handler": subscription, "resumeToken._data": {"$gt": data}}
+
 
 def _range(prefix: str) -> dict[str, str]:
-    return {"$gte": prefix, "$lt": prefix + _LAST}
+    return {"$gte": prefix, "$lt": prefix + chr(0x10FFFF)}
 
 
 def _letter(document: Mapping[str, Any]) -> Letter:
-    """Whatever somebody has written there, it can be listed, and discarded."""
-    token, document_id, passed = document.get("resumeToken"), str(document["_id"]), document.get("passedOver")
-    named = passed.get("tokens") if isinstance(passed, Mapping) else None
-    at = document.get("at")
-    return Letter(
-        document_id=document_id,
-        id=document_id.split("/", 2)[-1],
-        subscription=str(document.get("handler") or document_id.split("/")[1]),
-        key=str(document.get("key", "")),
-        at=at.replace(tzinfo=at.tzinfo or UTC) if isinstance(at, datetime) else None,
-        cause=str(document.get("cause") or FAILED),
-        error=str(document.get("error", "")),
-        traceback=str(document.get("traceback", "")),
-        attempts=_number(document.get("attempts")),
-        replays=_number(document.get("replays")),
-        kept=str(document.get("kept") or ("event" if document.get("bytes") else "name")),
-        bytes=document.get("bytes"),
-        token=token if _parse_data(token) else None,
-        place=_place(document),
-        replay=parse_replay(document),
-        parked=to_unsigned(document["parked"]) if isinstance(document.get("parked"), int) else None,
-        passed=_number(passed.get("count")) if isinstance(passed, Mapping) else 0,
-        passed_over=[str(each) for each in named] if isinstance(named, list) else [],
-    )
+    """Return a dead letter. One that somebody has damaged can be listed, and discarded."""
+    document_id = str(document["_id"])
+    _, subscription, id_ = document_id.split("/", 2)
+    damaged = Letter(document_id=document_id, id=id_, subscription=subscription)
+    try:
+        return replace(damaged, **_parse_letter(document))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return damaged
+
+
+def _parse_letter(document: Mapping[str, Any]) -> dict[str, Any]:
+    passed, parked, at = document.get("passedOver") or {}, document.get("parked"), document.get("at")
+    return {
+        "key": str(document["key"]),
+        "at": None if at is None else at.replace(tzinfo=at.tzinfo or UTC),
+        "cause": str(document["cause"]),
+        "error": str(document["error"]),
+        "traceback": str(document["traceback"]),
+        "attempts": int(document["attempts"]),
+        "replays": int(document["replays"]),
+        "kept": str(document["kept"]),
+        "bytes": document["bytes"],
+        "token": {**document["resumeToken"], "_data": token_data(document["resumeToken"])},
+        "place": Place(
+            int(document["partitioningTerm"]),
+            int(document["partition"]),
+            int(document["seq"]),
+            int(document["fencingToken"]),
+            to_unsigned(document["hash"]),
+        ),
+        "replay": parse_replay(document),
+        "parked": None if parked is None else to_unsigned(parked),
+        "passed": int(passed.get("count", 0)),
+        "passed_over": [str(each) for each in passed.get("tokens", ())],
+    }
 
 
 def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
@@ -463,54 +447,37 @@ def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
 
     None also for a damaged one: nothing is replayed by it, and asking once more replaces it.
     """
-    replay = None if document is None else document.get("replay")
-    if document is None or not isinstance(replay, Mapping):
+    try:
+        return None if document is None or "replay" not in document else _parse_replay(document, document["replay"])
+    except (AttributeError, InvalidId, KeyError, TypeError, ValueError):
         return None
-    is_sound = all(isinstance(replay.get(name), kind) for name, kind in _REQUEST_KINDS.items())
-    if not is_sound or replay.get("state") not in (REQUESTED, STARTED, REPLAY_FAILED):
-        return None
-    token, document_id, fencing_token = document.get("resumeToken"), str(document["_id"]), replay.get("fencingToken")
-    error, due = replay.get("error"), document.get("due")
+
+
+def _parse_replay(document: Mapping[str, Any], replay: Mapping[str, Any]) -> ReplayRequest:
+    document_id, state, fencing_token = str(document["_id"]), replay["state"], replay.get("fencingToken")
+    if state not in (REQUESTED, STARTED, REPLAY_FAILED):
+        raise ValueError(state)
     return ReplayRequest(
         letter=document_id,
-        asking=replay["id"],
-        state=replay["state"],
-        subscription=str(document.get("handler") or document_id.split("/")[1]),
-        generation=replay["partitioningTerm"],
-        partition=replay["partition"],
+        asking=ObjectId(replay["id"]),
+        state=state,
+        subscription=str(document["handler"]),
+        generation=int(replay["partitioningTerm"]),
+        partition=int(replay["partition"]),
         hash=to_unsigned(replay["hash"]),
-        key=str(document.get("key", "")),
-        over_newer=replay["overNewer"],
-        starts=_number(document.get("replays")),
-        crashes=_number(replay.get("crashes")),
-        fencing_token=fencing_token if isinstance(fencing_token, int) else None,
-        retries=_number(replay.get("retries")),
-        waits=_number(replay.get("waits")),
-        doubts=_number(replay.get("doubts")),
-        error=error if isinstance(error, str) else None,
-        due_in=due / 1000 if isinstance(due, int | float) else 0,
-        parked=isinstance(document.get("parked"), int),
-        order=(_parse_data(token), document_id),
+        key=str(document["key"]),
+        over_newer=bool(replay["overNewer"]),
+        starts=int(document["replays"]),
+        crashes=int(replay.get("crashes", 0)),
+        fencing_token=None if fencing_token is None else int(fencing_token),
+        retries=int(replay.get("retries", 0)),
+        waits=int(replay.get("waits", 0)),
+        doubts=int(replay.get("doubts", 0)),
+        error=replay.get("error"),
+        due_in=(document["due"] or 0) / 1000,
+        parked="parked" in document,
+        order=(token_data(document["resumeToken"]), document_id),
     )
-
-
-def _parse_data(token: object) -> str:
-    """Return the comparable part of a stored token. Empty where that is damaged."""
-    data = token.get("_data") if isinstance(token, Mapping) else None
-    return data if isinstance(data, str) else ""
-
-
-def _number(value: object) -> int:
-    return int(value) if isinstance(value, int) else 0
-
-
-def _place(document: Mapping[str, Any]) -> Place | None:
-    found = [document.get(name) for name in ("partitioningTerm", "partition", "seq", "fencingToken", "hash")]
-    numbers = [int(each) for each in found if isinstance(each, int)]
-    if len(numbers) < len(found):
-        return None
-    term, partition, seq, fencing_token, hash_ = numbers
-    return Place(term, partition, seq, fencing_token, to_unsigned(hash_))
 
 
 def _read_event(document: Mapping[str, Any], kept: object) -> bytes | None:
@@ -587,7 +554,7 @@ def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], s
     if dead_letter["cause"] == PARKED_BEHIND and is_cause:
         kept = {name: found[name] for name in _SAID if name in found}
     if "replay" in found:
-        kept |= {"replay": found["replay"], "replays": Int64(_number(found.get("replays")) + 1)}
+        kept |= {"replay": found["replay"], "replays": Int64(found["replays"] + 1)}
     letters.replace_one(key, {**dead_letter, **kept}, upsert=True, session=session)
     letters.update_one(key, {"$currentDate": {"at": True}}, session=session)
 

@@ -41,9 +41,9 @@ from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
-from mongo_celery.bridge.state.drops import COLLECTION as DROPS
 from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.bridge.state.signing import installation_id
+from mongo_celery.bridge.state.state_collection import StateCollection
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
@@ -70,14 +70,12 @@ class Term:
     document: Mapping[str, Any]
 
 
-class Leases:
+class Leases(StateCollection):
     """The lease of one bridge."""
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
+        super().__init__(collection, bridge, ttl)
         self._drops = Table(collection.database[DROPS], call_timeout(ttl))
-        self._bridge = bridge
-        self._ttl = ttl
 
     def ensure(self) -> None:
         """
@@ -137,25 +135,16 @@ class Leases:
             return None
         return Term(listener_id, document["term"], started + self._ttl * _TRUST, document)
 
-    def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
+    def renew(self, term: Term) -> Term | None:
         """
         Extend the lease of this term.
-
-        Args:
-            term: the term that calls.
-            report: what `status` shows of the listener.
 
         Returns:
             The term with its new trusted time, or None when it has ended: then nothing may be
             dispatched any more.
         """
         started = time.monotonic()
-        change = {
-            "expiresAt": after(self._ttl),
-            "renewedAt": "$$NOW",
-            "report": literal(dict(report)),
-            "reportedAt": "$$NOW",
-        }
+        change = {"expiresAt": after(self._ttl), "renewedAt": "$$NOW"}
         document = self._table.find_and_update(self._mine(term), [{"$set": change}])
         if document is None:
             return None
@@ -234,3 +223,32 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
             },
         },
     ]
+
+
+DROPS = "drops"
+
+FORGED = "forged"
+FOREIGN = "foreign"
+MALFORMED = "malformed"
+MISDIRECTED = "misdirected"
+TAMPERED = "tampered"
+
+
+class Drops(StateCollection):
+    """The counters of one bridge. They only grow."""
+
+    def count(self, dropped: Mapping[str, int], sender: str | None = None) -> None:
+        """
+        Add to the counters.
+
+        Args:
+            dropped: numbers of messages by reason.
+            sender: `pid@host` of the last foreign one, as it says itself.
+        """
+        change: dict[str, Any] = {
+            "$inc": {f"dropped.{reason}": number for reason, number in dropped.items()},
+            "$currentDate": {f"droppedAt.{reason}": True for reason in dropped},
+        }
+        if sender is not None:
+            change["$set"] = {"foreignSender": sender}
+        self._table.update({"_id": self._bridge}, change, upsert=True)

@@ -29,11 +29,11 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.existing import extract_term
 from mongo_celery.bridge.state.claims import COMMIT, collect_parked_hashes, position_fields
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
-from mongo_celery.bridge.state.stored import ids_under, to_unsigned
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under, to_unsigned
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
-from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
+from mongo_celery.mongo.table import JOURNALED
 
 _COMPARED = 64  # with how many that were seen a partition is compared; with all, the cost would grow with their square
 _FLOWING_SHARE = 2  # one in so many has to flow
@@ -126,12 +126,8 @@ class Seen(NamedTuple):
     claimed: bool
 
 
-class Partitions:
+class Partitions(StateCollection):
     """All partitions of one bridge."""
-
-    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
-        self._bridge = bridge
 
     def partition_id(self, subscription: str, generation: int, index: int) -> str:
         """`_id` of a partition's document."""

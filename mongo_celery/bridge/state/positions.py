@@ -19,11 +19,16 @@ A rewind is one transaction, so it is killed at no point between. Its rules were
 4. The number of the last change is kept, so that numbers of changes never repeat.
 5. The watermark names no token that opens a stream: it is opened at the place's time, and what is not behind it is left
    out.
+
+`forget` removes everything that is stored of a handler that is gone from the code. One transaction removes what is in
+force, the handler's document and what is small. From then on nobody runs the rest, and it is removed a little at a time
+(`remove`). What is removed so is bound by the term of the lease at that moment: a handler that comes back meanwhile, in
+a later term, keeps what it has begun. Killed at any point it is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,13 +37,13 @@ from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.audit import AuditRecords
-from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED
+from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED, build_later_query
 from mongo_celery.bridge.state.partitions import build_attempt_reset, build_move
-from mongo_celery.bridge.state.stored import ids_under, range_end
+from mongo_celery.bridge.state.state_collection import ids_under
 from mongo_celery.bridge.state.subscriptions import build_start_move, watermark_fields
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
 from mongo_celery.mongo.opening import open_session
@@ -46,8 +51,12 @@ from mongo_celery.mongo.opening import open_session
 T = TypeVar("T")
 
 _SECONDS = 15.0
+_COUNT_SECONDS = 30.0
+_AT_ONCE = 100
+_SMALL = ("partitions", "snapshots")
+"""Collections of which a handler has so little that it goes in one transaction."""
+
 _GAPS_KEPT = 20
-_LAST = chr(0x10FFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,29 @@ class Moved:
 
     partitions: Sequence[int] = field(default=())
     withdrawn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """
+    Numbers of the documents that are stored under a name.
+
+    Attributes:
+        stored: documents of stored changes.
+        letters: dead letters.
+        replays: how many of these are to be replayed.
+    """
+
+    partitions: int
+    stored: int
+    letters: int
+    snapshots: int
+    replays: int
+
+    @property
+    def any(self) -> bool:
+        """Return True if there is any document."""
+        return bool(self.partitions or self.stored or self.letters or self.snapshots)
 
 
 class Positions:
@@ -194,11 +226,83 @@ class Positions:
         Those of existing documents, too: they would run before the changes that are in front of them.
         """
         theirs = {"replay.partitioningTerm": to.generation, "replay.partition": {"$in": list(indexes)}}
-        late = later_letters_query(self._bridge, to.subscription, str(to.token["_data"]))
+        late = build_later_query(self._bridge, to.subscription, str(to.token["_data"]))
         over = self._database["dead_letters"].update_many(
             {"$and": [ASKED, theirs, late]}, {"$unset": {"replay": ""}}, session=session
         )
         return over.modified_count
+
+    # -- a handler that is gone from the code ------------------------------------------------------
+
+    def holdings(self, name: str) -> Holdings:
+        """Count the documents that are stored under a name, in force or not."""
+        with pymongo.timeout(_COUNT_SECONDS):
+            counts = [
+                self._database[each].count_documents({"_id": self._ids(name)})
+                for each in ("partitions", "backlog", "dead_letters", "snapshots")
+            ]
+            replays = self._database["dead_letters"].count_documents({**ASKED, "_id": self._ids(name)})
+        partitions, stored, letters, snapshots = counts
+        return Holdings(partitions, stored, letters, snapshots, replays)
+
+    def forget(self, name: str, record: Mapping[str, Any]) -> int | None:
+        """
+        Remove a subscription and its partitions. What is left (`remove`) is in force for nobody then.
+
+        Returns:
+            The lease's term: all that has a smaller one is over. None where the listener that leads serves it:
+            nothing is changed.
+        """
+
+        def remove(session: ClientSession) -> int | None:
+            is_free = {"$lte": ["$expiresAt", "$$NOW"]}
+            is_not_served = {"$eq": [{"$type": f"$identity.handlers.{name}"}, "missing"]}
+            guard = {"_id": self._bridge, "$expr": {"$or": [is_free, is_not_served]}}
+            gone = [{"$unset": f"identity.handlers.{name}"}]
+            lease = self._database["leases"].find_one_and_update(guard, gone, {"term": 1}, session=session)
+            if lease is None:
+                session.abort_transaction()
+                return None
+            mine = {"_id": f"{self._bridge}/{name}"}
+            subscriptions = self._database["handlers"]
+            subscriptions.delete_one(mine, session=session)
+            for each in _SMALL:
+                self._database[each].delete_many({"_id": self._ids(name)}, session=session)
+            asked = {**ASKED, "_id": self._ids(name)}
+            self._database["dead_letters"].update_many(asked, {"$unset": {"replay": ""}}, session=session)
+            if subscriptions.find_one({"_id": ids_under(self._bridge)}, {"_id": 1}, session=session) is None:
+                again = {"$set": {"startAtOperationTime": None}}  # a bridge without positions starts for the first time
+                self._database["leases"].update_one({"_id": self._bridge}, again, session=session)
+            self._audit.add(record, session)
+            return int(lease["term"])
+
+        return self.run_transaction(remove)
+
+    def remove(self, name: str, term: int, *, letters: bool) -> Iterator[int]:
+        """
+        Remove what is left under a name that no subscription has, a little at a time. How much each time.
+
+        Args:
+            term: of the lease when it was given up. What a later term has stored or set aside is left alone:
+                somebody has begun anew with the name.
+            letters: whether the dead letters go, too.
+        """
+        for each in ["backlog", "dead_letters"] if letters else ["backlog"]:
+            yield from self._remove(self._database[each], self._ids(name), term)
+
+    def _remove(self, target: Collection[dict[str, Any]], ids: dict[str, str], term: int) -> Iterator[int]:
+        is_over = {"partitioningTerm": {"$not": {"$gt": Int64(term)}}}
+        while True:
+            with pymongo.timeout(_COUNT_SECONDS):
+                found = [each["_id"] for each in target.find({"_id": ids}, {"_id": 1}).sort("_id", 1).limit(_AT_ONCE)]
+                if not found:
+                    return
+                deleted = target.delete_many({"_id": {"$in": found}, **is_over}).deleted_count
+            ids["$gt"] = found[-1]
+            yield deleted
+
+    def _ids(self, name: str) -> dict[str, str]:
+        return ids_under(f"{self._bridge}/{name}")
 
     # -- the lease ---------------------------------------------------------------------------------
 
@@ -244,26 +348,6 @@ class Positions:
         """Run a transaction of the state, repeated for a bounded time."""
         with pymongo.timeout(_SECONDS), open_session(self._database.client) as session:
             return session.with_transaction(body)
-
-
-def later_letters_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
-    """
-    A query for the dead letters of a subscription that lie behind a place.
-
-    Their `_id`s say so, but for those of existing documents, which are named by their keys.
-
-    Args:
-        data: comparable part of the place's token.
-    """
-    prefix = f"{bridge}/{subscription}"
-    changes = {"_id": {"$gt": f"{prefix}/{data}", "$lt": range_end(prefix)}}
-    return {"$or": [changes, later_existing_query(bridge, subscription, data)]}
-
-
-def later_existing_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
-    """As `later_letters_query`, of existing documents alone."""
-    first = f"{bridge}/{subscription}/{LETTER}"
-    return {"_id": {"$gte": first, "$lt": first + _LAST}, "resumeToken._data": {"$gt": data}}
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:

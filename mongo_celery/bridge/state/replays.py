@@ -70,7 +70,7 @@ from mongo_celery.bridge.state.dead_letters import (
     ReplayRequest,
     parse_replay,
 )
-from mongo_celery.bridge.state.stored import ids_under, to_signed
+from mongo_celery.bridge.state.state_collection import ids_under, to_signed
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
 from mongo_celery.mongo.table import Table, call_timeout
 

@@ -44,12 +44,10 @@ from bson import Timestamp
 from bson.codec_options import CodecOptions
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
-from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.bridge.existing import DocumentId, join_documents
-from mongo_celery.bridge.state.stored import ids_under
-from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under
 
 _RAW: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
 
@@ -103,12 +101,8 @@ class Snapshot:
     until: DocumentId | None = None
 
 
-class Snapshots:
+class Snapshots(StateCollection):
     """The snapshots of one bridge."""
-
-    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
-        self._bridge = bridge
 
     # -- who asks for them -------------------------------------------------------------------------
 

@@ -14,10 +14,7 @@ from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.backlog import Backlog
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import DeadLetters
-from mongo_celery.bridge.state.drops import COLLECTION as DROPS
-from mongo_celery.bridge.state.drops import Drops
-from mongo_celery.bridge.state.leases import Leases
-from mongo_celery.bridge.state.names import Names
+from mongo_celery.bridge.state.leases import DROPS, Drops, Leases
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.replays import Replays
@@ -57,7 +54,6 @@ class Store:
         self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)
         self.audit = AuditRecords(database[AUDIT], bridge, options.lease_ttl)
         self.positions = Positions(database, bridge, self.audit)
-        self.names = Names(database, bridge, self.positions, self.audit)
 
     def start_session(self) -> ClientSession:
         """A causally consistent session: what it reads is never older than what it has read or written before."""

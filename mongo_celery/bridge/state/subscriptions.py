@@ -23,12 +23,11 @@ from typing import Any
 from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import UpdateOne
-from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.stored import ids_under
+from mongo_celery.bridge.state.state_collection import StateCollection, ids_under
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.oplog import time_of_token
-from mongo_celery.mongo.table import Table, Update, call_timeout
+from mongo_celery.mongo.table import Update
 
 _GAPS_KEPT = 20
 
@@ -70,12 +69,8 @@ class Advance:
     cluster_time: Timestamp | None
 
 
-class Subscriptions:
+class Subscriptions(StateCollection):
     """The subscriptions of one bridge."""
-
-    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._table = Table(collection, call_timeout(ttl))
-        self._bridge = bridge
 
     def take_over(self, layouts: Mapping[str, Layout], term: int) -> dict[str, dict[str, Any]]:
         """

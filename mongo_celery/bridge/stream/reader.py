@@ -41,9 +41,15 @@ from mongo_celery.bridge.stream.cursor import (
     set_await,
     token_of,
 )
-from mongo_celery.bridge.stream.isolator import ClientFactory, EventIsolator, Reread
+from mongo_celery.bridge.stream.isolator import (
+    TOKEN_MAX,
+    ClientFactory,
+    EventIsolator,
+    Reread,
+    explain_oversized,
+    shorten,
+)
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, ReadError, credit_cost
-from mongo_celery.bridge.stream.oversized import TOKEN_MAX, explain_oversized, shorten
 from mongo_celery.bridge.stream.reactions import (
     UNKNOWN_LIMIT,
     Reaction,

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
-from mongo_celery.arguments import check_flags
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.bridge.stream.bookkeeping import (
@@ -36,14 +35,12 @@ from mongo_celery.bridge.stream.bookkeeping import (
     list_touched,
     may_be_receipt,
 )
-from mongo_celery.bridge.stream.condition import find_objection, find_paths
-from mongo_celery.bridge.stream.operation_types import (
+from mongo_celery.bridge.stream.filter import (
     ALL,
     DOCUMENT_OPERATIONS,
     MOVES,
-    TAKES_DOCUMENTS,
     WITH_NAMESPACE,
-    check_operations,
+    Filter,
 )
 from mongo_celery.errors import ConfigurationError
 
@@ -160,88 +157,6 @@ def _from_class(model: Any) -> Source:
         database = model._get_db().name  # noqa: SLF001 - MongoEngine has no other way
         return _check_source(Source(str(database), str(named())), model)
     raise ConfigurationError(f"class {model.__name__} is neither a Django model nor a MongoEngine document.")
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """
-    The conditions of a handler for its changes.
-
-    Attributes:
-        operations: operation types. `{"*"}` for all.
-        fields: an update counts only when it touches one of these. None for all.
-        match: an aggregation expression over the event, judged by the server. None for all.
-        bookkeeping: whether the handler sees what this package keeps in documents, and in collections of a database
-            that is watched whole. Where there are `fields`, these alone decide which updates count.
-    """
-
-    operations: frozenset[str] = DOCUMENT_OPERATIONS
-    fields: frozenset[str] | None = None
-    match: Any = None
-    bookkeeping: bool = False
-
-    @property
-    def takes_documents(self) -> bool:
-        """Return True if the handler gets documents, so that a snapshot can give it those that exist."""
-        return bool(self.operations & (TAKES_DOCUMENTS | {ALL}))
-
-    @property
-    def takes_every_change(self) -> bool:
-        """Return True if the handler gets every change of a document, whatever has changed in it."""
-        is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
-        return is_open and self.fields is None and self.match is None
-
-    def asks_for_field(self, field: str) -> bool:
-        """Return True if the handler asks for updates that touch nothing but one of our fields."""
-        if self.fields is None:
-            return self.bookkeeping
-        return any(path.partition(".")[0] == field for path in self.fields)
-
-    def wants_operation(self, operation: str) -> bool:
-        """Return True if an operation type is asked for."""
-        return operation in self.operations or ALL in self.operations
-
-
-def make_filter(
-    operations: Iterable[str] | None = None,
-    fields: Iterable[str] | None = None,
-    match: Any = None,
-    *,
-    bookkeeping: bool = False,
-) -> Filter:
-    """Return the filter that a decorator's arguments make, or raise a ConfigurationError."""
-    if operations == ALL:
-        operations = {ALL}
-    for name, value in (("operations", operations), ("fields", fields)):
-        if value is not None and not _are_names(value):
-            raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
-    asked = check_operations(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
-    objection = find_objection(match) if match is not None else None
-    if objection is not None:
-        raise ConfigurationError(f"match={match!r} {objection}")
-    check_flags(bookkeeping=bookkeeping)
-    if fields is not None and not asked & {"update", ALL}:
-        raise ConfigurationError(
-            "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
-            "or leave fields out.",
-        )
-    reads_document = any(path.partition(".")[0] == "fullDocument" for path in find_paths(match))
-    if reads_document and not asked & (TAKES_DOCUMENTS | {ALL}):
-        raise ConfigurationError(
-            f"match= reads $fullDocument, and a change of {', '.join(sorted(asked))} has no fullDocument: read "
-            "$documentKey, or $fullDocumentBeforeChange where the bridge asks for it.",
-        )
-    return Filter(asked, frozenset(fields) if fields is not None else None, match, bookkeeping)
-
-
-def _are_names(value: object) -> bool:
-    """Return True for several names that can be read more than once. False for one name, or none."""
-    return (
-        isinstance(value, Collection)
-        and not isinstance(value, (str, bytes))
-        and bool(value)
-        and all(isinstance(name, str) for name in value)
-    )
 
 
 @dataclass(frozen=True, slots=True)

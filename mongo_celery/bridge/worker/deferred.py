@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.mongo.error_text import traceback_text
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.mongo.verdicts import is_transient, traceback_text
 from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.worker")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.identity import ways_out
-from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED
+from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED
 from mongo_celery.mongo.verdicts import brief
 from mongo_celery.quantities import number
 

@@ -37,7 +37,7 @@ from bson.binary import Binary
 from bson.errors import BSONError
 from bson.int64 import Int64
 
-from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.bridge.window import Refusal
 from mongo_celery.errors import InvalidEnvelopeError
 
 _SIGNATURE_BYTES = 32

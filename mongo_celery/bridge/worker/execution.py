@@ -37,8 +37,7 @@ from bson.errors import BSONError
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import token_data
-from mongo_celery.bridge.changes import Changes
+from mongo_celery.bridge.change import Changes, token_data
 from mongo_celery.bridge.state.claims import Claim, new_owner
 from mongo_celery.bridge.worker.attribution import (
     Attempt,
@@ -68,10 +67,9 @@ from mongo_celery.bridge.worker.parts import Parts, read_document_key
 from mongo_celery.bridge.worker.replay_subject import ReplaySubject
 from mongo_celery.bridge.worker.subject import WAITS, RunSubject, Subject
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, OutdatedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.error_text import error_text
 from mongo_celery.mongo.opening import renew_connections, start_session
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered
-from mongo_celery.mongo.verdicts import brief, explain_error, is_transient
+from mongo_celery.mongo.verdicts import brief, error_text, explain_error, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:

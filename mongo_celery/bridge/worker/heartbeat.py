@@ -36,8 +36,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.claims import Claim, Claims
 from mongo_celery.bridge.worker.departure import is_leaving
-from mongo_celery.mongo.error_text import traceback_text
-from mongo_celery.mongo.verdicts import brief
+from mongo_celery.mongo.verdicts import brief, traceback_text
 from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.worker")

@@ -36,8 +36,8 @@ from celery.utils.time import maybe_make_aware
 
 from mongo_celery.bridge.state.dead_letters import KeptChange
 from mongo_celery.errors import HandlerUsageError
-from mongo_celery.mongo.error_text import error_text, storable
 from mongo_celery.mongo.expressions import LONGEST_SECONDS
+from mongo_celery.mongo.verdicts import error_text, storable
 
 _EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST = _EARLIEST + timedelta(seconds=3 * LONGEST_SECONDS)

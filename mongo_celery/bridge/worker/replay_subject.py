@@ -34,7 +34,7 @@ from mongo_celery.bridge.worker.outcome import (
 )
 from mongo_celery.bridge.worker.subject import Subject, count_attempts
 from mongo_celery.errors import CommandRefusedError, StaleFencingTokenError
-from mongo_celery.mongo.error_text import error_text, traceback_text
+from mongo_celery.mongo.verdicts import error_text, traceback_text
 
 if TYPE_CHECKING:
     from bson.binary import Binary

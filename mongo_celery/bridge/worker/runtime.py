@@ -19,8 +19,7 @@ from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
 from mongo_celery.bridge.worker.envelope import Carrier, Envelope, Run
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
-from mongo_celery.mongo.error_text import error_text
-from mongo_celery.mongo.verdicts import brief, explain_error
+from mongo_celery.mongo.verdicts import brief, error_text, explain_error
 from mongo_celery.quantities import number
 
 if TYPE_CHECKING:

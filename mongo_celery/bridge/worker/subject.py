@@ -25,7 +25,7 @@ from mongo_celery.bridge.change import Change, describe, read_token, token_data
 from mongo_celery.bridge.existing import dead_letter_name, is_existing, is_unread
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import make_origin
-from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.backlog import StoredChange, backlog_id, holds_token, refuse_damaged
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claim
 from mongo_celery.bridge.state.dead_letters import (
     FAILED,
@@ -36,7 +36,6 @@ from mongo_celery.bridge.state.dead_letters import (
     dead_letter,
     iterate_forms,
 )
-from mongo_celery.bridge.state.stored import backlog_id, holds_token, refuse_damaged
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.outcome import (
@@ -58,8 +57,8 @@ from mongo_celery.bridge.worker.outcome import (
 )
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
-from mongo_celery.mongo.error_text import error_text, storable, traceback_text
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -30,8 +30,7 @@ from kombu.utils.imports import symbol_by_name
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.bridge.change import Change
-from mongo_celery.bridge.changes import ChangeFailed, Changes
+from mongo_celery.bridge.change import Change, ChangeFailed, Changes
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.dropping import Repetitions
@@ -40,11 +39,10 @@ from mongo_celery.bridge.worker.execution import ANSWER_SECONDS, Execution, curr
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits, worker_limits
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.error_text import error_text
 from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
 from mongo_celery.mongo.transaction.scopes import current as open_session
 from mongo_celery.mongo.transaction.scopes import join_transaction, open_scope
-from mongo_celery.mongo.verdicts import is_transient, is_unanswered
+from mongo_celery.mongo.verdicts import error_text, is_transient, is_unanswered
 from mongo_celery.quantities import number
 from mongo_celery.tracing import committing, is_heard, processing, received
 

@@ -19,7 +19,7 @@ from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, degraded, failing, ok
-from mongo_celery.mongo.examining import collect_findings
+from mongo_celery.mongo.opening import collect_findings
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.outbox.backing import OutboxStatus

@@ -11,7 +11,7 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Fence
-from mongo_celery.bridge.changes import ChangeFailed
+from mongo_celery.bridge.change import ChangeFailed
 from mongo_celery.bridge.fenced.fence import Origin
 from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.testing import BridgeRunner

@@ -11,7 +11,7 @@ import bson
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bridge.state.stored import unpack_event
+from mongo_celery.bridge.state.backlog import unpack_event
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.process import wait_for

@@ -26,7 +26,7 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.partitioning import document_hash, partition_hash
-from mongo_celery.bridge.state.stored import unpack_event
+from mongo_celery.bridge.state.backlog import unpack_event
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty, sparse
 from tests.fixtures.process import Processes, ProjectProcess, wait_for

@@ -1,0 +1,227 @@
+"""
+The filter of a handler: operation types, fields, and a condition on changes.
+
+Servers send more operation types with every version. A handler gets what it asks for by name, or everything by `"*"`. A
+name that looks like a known one is taken for a misspelt one.
+
+A condition (`match=`, and `snapshot --match`) is an aggregation expression over the event. A query such as
+`{"status": "paid"}` is an object for the server, and an object is true. So it would match every change, and is refused
+before anything is listened to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mongo_celery.arguments import check_flags, nearest
+from mongo_celery.bridge.existing import SNAPSHOT
+from mongo_celery.errors import ConfigurationError
+
+ALL = "*"
+"""Every operation type, those included that only a later server sends."""
+
+DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
+"""Changes of one document: they have a document key."""
+
+OPERATIONS = DOCUMENT_OPERATIONS | {"drop", "rename", "dropDatabase", "invalidate"}
+"""What every server sends."""
+
+EXPANDED_OPERATIONS = frozenset({
+    "create", "createIndexes", "dropIndexes", "modify", "refineCollectionShardKey", "reshardCollection",
+    "shardCollection",
+})  # fmt: skip
+"""What a server sends with `showExpandedEvents` only (MongoDB 6.0 and later)."""
+
+WITH_NAMESPACE = (OPERATIONS | EXPANDED_OPERATIONS) - {"invalidate"}
+"""Those of which it is known that the event names a database."""
+
+MOVES = frozenset({"drop", "rename", "dropDatabase", "invalidate"})
+"""By which a collection is another one afterwards, or none."""
+
+TAKES_DOCUMENTS = frozenset({"insert", "update", "replace"})
+"""Whoever asks for one of these handles documents, so that it can be given those that exist."""
+
+_SNAPSHOT = (
+    "operation 'snapshot' is none of the stream's: existing documents come to a handler with start_from='snapshot', or "
+    "by `celery -A APP changes snapshot HANDLER`, whatever operations it asks for. Leave it out."
+)
+_ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*' or operations={'*'}."
+
+
+def check_operations(asked: Collection[str]) -> frozenset[str]:
+    """
+    Return the operation types that a handler asks for.
+
+    Raises:
+        ConfigurationError: a name is nearly one that is known, or `"*"` is not alone.
+    """
+    names = frozenset(asked)
+    if ALL in names and len(names) > 1:
+        raise ConfigurationError(_ALL_ALONE)
+    if SNAPSHOT in names:
+        raise ConfigurationError(_SNAPSHOT)
+    known = OPERATIONS | EXPANDED_OPERATIONS
+    for name in sorted(names - known - {ALL}):
+        meant = nearest(name, sorted(known)) or nearest(name.lower(), sorted(known))
+        if meant or not name.isidentifier():
+            raise ConfigurationError(
+                f"operation {name!r} is unknown{meant}; what only a later server sends comes with operations='*'.",
+            )
+    return names
+
+
+def check_are_sent(asked: Collection[str], *, expanded: bool) -> None:
+    """
+    Refuse operation types that would never come.
+
+    Args:
+        asked: of one handler.
+        expanded: the bridge's option `show_expanded_events`.
+
+    Raises:
+        ConfigurationError: the stream does not show events of a type that is asked for.
+    """
+    never = sorted(set(asked) - OPERATIONS - {ALL})
+    if never and not expanded:
+        raise ConfigurationError(
+            f"operations {', '.join(map(repr, never))} would never come: without the bridge's option "
+            "show_expanded_events=True (MongoDB 6.0 or later) a server sends only "
+            f"{', '.join(sorted(OPERATIONS))}. Set it, or correct the name.",
+        )
+
+
+_EVENT_FIELDS = frozenset({
+    "_id", "clusterTime", "collectionUUID", "disambiguatedPaths", "documentKey", "fullDocument",
+    "fullDocumentBeforeChange", "lsid", "ns", "nsType", "operationDescription", "operationType", "reshardingUUID",
+    "splitEvent", "stateBeforeChange", "to", "txnNumber", "updateDescription", "wallTime",
+})  # fmt: skip
+_OF_CONDITIONS = ("$and", "$or", "$not")
+_EXAMPLE = """'{"$eq": ["$fullDocument.status", "open"]}'"""
+
+
+def find_objection(condition: Any) -> str | None:
+    """
+    Find what keeps a value from being a condition, for as much as can be told without a server.
+
+    Returns:
+        The words that follow the condition in the sentence of a refusal, with what to do. None for a condition.
+    """
+    if not _is_expression(condition):
+        return f"is no condition: give an aggregation expression over the event, such as {_EXAMPLE}."
+    for each in _operands(condition):
+        if isinstance(each, Mapping) and each and not _is_expression(each):
+            return f"has {dict(each)!r} in it, which is true for every change: write an expression, such as {_EXAMPLE}."
+    for path in find_paths(condition):
+        if not path.startswith("$") and path.partition(".")[0] not in _EVENT_FIELDS:
+            return f"reads '${path}', which no change has: for a field of the document write '$fullDocument.{path}'."
+    return None
+
+
+def find_paths(expression: Any) -> Iterator[str]:
+    """Yield the field paths that an expression reads, without their `$`. Those of variables keep one."""
+    if isinstance(expression, Mapping):
+        for name, value in expression.items():
+            if name != "$literal":
+                yield from find_paths(value)
+    elif isinstance(expression, (list, tuple)):
+        for each in expression:
+            yield from find_paths(each)
+    elif isinstance(expression, str) and expression.startswith("$") and len(expression) > 1:
+        yield expression[1:]
+
+
+def _is_expression(value: Any) -> bool:
+    return isinstance(value, Mapping) and len(value) == 1 and str(next(iter(value))).startswith("$")
+
+
+def _operands(expression: Any) -> Iterator[Any]:
+    """Yield what stands below `$and`, `$or` and `$not`, at any depth of these."""
+    for name in _OF_CONDITIONS if isinstance(expression, Mapping) else ():
+        below = expression.get(name, ())
+        for each in below if isinstance(below, (list, tuple)) else [below]:
+            yield each
+            yield from _operands(each)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """
+    The conditions of a handler for its changes.
+
+    Attributes:
+        operations: operation types. `{"*"}` for all.
+        fields: an update counts only when it touches one of these. None for all.
+        match: an aggregation expression over the event, judged by the server. None for all.
+        bookkeeping: whether the handler sees what this package keeps in documents, and in collections of a database
+            that is watched whole. Where there are `fields`, these alone decide which updates count.
+    """
+
+    operations: frozenset[str] = DOCUMENT_OPERATIONS
+    fields: frozenset[str] | None = None
+    match: Any = None
+    bookkeeping: bool = False
+
+    @property
+    def takes_documents(self) -> bool:
+        """Return True if the handler gets documents, so that a snapshot can give it those that exist."""
+        return bool(self.operations & (TAKES_DOCUMENTS | {ALL}))
+
+    @property
+    def takes_every_change(self) -> bool:
+        """Return True if the handler gets every change of a document, whatever has changed in it."""
+        is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
+        return is_open and self.fields is None and self.match is None
+
+    def asks_for_field(self, field: str) -> bool:
+        """Return True if the handler asks for updates that touch nothing but one of our fields."""
+        if self.fields is None:
+            return self.bookkeeping
+        return any(path.partition(".")[0] == field for path in self.fields)
+
+    def wants_operation(self, operation: str) -> bool:
+        """Return True if an operation type is asked for."""
+        return operation in self.operations or ALL in self.operations
+
+
+def make_filter(
+    operations: Iterable[str] | None = None,
+    fields: Iterable[str] | None = None,
+    match: Any = None,
+    *,
+    bookkeeping: bool = False,
+) -> Filter:
+    """Return the filter that a decorator's arguments make, or raise a ConfigurationError."""
+    if operations == ALL:
+        operations = {ALL}
+    for name, value in (("operations", operations), ("fields", fields)):
+        if value is not None and not _are_names(value):
+            raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
+    asked = check_operations(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
+    objection = find_objection(match) if match is not None else None
+    if objection is not None:
+        raise ConfigurationError(f"match={match!r} {objection}")
+    check_flags(bookkeeping=bookkeeping)
+    if fields is not None and not asked & {"update", ALL}:
+        raise ConfigurationError(
+            "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
+            "or leave fields out.",
+        )
+    reads_document = any(path.partition(".")[0] == "fullDocument" for path in find_paths(match))
+    if reads_document and not asked & (TAKES_DOCUMENTS | {ALL}):
+        raise ConfigurationError(
+            f"match= reads $fullDocument, and a change of {', '.join(sorted(asked))} has no fullDocument: read "
+            "$documentKey, or $fullDocumentBeforeChange where the bridge asks for it.",
+        )
+    return Filter(asked, frozenset(fields) if fields is not None else None, match, bookkeeping)
+
+
+def _are_names(value: object) -> bool:
+    """Return True for several names that can be read more than once. False for one name, or none."""
+    return (
+        isinstance(value, Collection)
+        and not isinstance(value, (str, bytes))
+        and bool(value)
+        and all(isinstance(name, str) for name in value)
+    )
