@@ -19,12 +19,10 @@ class CommandLine:
     Attributes:
         app: what they gave to `celery -A`.
         bridge: its name, where the app has several.
-        program: what they type in the place of `celery -A APP`, where that would find no app.
     """
 
     app: str = "APP"
     bridge: str | None = None
-    program: str | None = None
 
     @classmethod
     def of(cls, app: Celery | None, bridge: str | None = None) -> CommandLine:
@@ -34,16 +32,16 @@ class CommandLine:
 
     def celery(self, *words: str) -> str:
         """`celery -A APP ...`; of all bridges of the app."""
-        return f"{self.program or shlex.join(['celery', '-A', self.app])} {shlex.join(words)}"
+        return f"{shlex.join(['celery', '-A', self.app])} {shlex.join(words)}"
 
     def changes(self, command: str, *words: str) -> str:
         """`celery -A APP changes ...`, of this bridge."""
         which = ["--bridge", self.bridge] if self.bridge is not None else []
         return self.celery("changes", command, *words, *which)
 
-    def on(self, command: str, subscription: str, indexes: Sequence[int]) -> str:
-        """The same on the partition of a subscription, or on all of it where several are concerned."""
-        return self.changes(command, subscription, *(["--partition", str(indexes[0])] if len(indexes) == 1 else []))
+    def on(self, command: str, handler: str, indexes: Sequence[int]) -> str:
+        """The same on the partition of a handler, or on all of them where several are concerned."""
+        return self.changes(command, handler, *([str(indexes[0])] if len(indexes) == 1 else []))
 
 
 ANY_APP = CommandLine()

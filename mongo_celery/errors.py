@@ -110,7 +110,7 @@ class HistoryLostError(StreamError):
     """
     The oplog no longer reaches back to the stored position: changes between it and the oldest
     oplog entry cannot be read any more. Decide for each handler that has lost it with
-    `celery -A APP changes go-on HANDLER --from oldest` (go on at the oldest entry) or `now`, or for all of them: start
+    `celery -A APP changes reset HANDLER --to oldest` (continue at the oldest entry) or `now`, or for all of them: start
     the listener once with `--on-history-lost oldest` or `now`. Enlarge the oplog.
     """
 
@@ -123,7 +123,7 @@ class UnreadableEventError(StreamError):
     """
     A change event cannot be read, not even without its documents: the server says it is larger than 16 MB, or that a
     required image is missing. If an image option is set (`full_document`, `full_document_before_change`), leave it out
-    and start again. Else move the handlers past it: `celery -A APP changes rewind HANDLER --to now`.
+    and start again. Else move the handlers past it: `celery -A APP changes reset HANDLER --to now`.
     """
 
 

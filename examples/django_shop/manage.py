@@ -1,4 +1,4 @@
-"""Django's own command line: `python manage.py changes status`, `createsuperuser`, `runserver`."""
+"""Django's own command line: `python manage.py check`, `createsuperuser`, `runserver`."""
 
 import os
 import sys

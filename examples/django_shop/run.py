@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from mongo_celery.embedded.ports import free_port
+from mongo_celery.embedded.server import free_port
 
 HERE = Path(__file__).parent
 LOG, LOG_BYTES_MAX = tempfile.TemporaryFile(), 1_000_000  # noqa: SIM115 - until the end

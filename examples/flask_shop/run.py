@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 LOG, LOG_BYTES_MAX = tempfile.TemporaryFile(), 1_000_000  # noqa: SIM115 - until the end
 ORDERS, LAMPS = 3, 10
 WANTED = 3 * ORDERS + 1
-CELERY = [sys.executable, "-m", "flask", "--app", "shop", "celery", "--quiet"]
+CELERY = [sys.executable, "-m", "celery", "-A", "shop.make_celery", "--quiet"]
 
 
 def main() -> int:

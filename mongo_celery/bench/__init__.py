@@ -1,28 +1,20 @@
 """
-What this machine makes of it: the bridge beside plain Celery and plain loops, in one run.
+The costs of the bridge on this machine, beside plain Celery.
 
-Absolute figures say little on shared processors, so the modes of one round follow each other, rounds
-repeat, and the median of the rounds is set in relation to `raw_chain`, the price of two Celery tasks: by
-rate, and by the processor time of all processes, which is steadier.
+Absolute figures say little on shared processors. So the modes of one round follow each other, rounds repeat, and the
+median of the rounds is compared with `raw_chain`, the price of two Celery tasks: by rate, and by the processor time of
+all processes, which is steadier.
 
-**One rule for all modes.** Every handler notes the start of each call, and a second task or a saved
-token its end, in shared memory (`stopwatch`): well under a microsecond. A mode's rate is
-*(n - 1) / (last end - first start)*. So no start of a process, no connection and no opening of a stream
-is in any figure, but everything that happens between changes is. What a listener has read when the first
-handler starts is not, either: where it reads ahead, so many changes follow that it is little. Where a worker
-takes part, it has run some changes before (`warm_up`), and the process that feeds it is started anew once it
-is idle: the publisher, the loop or the listener. For `bridge_*` the last end is the moment at which the
-partition documents say that everything is committed. Documents that a stream reads were written beforehand.
-`listener_alone` has no handler that starts: its time is that between the first and the last batch that
-MongoDB gives to its stream.
+**One rule for all modes.** A handler notes the start of each call, and the second task of `raw_chain` its end, in
+shared memory (`stopwatch`). The rate of a mode is *(n - 1) / (last end - first start)*. So no start of a process and
+no opening of a stream is in a figure. Nor is the part that a listener has read before the first handler starts: where
+it reads ahead, many more changes follow. The worker has run some changes before, and the process that feeds it starts
+anew once the worker is idle. The last end of a bridge is the moment at which its partition documents show that all
+changes are committed.
 
-**One set of processes at a time.** Each measurement starts its own worker and feeder and ends them; none
-of another mode runs meanwhile. Names of queues, databases and bridges are used once, so that given
-servers keep nothing of it and no mode meets another's messages.
+**One set of processes at a time.** Each measurement starts its own worker and feeder, under names that are used once.
 
-The package reads upward: `payload`, `setting`, `stopwatch` and `usage` know nothing of the rest; `handler_work`,
-`raw_app`, `bridge_app`, `bulk_app` and `programs` are what the measured processes run; `stage` starts and ends
-them; `modes` are what is compared, and `rates`, `latency`, `memory` and `takeover` measure them; `figures` and
-`aims` judge; `run` puts all in order; `tables`, `plot` and `report` show it. Beside that `workload`, `capacity`
-and `limits` say what a user's own changes come to, and `capacity_view` shows that; `command` is the command line.
+`setting`, `stopwatch` and `usage` know nothing of the rest. `app` is the code of the measured processes, `stage`
+starts and ends them, `run` measures the modes, and `command` shows the results. The suites of `tests/benchmarks` use
+the same stage.
 """

@@ -1,148 +1,142 @@
-"""One run: rounds of all modes, then latency, memory and take-over."""
+"""The modes, and their measurement in rounds."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from mongo_celery.bench.figures import Figure, figures_of, others_share
-from mongo_celery.bench.latency import Latency, measure_latency, measure_latency_under_load
-from mongo_celery.bench.memory import Memory, measure_memory
-from mongo_celery.bench.modes import MODES
-from mongo_celery.bench.rates import Measured, measure
-from mongo_celery.bench.sizes import BenchSizes
-from mongo_celery.bench.stage import Stage
-from mongo_celery.bench.takeover import TakeOver, measure_takeover
+from mongo_celery.bench.payload import write_orders
+from mongo_celery.bench.setting import BRIDGE_BULK, RAW_CHAIN
+from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.bench.usage import cpu_us_per_change
+from mongo_celery.embedded.processes import ChildProcess
 
-LATENCY_MODES = ("watch_delay", "bridge_chain", "bridge_inline")
-_LOAD_SAMPLES_MIN = 20
-_LOAD = 0.5
+APP = "mongo_celery.bench.app"
+WARM_UP = 100
+_COMMIT_POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """
+    A way to turn changes into handler calls.
+
+    Attributes:
+        bridge: the options of the bridge.
+        scale: the changes of a measurement beside those of `raw_chain`. A listener reads up to 2,000 changes before the
+            first handler starts, which are in no figure. So a fast mode gets many more.
+    """
+
+    name: str
+    bridge: Mapping[str, Any] = field(default_factory=dict)
+    scale: int = 1
+
+    def start_feeder(self, scene: Scene, count: int) -> ChildProcess:
+        """Start the process that feeds the worker so many changes."""
+        if self.name == RAW_CHAIN:
+            return scene.program(APP, "publisher", str(count))
+        write_orders(scene.orders, count)
+        return scene.listener(APP)
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(RAW_CHAIN),
+        Mode("bridge_chain", {"run_size": 1}),
+        Mode("bridge_inline", {"run_size": 1, "commit": "inline"}),
+        Mode("bridge_runs", {"run_size": 200}, scale=80),
+        Mode(BRIDGE_BULK, scale=80),
+    )
+}
+"""All modes, in the order of a round."""
 
 
 @dataclass(slots=True)
-class Results:
+class Figure:
     """
-    What a run has found; parts that were not asked for are empty.
+    The measurements of a mode.
 
     Attributes:
-        latency: while idle.
-        latency_under_load: at half of what the mode carries.
-        others: which share of the cores went to processes that have nothing to do with the run.
-        uncounted: servers whose processor time is not in the figures, since they were given.
-        left_out: what was not begun, since the time was over.
-        rough: whether one round of little had to do.
+        changes: the changes of one measurement.
+        rates: changes per second, one for each round.
+        costs: the processor time of one change in microseconds, by process, for each round.
     """
 
-    seconds: float = 0.0
-    figures: dict[str, Figure] = field(default_factory=dict)
-    latency: dict[str, Latency] = field(default_factory=dict)
-    latency_under_load: dict[str, Latency] = field(default_factory=dict)
-    memory: Memory | None = None
-    take_over: TakeOver | None = None
-    others: float | None = None
-    uncounted: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    rough: bool = False
+    changes: int
+    rates: list[float] = field(default_factory=list)
+    costs: list[Mapping[str, float]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """The median of the rates."""
+        return statistics.median(self.rates)
+
+    @property
+    def cpu_us(self) -> dict[str, float]:
+        """The median processor time of one change, by process."""
+        return {each: statistics.median(cost.get(each, 0.0) for cost in self.costs) for each in self.costs[0]}
+
+    def ratios(self, reference: Figure | None) -> tuple[float | None, float | None]:
+        """
+        Return the ratio to another figure by rate, and by the changes for the same processor time.
+
+        Both are None without a reference.
+        """
+        if reference is None:
+            return None, None
+        used = sum(self.cpu_us.values())
+        return self.rate / reference.rate, sum(reference.cpu_us.values()) / used if used else None
 
 
-def run(stage: Stage, sizes: BenchSizes, announce: Callable[[str], None], began: float | None = None) -> Results:
+def measure_rounds(
+    stage: Stage, names: Sequence[str], rounds: int, changes: int, announce: Callable[[str], None]
+) -> dict[str, Figure]:
     """
-    Measure what the sizes ask for.
+    Measure each mode once, then each mode once more: a machine that slows down slows all of them.
 
     Args:
-        stage: the servers, started.
-        sizes: how much, and of what.
-        announce: called with a line about what is being measured now.
-        began: when the time of the sizes began to run, by the monotonic clock; now by default.
+        names: the modes.
+        changes: the changes of `raw_chain` in a round.
+        announce: called with a line about the present measurement.
     """
-    return _BenchRun(stage, sizes, announce, time.monotonic() if began is None else began).results()
+    figures = {name: Figure(changes * mode.scale) for name, mode in MODES.items() if name in names}
+    for number in range(rounds):
+        for name, figure in figures.items():
+            announce(f"round {number + 1} of {rounds}: {name}")
+            _measure(stage, MODES[name], figure)
+    return figures
 
 
-class _BenchRun:
-    """The steps of one run, as long as there is time for them."""
+def _measure(stage: Stage, mode: Mode, figure: Figure) -> None:
+    """Measure a mode once. A feeder of its own warms the worker up, so that the other one starts beside an idle one."""
+    with stage.scene(mode.name, **mode.bridge) as scene:
+        scene.worker(APP)
+        _feed(scene, mode, 0, WARM_UP)
+        rate, cost = _feed(scene, mode, WARM_UP, figure.changes)
+    figure.rates.append(rate)
+    figure.costs.append(cost)
 
-    def __init__(self, stage: Stage, sizes: BenchSizes, announce: Callable[[str], None], began: float) -> None:
-        self._stage = stage
-        self._sizes = sizes
-        self._announce = announce
-        self._began = began
-        self._longest = 0.0
-        self._left_out: list[str] = []
-        self._measured: dict[str, list[Measured]] = {}
 
-    def results(self) -> Results:
-        """Everything, one after the other."""
-        results = Results(rough=self._sizes.rough, uncounted=self._stage.uncounted)
-        self._measure_rounds()
-        # In the order of modes, whatever the order was in which they were measured.
-        measured = {name: self._measured[name] for name in MODES if self._measured.get(name)}
-        results.figures, results.others = (
-            figures_of(measured, counted=not results.uncounted),
-            others_share(measured),
-        )
-        if self._sizes.wants("latency"):
-            self._measure_latencies(results)
-        if self._wants("memory"):
-            self._step("the listener's memory under a backlog", lambda: self._measure_memory(results))
-        if self._wants("take_over"):
-            self._step("take-over", lambda: self._measure_take_over(results))
-        results.left_out = tuple(self._left_out)
-        results.seconds = time.monotonic() - self._began
-        return results
-
-    def _measure_rounds(self) -> None:
-        """Every mode once, then every mode once more: a machine that slows down slows all of them."""
-        sizes = self._sizes
-        for number in range(sizes.rounds):
-            for name in self._in_time(sizes.order):
-                self._step(f"round {number + 1} of {sizes.rounds}: {name}", lambda name=name: self._measure(name))  # type: ignore[misc]
-
-    def _measure(self, name: str) -> None:
-        mode = MODES[name]
-        sizes = self._sizes
-        found = measure(self._stage, mode, mode.changes(sizes.changes), sizes.warm_up, rough=sizes.rough)
-        self._measured.setdefault(name, []).append(found)
-
-    def _measure_latencies(self, results: Results) -> None:
-        stage, sizes = self._stage, self._sizes
-        for name in self._in_time(LATENCY_MODES, "latency of "):
-            mode = MODES[name]
-            self._announce(f"latency of {name}, idle")
-            results.latency[name] = measure_latency(stage, mode, sizes.samples, sizes.warm_up)
-            if sizes.load_seconds:
-                self._announce(f"latency of {name}, at half load")
-                rate = self._rate_of(name, results.figures) * _LOAD
-                samples = max(int(rate * sizes.load_seconds), _LOAD_SAMPLES_MIN)
-                found = measure_latency_under_load(stage, mode, samples, sizes.warm_up, rate)
-                results.latency_under_load[name] = found
-
-    def _rate_of(self, name: str, figures: Mapping[str, Figure]) -> float:
-        """What a mode carries: as the rounds say, or one measurement where it was not among their modes."""
-        if name in figures:
-            return figures[name].rate
-        return measure(self._stage, MODES[name], self._sizes.changes, self._sizes.warm_up).rate
-
-    def _measure_memory(self, results: Results) -> None:
-        results.memory = measure_memory(self._stage, self._sizes.backlog)
-
-    def _measure_take_over(self, results: Results) -> None:
-        results.take_over = measure_takeover(self._stage, self._sizes.lease_ttl, self._sizes.takeovers)
-
-    def _step(self, what: str, act: Callable[[], None]) -> None:
-        self._announce(what)
-        began = time.monotonic()
-        act()
-        self._longest = max(self._longest, time.monotonic() - began)
-
-    def _wants(self, name: str) -> bool:
-        return self._sizes.wants(name) and any(self._in_time([name]))
-
-    def _in_time(self, names: Iterable[str], what: str = "") -> Iterable[str]:
-        """Those for which there is time, if the next takes as long as the longest did; the others are noted."""
-        for name in names:
-            limit = self._sizes.seconds_max
-            if limit is None or time.monotonic() - self._began + self._longest < limit:
-                yield name
-            else:
-                self._left_out.append(f"{what}{name}")
+def _feed(scene: Scene, mode: Mode, done: int, count: int) -> tuple[float, dict[str, float]]:
+    """Feed so many changes to a mode that has done some. Return their rate, and the processor time of one."""
+    scene.begin_now()
+    feeder = mode.start_feeder(scene, count)
+    started, total = scene.started, done + count
+    scene.wait("the first handler", lambda: started.count() > done)
+    before = scene.cpu_seconds()
+    if mode.name == RAW_CHAIN:
+        ended = scene.laps("ended")
+        scene.wait("the last task", lambda: ended.count() >= total, ended.count)
+        last = ended.times()[-1]
+    else:
+        scene.wait("the last handler", lambda: started.count() >= total, started.count)
+        while scene.committed() < total:  # only after the last start: a poll costs the server something
+            pause(_COMMIT_POLL_SECONDS)
+        last = time.monotonic()
+    cost = cpu_us_per_change(before, scene.cpu_seconds(), count)
+    scene.stop(feeder)
+    return (count - 1) / (last - started.times()[done]), cost

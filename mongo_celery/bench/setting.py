@@ -1,4 +1,4 @@
-"""What a measured process gets, through one environment variable: addresses may carry passwords."""
+"""The setting of a measured process: one environment variable, since addresses may carry passwords."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bson import Timestamp
+from celery import Celery
+
+from mongo_celery import Bridge
 
 VARIABLE = "MONGO_CELERY_BENCH"
+RAW_CHAIN = "raw_chain"
+BRIDGE_BULK = "bridge_bulk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,31 +24,29 @@ class BenchSetting:
     The circumstances of one measurement.
 
     Attributes:
-        name: of the measurement: names its queue, bridge, database and state, used once.
-        clock: directory of the stopwatch.
-        start: cluster time at which streams begin, as seconds and increment.
-        bridge: options of the bridge, or of the outbox.
-        handler: options of the handler's decorator.
-        work: what the handler does with a change, as `HandlerWork` takes it; nothing when empty.
+        name: the name of its queue, bridge, database and state, used once.
+        mode: the kind of measurement.
+        clock: the directory of the stopwatch.
+        start: the cluster time at which streams begin, as seconds and increment.
+        bridge: the options of the bridge, or of the outbox.
     """
 
     mongo_url: str = "mongodb://127.0.0.1:27017/?replicaSet=rs0"
     redis_url: str = "redis://127.0.0.1:6379/0"
     name: str = "bench"
+    mode: str = ""
     clock: str = ""
     start: tuple[int, int] = (1, 1)
     bridge: Mapping[str, Any] = field(default_factory=dict)
-    handler: Mapping[str, Any] = field(default_factory=dict)
-    work: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def database(self) -> str:
-        """Where the watched collection is; its name is `orders`."""
+        """The database with the watched collection, `orders`."""
         return f"{self.name}_data"
 
     @property
     def state_database(self) -> str:
-        """Where the bridge keeps its state."""
+        """The database with the bridge's state."""
         return f"{self.name}_state"
 
     @property
@@ -52,13 +55,33 @@ class BenchSetting:
         return Timestamp(*self.start)
 
     def environment(self) -> dict[str, str]:
-        """The variable for a process."""
+        """Return the variable for a process."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls) -> BenchSetting:
-        """The setting of this process; the defaults where there is none, so that modules can be imported."""
+        """Return the setting of this process, or the defaults, so that its modules can be imported anywhere."""
         given = json.loads(os.environ.get(VARIABLE, "{}"))
         if "start" in given:
             given["start"] = tuple(given["start"])
         return cls(**given)
+
+
+def make_app(setting: BenchSetting) -> Celery:
+    """Return an app whose tasks go to a queue of the measurement."""
+    app = Celery("mongo_celery_bench", broker=setting.redis_url)
+    app.conf.task_default_queue = setting.name
+    return app
+
+
+def make_bridge(app: Celery, setting: BenchSetting) -> Bridge:
+    """Return the app's bridge, with the name, place, start and options of the setting."""
+    return Bridge(
+        app,
+        setting.mongo_url,
+        name=setting.name,
+        database=setting.state_database,
+        start_from=setting.timestamp,
+        autodiscover=False,
+        **setting.bridge,
+    )

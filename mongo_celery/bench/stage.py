@@ -18,23 +18,23 @@ import redis
 from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.errors import PyMongoError
 
-from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Laps
-from mongo_celery.bench.usage import Usage, cpu_seconds, machine_seconds
+from mongo_celery.bench.usage import cpu_seconds
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from mongo_celery.embedded.crew import GRACE_SECONDS, ChildProcess, Supervisor
+from mongo_celery.embedded.processes import GRACE_SECONDS, ChildProcess, Supervisor
+from mongo_celery.errors import MongoCeleryError
 
 _OPLOG_MB = 2048
-_ANSWER_MILLISECONDS = 5_000
 _STALL_SECONDS_MAX = 60.0
 _LOOK_SECONDS = 0.01
-_SERVERS = {"mongodb": "mongod"}
-"""Of those programs whose name is another one."""
 _PATH = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+
+class BenchError(MongoCeleryError):
+    """A measurement did not end. The message names the process that failed, and quotes its log."""
 
 
 def pause(seconds: float) -> None:
@@ -44,11 +44,14 @@ def pause(seconds: float) -> None:
 
 class Stage:
     """
-    Servers for a run: a context manager.
+    The servers of a run: a context manager.
 
     Args:
-        mongo_url: of a given replica set; an embedded one by default.
-        redis_url: of a given Redis; an embedded one by default.
+        mongo_url: the URL of a given replica set; an embedded one by default.
+        redis_url: the URL of a given Redis; an embedded one by default.
+
+    Attributes:
+        server_pids: the process ids of embedded servers, by name. The processor time of given ones is unknown.
     """
 
     def __init__(self, mongo_url: str | None = None, redis_url: str | None = None) -> None:
@@ -56,7 +59,6 @@ class Stage:
         self._stack = contextlib.ExitStack()
         self._numbers = itertools.count(1)
         self._token = secrets.token_hex(3)
-        self.mongo_url = self.redis_url = ""
         self.server_pids: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -64,19 +66,14 @@ class Stage:
             mongo_url, redis_url = self._given
             if mongo_url is None:
                 mongo = stack.enter_context(MongoReplicaSet(oplog_mb=_OPLOG_MB))
-                mongo_url = mongo.url
-                self.server_pids["mongodb"] = mongo.pid
+                mongo_url, self.server_pids["mongod"] = mongo.url, mongo.pid
             if redis_url is None:
                 server = stack.enter_context(RedisServer())
-                redis_url = server.url
-                self.server_pids["redis"] = server.pid
+                redis_url, self.server_pids["redis"] = server.url, server.pid
             self.mongo_url, self.redis_url = mongo_url, redis_url
-            self.client: MongoClient[dict[str, Any]] = stack.enter_context(
-                MongoClient(mongo_url, serverSelectionTimeoutMS=_ANSWER_MILLISECONDS)
-            )
+            self.client: MongoClient[dict[str, Any]] = stack.enter_context(MongoClient(mongo_url))
             self.broker = redis.Redis.from_url(redis_url)
             stack.callback(self.broker.close)
-            self._greet()
             self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mongo_celery_bench_")))
             self._stack = stack.pop_all()
         return self
@@ -84,59 +81,20 @@ class Stage:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    @property
-    def owns_broker(self) -> bool:
-        """Whether the broker ends with this run."""
-        return "redis" in self.server_pids
-
-    @property
-    def uncounted(self) -> tuple[str, ...]:
-        """Servers that were given, whose processor time is not known."""
-        return tuple(_SERVERS.get(name, name) for name in ("mongodb", "redis") if name not in self.server_pids)
-
-    def _greet(self) -> None:
-        """Given servers must answer, and have an oplog: raise BenchError otherwise."""
-        try:
-            present_time(self.client)
-        except PyMongoError as error:
-            text = str(error).split(", Timeout:")[0]
-            raise BenchError(f"MongoDB did not answer: {text}. Check --mongo-url and the server.") from error
-        except KeyError:
-            raise BenchError("A single mongod has no change streams; give --mongo-url of a replica set.") from None
-        try:
-            self.broker.ping()
-        except redis.RedisError as error:
-            raise BenchError(f"Redis did not answer: {error}. Check --redis-url and the server.") from error
-
     @contextlib.contextmanager
-    def scene(
-        self,
-        mode: str,
-        handler: Mapping[str, Any] | None = None,
-        work: Mapping[str, float] | None = None,
-        /,
-        **bridge: Any,
-    ) -> Iterator[Scene]:
+    def scene(self, mode: str, **bridge: Any) -> Iterator[Scene]:
         """
-        One measurement: names of its own, and whatever it starts and writes is gone afterwards.
+        Open the scene of one measurement. Everything that it starts and writes is gone afterwards.
 
         Args:
-            mode: part of its names.
-            handler: options of the handler's decorator.
-            work: what the handler does with a change.
-            bridge: options of the bridge.
+            mode: a part of its names.
+            bridge: the options of the bridge.
         """
-        name = f"bench-{self._token}-{next(self._numbers)}-{mode}"
+        name = f"bench-{self._token}-{next(self._numbers)}-{mode.replace('_', '-')}"
         clock = self.directory / name
         clock.mkdir()
         setting = BenchSetting(
-            mongo_url=self.mongo_url,
-            redis_url=self.redis_url,
-            name=name,
-            clock=str(clock),
-            bridge=bridge,
-            handler=handler or {},
-            work=work or {},
+            mongo_url=self.mongo_url, redis_url=self.redis_url, name=name, mode=mode, clock=str(clock), bridge=bridge
         )
         scene = Scene(self, setting)
         scene.begin_now()
@@ -154,27 +112,27 @@ class Scene:
         self.setting = setting
         self._laps: dict[str, Laps] = {}
         # A worker that is killed leaves what it has not acknowledged in keys that all apps of a Redis share.
-        grace = 0.0 if stage.owns_broker else GRACE_SECONDS
+        grace = 0.0 if "redis" in stage.server_pids else GRACE_SECONDS
         self._processes = Supervisor(Path(setting.clock), ChildProcess, grace=grace)
 
     @property
     def orders(self) -> Collection[dict[str, Any]]:
-        """What the modes watch."""
+        """The collection that the modes watch."""
         return self.data["orders"]
 
     @property
     def data(self) -> Database[dict[str, Any]]:
-        """Where the measured processes keep their data."""
+        """The database of the measured processes."""
         return self._stage.client[self.setting.database]
 
     @property
     def state(self) -> Database[dict[str, Any]]:
-        """Where the library keeps its state."""
+        """The state database."""
         return self._stage.client[self.setting.state_database]
 
     @property
     def started(self) -> Laps:
-        """When handlers started."""
+        """The times at which handlers started."""
         return self.laps("started")
 
     def laps(self, kind: str) -> Laps:
@@ -187,48 +145,39 @@ class Scene:
         self.setting = replace(self.setting, start=(start.time, start.inc))
 
     def lease(self) -> Mapping[str, Any]:
-        """The bridge's lease document; empty before there is one."""
-        return self._state("leases").find_one({"_id": self.setting.name}) or {}
+        """Return the bridge's lease document, empty before there is one."""
+        return self.state["leases"].find_one({"_id": self.setting.name}) or {}
 
     def committed(self) -> int:
-        """How many changes the bridge's partition documents call committed."""
-        return sum(document["committed"] for document in self._state("partitions").find({}, {"committed": 1}))
+        """Return how many changes the bridge's partition documents show as committed."""
+        return sum(document["committed"] for document in self.state["partitions"].find({}, {"committed": 1}))
 
-    def queued(self) -> int:
-        """How many messages lie in the bridge's queues."""
-        with self._stage.broker.pipeline(transaction=False) as pipeline:
-            for index in range(self.setting.bridge.get("partitions", 16)):
-                pipeline.llen(f"{self.setting.name}.{index}")
-            return sum(pipeline.execute())
-
-    def worker(self, app: str, queues: str | None = None, *, processes: int = 2, number: int = 1) -> ChildProcess:
+    def worker(self, app: str, queues: str | None = None) -> ChildProcess:
         """
-        A Celery worker as all modes use it: prefork, everything but its size at its default.
+        Start a Celery worker as all modes use it: prefork, everything but its size at its default.
 
         Args:
             app: the name of its module.
-            queues: which it takes from; all by default.
-            processes: of its pool.
-            number: tells it from others of this measurement.
+            queues: the queues that it takes from; all by default.
         """
-        arguments = ["-c", f"{processes}", "-l", "WARNING", "--without-gossip", "--without-mingle"]
+        arguments = ["-c", "2", "-l", "WARNING", "--without-gossip", "--without-mingle"]
         arguments += ["--without-heartbeat", *(["-Q", queues] if queues else [])]
-        return self._celery(app, "worker", *arguments, "-n", f"{self.setting.name}-{number}@{socket.gethostname()}")
+        return self._celery(app, "worker", *arguments, "-n", f"{self.setting.name}@{socket.gethostname()}")
 
     def listener(self, app: str) -> ChildProcess:
-        """A listener of an app, given as the name of its module."""
+        """Start a listener of an app, given as the name of its module."""
         return self._celery(app, "listener", "-l", "WARNING")
 
     def program(self, module: str, *arguments: str) -> ChildProcess:
-        """A program of a module, by its name and arguments."""
+        """Start a program of a module, by its name and arguments."""
         return self._processes.python(arguments[0], "-m", module, *arguments, environment=self._environment())
 
     def wait(self, what: str, condition: Callable[[], object], progress: Callable[[], object] | None = None) -> None:
         """
-        Wait until something is true, as long as there is progress.
+        Wait until a condition holds, as long as there is progress.
 
         Raises:
-            BenchError: a process failed, or nothing went on for a minute.
+            BenchError: a process failed, or nothing moved for a minute.
         """
         last, until = None, time.monotonic() + _STALL_SECONDS_MAX
         while not condition():
@@ -247,20 +196,9 @@ class Scene:
         if failed is not None:
             raise BenchError(f"{failed.name} ended with status {failed.returncode}: {failed.last_words}")
 
-    def deliveries(self) -> int:
-        """How many events MongoDB has given to the streams that are open on the data."""
-        operations = self._stage.client.admin.aggregate(
-            [
-                {"$currentOp": {"idleCursors": True}},
-                {"$match": {"ns": {"$regex": f"^{self.setting.database}\\."}, "cursor.tailable": True}},
-                {"$project": {"count": "$cursor.nDocsReturned"}},
-            ]
-        )
-        return sum(int(each.get("count", 0)) for each in operations)
-
-    def usage(self) -> Usage:
-        """Processor time so far: by process, a worker's pool apart, without given servers; and of the whole machine."""
-        used = {_SERVERS.get(name, name): cpu_seconds([pid]) for name, pid in self._stage.server_pids.items()}
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the processor time so far by process, a worker's pool apart, without given servers."""
+        used = {name: cpu_seconds([pid]) for name, pid in self._stage.server_pids.items()}
         for process in self._processes.started:
             children = process.children()
             name = f"{process.name}_parent" if children else process.name
@@ -268,10 +206,10 @@ class Scene:
             if children:
                 pool = f"{process.name}_children"
                 used[pool] = used.get(pool, 0.0) + cpu_seconds(children)
-        return Usage(used, *machine_seconds())
+        return used
 
     def stop(self, process: ChildProcess) -> None:
-        """End a process; it is no longer watched."""
+        """End a process, and watch it no longer."""
         self._processes.release(process)
 
     def end(self) -> None:
@@ -289,12 +227,9 @@ class Scene:
         if keys:
             broker.delete(*keys)
 
-    def _state(self, collection: str) -> Collection[dict[str, Any]]:
-        return self.state[collection]
-
     def _celery(self, app: str, *arguments: str) -> ChildProcess:
         return self._processes.celery(app, *arguments, environment=self._environment())
 
     def _environment(self) -> dict[str, str]:
-        """Anew for each process: the time at which streams begin changes meanwhile."""
+        """Return it anew for each process: the time at which streams begin changes meanwhile."""
         return {**self.setting.environment(), "PYTHONPATH": os.pathsep.join(_PATH)}

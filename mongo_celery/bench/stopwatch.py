@@ -68,12 +68,12 @@ class Laps:
         self._views: dict[Path, memoryview[float]] = {}
 
     def count(self) -> int:
-        """How many times were noted so far."""
+        """Return how many times were noted so far."""
         self._look()
         return sum(int(view[0]) for view in self._views.values())
 
     def times(self) -> list[float]:
-        """All times so far, in order."""
+        """Return all times so far, in order."""
         self._look()
         return sorted(time for view in self._views.values() for time in view[1 : int(view[0]) + 1])
 

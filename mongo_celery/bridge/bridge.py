@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from copy import copy
-from typing import Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from celery import Celery, current_app, current_task, signals
 from celery.local import Proxy
@@ -26,6 +26,9 @@ from mongo_celery.bridge.worker.intake import install_intake
 from mongo_celery.bridge.worker.tasks import register_commit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox import Outbox
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.operations import Operations
 
 Function = Callable[..., Any]
 
@@ -145,6 +148,13 @@ class Bridge:
     def client(self) -> MongoClient[dict[str, Any]]:
         """This process's client: connects lazily, and is made anew after a fork."""
         return self.wiring.client
+
+    @property
+    def operations(self) -> Operations:
+        """The commands that change the state of the bridge, such as `operations.pause("orders")`."""
+        from mongo_celery.bridge.operations.operations import Operations
+
+        return Operations(self.wiring)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
         """A collection of the bridge's cluster by `"db.collection"`, or `"collection"` of the URL's database."""

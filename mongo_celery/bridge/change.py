@@ -290,8 +290,8 @@ class Change:
         """
         Make a change for a unit test.
 
-        It is no way to deliver documents that exist: `changes snapshot` does that. The fence of a live change comes
-        from a claim, and one that you make manually keeps nothing from being written over newer data. So without
+        It is no way to deliver documents that exist: `changes snapshot start` does that. The fence of a live change
+        comes from a claim, and one that you make manually keeps nothing from being written over newer data. So without
         `fence` the change refuses `fence` and `fenced()`.
 
         Args:

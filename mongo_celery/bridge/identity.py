@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bson import json_util
 
 from mongo_celery.app import app_name
-from mongo_celery.broker.address import BrokerAddress
+from mongo_celery.broker.address import Address, describe_broker, is_same_broker, read_address
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
@@ -29,43 +29,24 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HandlerIdentity:
-    """
-    One handler, as listeners compare it.
-
-    Attributes:
-        task: name of its task.
-        databases: to which it listens; `"*"` for all.
-        digest: of its definition, to see whether two processes run the same code.
-    """
-
-    task: str
-    databases: tuple[str, ...]
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class Identity:
     """
     The use that a process would make of a bridge's state.
 
     Attributes:
         app: name of its app; None for one without a name.
-        broker: to which it publishes; None where the URL of that cannot be read.
-        handlers: by name.
+        broker: address to which it publishes; None where the URL of that cannot be read.
+        handlers: by name: the `task`, the `databases` to which it listens (`"*"` for all), and a `digest` of its
+            definition, to see whether two processes run the same code.
     """
 
     app: str | None
-    broker: BrokerAddress | None
-    handlers: Mapping[str, HandlerIdentity]
+    broker: Address | None
+    handlers: Mapping[str, Mapping[str, Any]]
 
     def plain(self) -> dict[str, Any]:
         """Return it as the lease keeps it."""
-        handlers = {
-            name: {"task": each.task, "databases": list(each.databases), "digest": each.digest}
-            for name, each in self.handlers.items()
-        }
-        return {"app": self.app, "broker": self.broker and self.broker.plain(), "handlers": handlers}
+        return {"app": self.app, "broker": self.broker, "handlers": dict(self.handlers)}
 
     def difference(self, stored: Mapping[str, Any] | None) -> str | None:
         """
@@ -81,7 +62,7 @@ class Identity:
 
     def _other_app(self, stored: Mapping[str, Any]) -> str | None:
         theirs = {name: each["task"] for name, each in stored["handlers"].items()}
-        mine = {name: each.task for name, each in self.handlers.items()}
+        mine = {name: each["task"] for name, each in self.handlers.items()}
         is_renamed = stored["app"] and self.app and stored["app"] != self.app
         # Code is renamed and moved, but rarely all of it at the same time.
         has_none = theirs and mine and not (theirs.keys() & mine.keys() or _modules(theirs) & _modules(mine))
@@ -94,30 +75,32 @@ class Identity:
         )
 
     def _other_broker(self, stored: Mapping[str, Any]) -> str | None:
-        theirs = stored["broker"] and BrokerAddress.of_plain(stored["broker"])
-        if theirs is None or self.broker is None or self.broker.is_same(theirs):
+        theirs = stored["broker"]
+        if theirs is None or self.broker is None or is_same_broker(self.broker, theirs):
             return None
-        return f"its listener publishes to {theirs}, and this process to {self.broker}"
+        return (
+            f"its listener publishes to {describe_broker(theirs)}, and this process to {describe_broker(self.broker)}"
+        )
 
     def _other_databases(self, stored: Mapping[str, Mapping[str, Any]]) -> str | None:
         for name in self.find_moved_handlers(stored):
             return (
                 f"its listener listens to database {', '.join(stored[name]['databases'])} for handler {name}, and this "
-                f"process to {', '.join(self.handlers[name].databases)}"
+                f"process to {', '.join(self.handlers[name]['databases'])}"
             )
         return None
 
     def find_moved_handlers(self, stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return the handlers that both have, and that have no database in common."""
         shared = sorted(stored.keys() & self.handlers.keys())
-        both = ((name, {*stored[name]["databases"]}, {*self.handlers[name].databases}) for name in shared)
+        both = ((name, {*stored[name]["databases"]}, {*self.handlers[name]["databases"]}) for name in shared)
         return [name for name, theirs, mine in both if _EVERY_DATABASE not in theirs | mine and not theirs & mine]
 
     def find_changed_handlers(self, stored: Mapping[str, Any]) -> list[str]:
         """Return the handlers that both have, with different definitions."""
         theirs = stored["handlers"]
         shared = theirs.keys() & self.handlers.keys()
-        return sorted(name for name in shared if theirs[name]["digest"] != self.handlers[name].digest)
+        return sorted(name for name in shared if theirs[name]["digest"] != self.handlers[name]["digest"])
 
 
 def build_identity(wiring: Wiring) -> Identity:
@@ -129,14 +112,14 @@ def build_identity(wiring: Wiring) -> Identity:
     """
     selectors = [handler.selector(wiring.default_database) for handler in wiring.handlers]
     handlers = {
-        handler.name: HandlerIdentity(
-            handler.task_name,
-            tuple(sorted({source.database or _EVERY_DATABASE for source in selector.sources})),
-            _digest(_definition(handler, selector, wiring.options)),
-        )
+        handler.name: {
+            "task": handler.task_name,
+            "databases": sorted({source.database or _EVERY_DATABASE for source in selector.sources}),
+            "digest": _digest(_definition(handler, selector, wiring.options)),
+        }
         for handler, selector in zip(wiring.handlers, selectors, strict=True)
     }
-    return Identity(app_name(wiring.app), BrokerAddress.of(wiring.app), handlers)
+    return Identity(app_name(wiring.app), read_address(wiring.app), handlers)
 
 
 def ways_out(command: str = "celery -A APP listener --take-over") -> str:

@@ -79,7 +79,6 @@ class BridgeOptions:
     full_document: str | None = "updateLookup"
     full_document_before_change: str | None = None
     show_expanded_events: bool = False
-    pipeline: Sequence[Mapping[str, Any]] = ()
     failure_policy: str = "halt"
     commit: str = "chain"
     on_history_lost: str = "halt"
@@ -105,7 +104,6 @@ class BridgeOptions:
         self._check_counts()
         self._check_choices()
         self._check_times()
-        _check_pipeline(self.pipeline)
         self._check_relations()
 
     @property
@@ -160,8 +158,8 @@ class BridgeOptions:
     def _check_choices(self) -> None:
         if self.on_history_lost == "snapshot":
             raise ConfigurationError(
-                "on_history_lost='snapshot': run `celery -A APP changes snapshot HANDLER` after a loss of history; "
-                "choose 'oldest' or 'now' here.",
+                "on_history_lost='snapshot': run `celery -A APP changes snapshot start HANDLER` after a loss of "
+                "history; choose 'oldest' or 'now' here.",
             )
         for field, choices in CHOICES.items():
             check_choice(field, getattr(self, field), choices)
@@ -259,32 +257,3 @@ def check_start(start_from: object) -> None:
             f"start_from={start_from!r} must be 'oldest', 'now', 'snapshot', a bson Timestamp, a datetime or a resume "
             "token.",
         )
-
-
-def _check_pipeline(pipeline: object) -> None:
-    if isinstance(pipeline, (str, bytes, Mapping)) or not isinstance(pipeline, Sequence):
-        raise ConfigurationError("pipeline must be a list of aggregation stages, such as [{'$match': {...}}].")
-    for stage in pipeline:
-        if not isinstance(stage, Mapping) or len(stage) != 1:
-            raise ConfigurationError(f"pipeline stage {stage!r} must be a document with one stage operator.")
-        ((operator, body),) = stage.items()
-        if _removes_id(operator, body):
-            raise ConfigurationError(
-                f"pipeline stage {operator} removes or replaces _id, which is the resume token: without it no "
-                "position can be stored. Keep _id as it is.",
-            )
-
-
-def _removes_id(operator: str, body: Any) -> bool:
-    if operator in {"$replaceRoot", "$replaceWith"}:
-        return True
-    if operator not in {"$addFields", "$project", "$set", "$unset"} or not isinstance(body, (str, Sequence, Mapping)):
-        return False
-    kept = operator == "$project" and isinstance(body, Mapping) and body.get("_id") in (1, True)
-    fields = [body] if isinstance(body, str) else body
-    return any(_is_id(field) and not (kept and field == "_id") for field in fields)
-
-
-def _is_id(field: object) -> bool:
-    """A part of the token is as bad as the whole: a projection of `_id._data` drops the rest."""
-    return isinstance(field, str) and field.split(".")[0] == "_id"

@@ -267,13 +267,12 @@ class Wiring:
         scope = make_scope(
             selectors,
             state_database=options.database,
-            pipeline=options.pipeline,
             full_document=options.full_document,
             before_change=options.full_document_before_change,
             expanded=options.show_expanded_events,
             bookkeeping=bookkeeping,
         )
-        return resolve_selectors(selectors, scope, bookkeeping), scope
+        return resolve_selectors(selectors, bookkeeping), scope
 
     def make_view(self, handler: Handler) -> HandlerView:
         """Return a handler's view of the fields that this package keeps in documents."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from celery import Celery
@@ -87,3 +88,10 @@ def reach_broker(app: Celery, seconds: int) -> None:
     """Have the broker take a new connection, within a bound; raises what its transport raises."""
     with bounded_connection(app, seconds) as connection:
         demand_answer(connection, seconds)
+
+
+def declare_queues(app: Celery, names: Sequence[str]) -> None:
+    """Make the partition queues known to this app, beside whatever queues it has."""
+    for name in names:
+        if name not in app.amqp.queues:
+            app.amqp.queues.select_add(app.amqp.queues.new_missing(name))

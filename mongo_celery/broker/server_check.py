@@ -1,4 +1,4 @@
-"""Check that the broker answers, and, for Redis, what it does when its memory is full or its machine fails."""
+"""Check that the broker answers, and, for Redis, whether it keeps its queues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ BROKER_SECONDS = 3
 
 _REDIS = "redis"
 _NEVER_EVICT = "noeviction"
-_NEARLY_FULL = 0.9
 
 
 def check_server(connection: Connection) -> Iterator[Finding]:
@@ -39,27 +38,17 @@ def check_server(connection: Connection) -> Iterator[Finding]:
 def _check_redis(connection: Connection) -> Iterator[Finding]:
     try:
         channel: Any = connection.default_channel
-        client = channel.client
-        info: Mapping[str, Any] = client.info()
+        info: Mapping[str, Any] = channel.client.info()
+        snapshots = channel.client.config_get("save").get("save") if not info.get("aof_enabled") else None
     except Exception as failure:  # noqa: BLE001 - a restricted or managed Redis refuses in its own ways
-        yield degraded("redis", f"Its INFO cannot be read, so memory and persistence are unknown: {short(failure)}")
+        yield degraded("redis", f"Its INFO or CONFIG cannot be read, so its settings are unknown: {short(failure)}")
         return
-    yield judge_eviction(info)
-    yield judge_memory(info)
-    yield judge_persistence(info, _snapshots(client))
+    yield judge_eviction(info.get("maxmemory_policy"))
+    yield judge_persistence(is_kept=bool(info.get("aof_enabled") or snapshots))
 
 
-def _snapshots(client: Any) -> bool | None:
-    """Return True if Redis writes snapshots; None if its configuration cannot be read."""
-    try:
-        return bool(client.config_get("save").get("save"))
-    except Exception:  # noqa: BLE001 - managed Redis refuses CONFIG in its own ways
-        return None
-
-
-def judge_eviction(info: Mapping[str, Any]) -> Finding:
+def judge_eviction(policy: object) -> Finding:
     """Redis must refuse writes, not throw messages away."""
-    policy = info.get("maxmemory_policy")
     if policy == _NEVER_EVICT:
         return ok("redis_eviction", "maxmemory-policy is noeviction.")
     if policy is None:
@@ -71,31 +60,12 @@ def judge_eviction(info: Mapping[str, Any]) -> Finding:
     )
 
 
-def judge_memory(info: Mapping[str, Any]) -> Finding:
-    """Judge how near Redis is to its limit."""
-    limit, used = int(info.get("maxmemory") or 0), int(info.get("used_memory") or 0)
-    if not limit:
-        return ok("redis_memory", "maxmemory is not set; the machine's memory is the limit.")
-    if used < _NEARLY_FULL * limit:
-        return ok("redis_memory", f"{used / limit:.0%} of maxmemory are in use.")
-    if used >= limit:
-        return failing("redis_memory", f"{used / limit:.0%} of maxmemory are in use: Redis takes no tasks. Raise it.")
-    return degraded(
-        "redis_memory",
-        f"{used / limit:.0%} of maxmemory are in use: soon Redis refuses to take tasks, and who sends them waits. "
-        "Raise it, or see what fills it.",
-    )
-
-
-def judge_persistence(info: Mapping[str, Any], snapshots: bool | None) -> Finding:
+def judge_persistence(*, is_kept: bool) -> Finding:
     """Judge the loss by a restart of Redis: of a bridge only time, of other tasks everything."""
-    if info.get("aof_enabled"):
-        return ok("redis_persistence", "The append-only file is on.")
-    if snapshots:
-        return ok("redis_persistence", "Snapshots are on; a crash loses the tasks since the last one.")
-    unknown = " (its snapshots cannot be seen)" if snapshots is None else ""
+    if is_kept:
+        return ok("redis_persistence", "Redis keeps its queues on disk.")
     return degraded(
         "redis_persistence",
-        f"Redis keeps nothing on disk{unknown}: a restart loses all queued tasks. A bridge dispatches its changes "
-        "again, other tasks of this app are gone; set appendonly yes.",
+        "Redis keeps nothing on disk: a restart loses all queued tasks. A bridge dispatches its changes again, other "
+        "tasks of this app are gone; set appendonly yes.",
     )

@@ -12,23 +12,21 @@ from celery import Celery
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.server_check import BROKER_SECONDS
 
-_QUESTIONS = ("active_queues", "registered", "stats")
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerReplies:
     """
-    Answers of workers; one that answered only one of the questions is in one of them.
+    Answers of workers, by worker. One that answered only one of the questions is in one of them.
 
     Attributes:
-        queues: those that each consumes, as Celery's `inspect` gives them.
-        tasks: names of those that each knows, perhaps followed by their options in brackets.
-        pools: the pool of each, with `max-concurrency`, as far as it says so.
+        queues: names of those that it consumes.
+        tasks: names of those that it knows.
+        slots: how many tasks it can run at a time. None if it does not say so.
     """
 
-    queues: Mapping[str, Iterable[Mapping[str, Any]]]
-    tasks: Mapping[str, Iterable[str]]
-    pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    queues: Mapping[str, set[str]]
+    tasks: Mapping[str, set[str]]
+    slots: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def ask_workers(app: Celery, seconds: float) -> WorkerReplies:
@@ -42,33 +40,28 @@ def ask_workers(app: Celery, seconds: float) -> WorkerReplies:
     Raises:
         Exception: what the transport raises; some have no remote control.
     """
-    with ThreadPoolExecutor(len(_QUESTIONS)) as threads:
-        queues, tasks, stats = threads.map(lambda question: _ask(app, question, seconds), _QUESTIONS)
-    return WorkerReplies(queues, tasks, {worker: replies.get("pool") or {} for worker, replies in stats.items()})
+    with ThreadPoolExecutor(3) as threads:
+        queues = threads.submit(ask_for_queues, app, seconds)
+        tasks, stats = threads.map(lambda question: _ask(app, question, seconds), ("registered", "stats"))
+        known = {worker: {text.partition(" [")[0] for text in texts} for worker, texts in tasks.items()}  # with options
+        slots = {worker: (reply.get("pool") or {}).get("max-concurrency") for worker, reply in stats.items()}
+        return WorkerReplies(queues.result(), known, slots)
 
 
 def ask_for_queues(app: Celery, seconds: float) -> dict[str, set[str]]:
     """Ask the workers that run now for the queues that they consume; as `ask_workers`."""
-    return list_queues(WorkerReplies(_ask(app, "active_queues", seconds), {}))
+    found = _ask(app, "active_queues", seconds)
+    return {worker: {str(queue["name"]) for queue in queues} for worker, queues in found.items()}
+
+
+def count_slots(replies: WorkerReplies, workers: Iterable[str]) -> int | None:
+    """Return how many tasks these workers can run at a time; None where one of them does not say so."""
+    sizes = [replies.slots.get(worker) for worker in workers]
+    known = [size for size in sizes if isinstance(size, int)]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def _ask(app: Celery, question: str, seconds: float) -> Mapping[str, Any]:
     with bounded_connection(app, BROKER_SECONDS) as connection:
         inspect = app.control.inspect(timeout=seconds, connection=connection)
         return getattr(inspect, question)() or {}
-
-
-def list_queues(replies: WorkerReplies) -> dict[str, set[str]]:
-    """Return the names of the queues that each worker consumes."""
-    return {worker: {str(queue["name"]) for queue in queues} for worker, queues in replies.queues.items()}
-
-
-def count_slots(replies: WorkerReplies, workers: Iterable[str]) -> int | None:
-    """Return how many tasks these workers can run at a time; None where one of them does not say so."""
-    sizes: list[Any] = [replies.pools.get(worker, {}).get("max-concurrency") for worker in workers]
-    return sum(sizes) if all(isinstance(size, int) for size in sizes) else None
-
-
-def list_tasks(replies: WorkerReplies) -> dict[str, set[str]]:
-    """Return the names of the tasks that each worker knows."""
-    return {worker: {text.partition(" [")[0] for text in texts} for worker, texts in replies.tasks.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.quantities import moment, number, size
@@ -12,7 +11,6 @@ from mongo_celery.quantities import moment, number, size
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.letter_commands import Found
 
-_LEAST_ID = 18  # the time and the number of an oplog entry: only changes of one transaction need more
 _LINE = 72
 
 
@@ -23,6 +21,8 @@ def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) ->
     Args:
         plain: the letters as JSON has them.
     """
+    from mongo_celery.bridge.operations.letter_commands import short_ids
+
     yield f"{bridge}: {number(found.count, 'dead letter', 'dead letters')}"
     for id_, each in zip(short_ids([each["id"] for each in plain]), plain, strict=True):
         yield f"{id_}  {each['cause'].replace('_', ' ')} {moment(each['at'])}"
@@ -46,8 +46,10 @@ def passed_line(plain: Mapping[str, Any]) -> str | None:
 
 def parked_line(plain: Mapping[str, Any]) -> str | None:
     """What waits behind what for a parked key; None where nothing does."""
+    from mongo_celery.bridge.operations.letter_commands import short_ids
+
     if plain["behind"] is not None:
-        return f"waits behind {plain['behind'][:_LEAST_ID]}"
+        return f"waits behind {short_ids([plain['behind']])[0]}"
     if not plain["parked"]:
         return None
     count = plain["waiting"]
@@ -89,19 +91,6 @@ def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bo
         yield "  its change cannot be read as a document; --json has its bytes in base64"
     else:
         yield "  its change was too large to be kept"
-
-
-def short_ids(ids: Sequence[str]) -> list[str]:
-    """The beginnings by which these can be told from each other."""
-    ordered = sorted(set(ids))
-    common = (_common(first, second) for first, second in pairwise(ordered))
-    length = max([_LEAST_ID, *(each + 1 for each in common)])
-    return [each[:length] for each in ids]
-
-
-def _common(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
-    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), len(first))
 
 
 def _cut(text: str) -> str:

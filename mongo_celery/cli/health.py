@@ -97,13 +97,9 @@ def line_of(ctx: click.Context, wiring: Wiring) -> CommandLine:
     from mongo_celery.bridge.wiring import BRIDGES
     from mongo_celery.command_line import CommandLine
 
-    root = ctx.find_root()
-    given = root.params.get("app")
+    given = ctx.find_root().params.get("app")
     bridge = wiring.name if len(BRIDGES.of(wiring.app)) > 1 else None
-    if isinstance(given, str):
-        return CommandLine(given, bridge)
-    # Whoever hands over the app itself, as `flask celery` does, has named the program by what is typed.
-    return CommandLine(bridge=bridge, program=root.info_name if given is not None else None)
+    return CommandLine(given, bridge) if isinstance(given, str) else CommandLine(bridge=bridge)
 
 
 def told(read: Callable[[], T]) -> tuple[T | None, str]:

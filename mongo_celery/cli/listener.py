@@ -137,13 +137,11 @@ def _run(
     from celery.platforms import create_pidlock
 
     from mongo_celery.bridge.listener.process import run_listeners
-    from mongo_celery.cli.log_lines import give_lines_a_time
     from mongo_celery.errors import MongoCeleryError
     from mongo_celery.mongo.redaction import without_credentials
     from mongo_celery.visible import visible
 
     app.log.setup(loglevel, logfile)
-    give_lines_a_time(app)
     try:
         with ExitStack() as stack:
             if pidfile:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
+from mongo_celery.cli.acting import acting_on
 from mongo_celery.cli.apps import FiniteRange, console_of, json_option, one_sentence_errors, say
 from mongo_celery.command_line import ANY_APP
 from mongo_celery.visible import visible
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
     from mongo_celery.locking.holders import OpenTransaction
     from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.plan import Plan, PlanResult
 
     Found = tuple[MongoClient[Any], OpenTransaction]
 
 URL = click.option("--url", metavar="URL", help="The MongoDB, where the app has no Bridge, Outbox or TwoPhaseCommit.")
 JSON = json_option("transaction")
 _RESULTS = {
-    "would_be_freed": "would be ended",
     "freed": "ended; what it held is free",
     "gone": "had ended before",
     "alive": "not ended: something was heard of it meanwhile",
@@ -69,14 +70,8 @@ def list_locks(ctx: click.Context, older_than: float | None, url: str | None, as
 @locks.command()
 @click.argument("ids", metavar="[ID]...", nargs=-1)
 @click.option("--dead", is_flag=True, help="All whose client is gone, and silent for ten seconds.")
-@click.option("--dry-run", is_flag=True, help="Say what would be ended, and end nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@URL
-@JSON
-@click.pass_context
-def free(
-    ctx: click.Context, ids: Sequence[str], dead: bool, dry_run: bool, yes: bool, url: str | None, as_json: bool
-) -> None:
+@acting_on("url", URL, lambda ctx, url: (ctx, url))
+def free(chosen: tuple[click.Context, str | None], ids: Sequence[str], *, dead: bool) -> Plan:
     """
     End transactions, by their ids in `list`, or those of dead clients.
 
@@ -87,24 +82,23 @@ def free(
     Of a dead client are those of which no connection is left, and nothing is heard for ten seconds, in which this
     command waits, and until the moment in which they are ended. Ends with status 1 if one could not be ended.
     """
+    from mongo_celery.plan import Plan
+
     if bool(ids) == dead:
         raise click.UsageError("name transactions by their ids, or those of dead clients with --dead.")
     with one_sentence_errors(_concern):
-        clients = _clients(ctx, url)
-        chosen = _named(_found(clients), ids) if ids else _dead(clients)
-        if not as_json or not yes:
-            _show(ctx, [each for _, each in chosen], err=True)
-        if chosen and not dry_run and not yes:
-            click.confirm("End these transactions?", abort=True, err=True)
-        results = {each.id: "would_be_freed" for _, each in chosen} if dry_run else _end(clients, chosen, dead=dead)
-    for _, each in chosen:
-        if as_json:
-            click.echo(json.dumps({**each.plain(), "result": results[each.id]}))
-        else:
-            say(f"{each.id}: {_RESULTS[results[each.id]]}")
-    if not chosen and not as_json:
-        say("There is no transaction of a dead client.")
-    ctx.exit(1 if "refused" in results.values() else 0)
+        clients = _clients(*chosen)
+        found = _named(_found(clients), ids) if ids else _dead(clients)
+    lines = [line for _, each in found for line in (f"{each.id}  {each.state}  {each.server}", f"  {each}")]
+    planned = [{**each.plain(), "result": "would_be_freed"} for _, each in found]
+    return Plan(
+        command="free",
+        lines=lines or ["There is no transaction of a dead client."],
+        fields={"transactions": planned},
+        question="End these transactions?",
+        seen=" ".join(str(each.id) for _, each in found),
+        act=(lambda: _end(clients, found, dead=dead)) if found else None,
+    )
 
 
 # -- inside ----------------------------------------------------------------------------------------
@@ -201,9 +195,9 @@ def _named(found: Sequence[Found], ids: Sequence[str]) -> list[Found]:
     return list(chosen.values())
 
 
-def _end(clients: Sequence[MongoClient[Any]], chosen: Sequence[Found], *, dead: bool) -> dict[Any, str]:
+def _end(clients: Sequence[MongoClient[Any]], chosen: Sequence[Found], *, dead: bool) -> PlanResult:
     """
-    What became of each, by how it is now: a person may take minutes to answer.
+    End transactions, by how they are now: a person may take minutes to answer.
 
     One that has ended since it was shown is not there any more, whatever its session does; one that was to be ended
     as a dead client's has to be one still.
@@ -212,9 +206,10 @@ def _end(clients: Sequence[MongoClient[Any]], chosen: Sequence[Found], *, dead: 
 
     from mongo_celery.locking.freeing import end
     from mongo_celery.mongo.opening import ANSWER_SECONDS
+    from mongo_celery.plan import PlanResult
 
     now = {(each.id, each.number): each for _, each in _found(clients)}
-    results = {}
+    results: dict[Any, str] = {}
     for client, each in chosen:
         found = now.get((each.id, each.number))
         if found is None:
@@ -224,7 +219,12 @@ def _end(clients: Sequence[MongoClient[Any]], chosen: Sequence[Found], *, dead: 
         else:
             with pymongo.timeout(ANSWER_SECONDS):
                 results[each.id] = "refused" if end(client, [each]) else "freed"
-    return results
+    said = {each.id: f"{each.id}: {_RESULTS[results[each.id]]}" for _, each in chosen}
+    return PlanResult(
+        lines=[line for each, line in said.items() if results[each] != "refused"],
+        fields={"transactions": [{**each.plain(), "result": results[each.id]} for _, each in chosen]},
+        refused=[line for each, line in said.items() if results[each] == "refused"],
+    )
 
 
 def _say_what_is_hidden(clients: Sequence[MongoClient[Any]]) -> None:
@@ -239,11 +239,11 @@ def _say_what_is_hidden(clients: Sequence[MongoClient[Any]]) -> None:
         say("Those of other MongoDB users are not shown: that needs inprog on the cluster.", err=True)
 
 
-def _show(ctx: click.Context, found: Sequence[OpenTransaction], *, err: bool = False) -> None:
+def _show(ctx: click.Context, found: Sequence[OpenTransaction]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    console = console_of(ctx, err=err)
+    console = console_of(ctx)
     for each in found:  # no markup: an appName is anybody's
         identity = visible(f"{each.id}  {each.state}  {each.server}")
         console.print(Text(identity), soft_wrap=True)  # an id is there to be copied

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import FiniteRange, all_of, console_of, json_option, one_sentence_errors, say, sentence_for
+from mongo_celery.cli.acting import acting_on
+from mongo_celery.cli.apps import FiniteRange, all_of, console_of, json_option, one_sentence_errors
 
 if TYPE_CHECKING:
-    from pymongo.errors import PyMongoError
-
-    from mongo_celery.outbox.delivery import Delivery
+    from mongo_celery.outbox.plans import Letters
     from mongo_celery.outbox.registry import AnyOutbox
-    from mongo_celery.outbox.replay import DeadLetter
+    from mongo_celery.plan import Plan
 
 _LIMIT = 50
 _DOCUMENTS = 1000
@@ -27,6 +24,12 @@ _DOCUMENTS = 1000
 NAME = click.option("--name", metavar="NAME", help="The outbox, where the app has several.")
 JSON = json_option("outbox or dead letter")
 IDS = click.argument("ids", metavar="ID...", nargs=-1)
+
+
+def _outboxes(ctx: click.Context, name: str | None) -> list[AnyOutbox]:
+    from mongo_celery.outbox.registry import OUTBOXES
+
+    return all_of(ctx, OUTBOXES, name)
 
 
 @click.group()
@@ -125,12 +128,10 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
     type=click.IntRange(min=1),
     default=_DOCUMENTS,
     show_default=True,
-    help="Documents of each outbox at most; those that stand are not counted.",
+    help="Documents of each outbox at most; those that are blocked are not counted.",
 )
-@NAME
-@JSON
-@click.pass_context
-def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | None, as_json: bool) -> None:
+@acting_on("name", NAME, _outboxes)
+def sweep(outboxes: list[AnyOutbox], **given: Any) -> Plan:
     """
     Deliver now what was left behind.
 
@@ -138,59 +139,9 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
     one that MongoDB does not answer for keeps no other waiting. Ends with status 1 if something could not be
     delivered.
     """
-    from mongo_celery.mongo.redaction import without_credentials
-    from mongo_celery.quantities import number
+    from mongo_celery.outbox.plans import plan_sweep
 
-    swept, sentences = _sweep_in_turns(_outboxes(ctx, name), older_than, limit)
-    for each, delivery in swept:
-        if as_json:
-            click.echo(json.dumps({"outbox": each.name, **delivery.plain()}))
-        else:
-            error = "" if delivery.error is None else f", {delivery.left} left: {without_credentials(delivery.error)}"
-            dead = number(delivery.dead, "became a dead letter", "became dead letters")
-            say(f"{each.name}: {delivery.dispatched} dispatched, {dead}{error}")
-    for sentence in sentences:
-        say(f"Error: {sentence}", err=True)
-    ctx.exit(1 if sentences or any(delivery.error is not None for _, delivery in swept) else 0)
-
-
-def _sweep_in_turns(
-    outboxes: Sequence[AnyOutbox], older_than: float | None, limit: int
-) -> tuple[list[tuple[AnyOutbox, Delivery]], list[str]]:
-    """What was delivered, and a sentence for each outbox that MongoDB does not answer for, or refuses."""
-    from pymongo.errors import PyMongoError
-
-    from mongo_celery.errors import MongoCeleryError
-    from mongo_celery.outbox.health import concern_of, reach
-    from mongo_celery.outbox.sweep import OutboxSweep, take_turns
-
-    sweeps: dict[OutboxSweep, AnyOutbox] = {}
-    sentences: dict[str, None] = {}
-
-    def fails(each: AnyOutbox, error: Exception) -> None:
-        sentence = sentence_for(error, partial(concern_of, each))
-        if sentence is None:
-            raise error
-        sentences[sentence] = None  # once, where several have the same to say
-
-    def failed(sweep: OutboxSweep, error: PyMongoError) -> None:
-        fails(sweeps.pop(sweep), error)
-
-    for each in outboxes:
-        try:
-            reach(each)
-        except (PyMongoError, MongoCeleryError) as error:
-            fails(each, error)
-        else:
-            sweeps[OutboxSweep(each.sweep_target, each.sweep_after if older_than is None else older_than, limit)] = each
-    take_turns(list(sweeps), failed)
-    down = next((sweep.total for sweep in sweeps if sweep.total.broker_down), None)
-    unserved = None if down is None else replace(down, dispatched=0, dead=0, left=0)
-    found = []
-    for sweep, each in sweeps.items():
-        total = sweep.total
-        found.append((each, total if unserved is None or total.broker_down else total.and_(unserved)))
-    return found, list(sentences)
+    return plan_sweep(outboxes, **given)
 
 
 # -- dead letters ----------------------------------------------------------------------------------
@@ -209,9 +160,10 @@ def dead_letters() -> None:
 def list_dead_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
     """List dead letters, the oldest first."""
     from mongo_celery.outbox import replay as commands
+    from mongo_celery.outbox.plans import reached
 
     for each in _outboxes(ctx, name):
-        with _reached(each):
+        with one_sentence_errors(), reached(each):
             found, count = commands.dead_letters(each, limit), each.dead_letters.count()
         if as_json:
             plain = [dead_letter.plain(payload=False) for dead_letter in found]
@@ -230,7 +182,10 @@ def list_dead_letters(ctx: click.Context, limit: int, name: str | None, as_json:
 @click.pass_context
 def show(ctx: click.Context, id: str, payload: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
     """Show one dead letter with its traceback."""
-    chosen, found = _find(_outboxes(ctx, name), id)
+    from mongo_celery.outbox.plans import find_letters
+
+    with one_sentence_errors():
+        ((chosen, found),) = find_letters(_outboxes(ctx, name), [id])
     if as_json:
         click.echo(json.dumps({"outbox": chosen.name, **found.plain(payload=payload)}))
         return
@@ -239,128 +194,44 @@ def show(ctx: click.Context, id: str, payload: bool, name: str | None, as_json: 
     console_of(ctx).print(dead_letter_view(chosen.name, found, payload=payload), soft_wrap=True)
 
 
+ALL = click.option("--all", "everything", is_flag=True, help="All dead letters of the chosen outboxes.")
+
+
+def _choose(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool) -> Letters:
+    from mongo_celery.outbox.plans import find_letters
+
+    if bool(ids) == everything:
+        raise click.UsageError("name dead letters by their ids, or all of them with --all.")
+    return find_letters(outboxes, ids)
+
+
 @dead_letters.command()
 @IDS
-@click.option("--all", "everything", is_flag=True, help="All dead letters of the chosen outboxes.")
+@ALL
 @click.option("--without-document", is_flag=True, help="If the document is gone, publish all the same.")
 @click.option("--sign", is_flag=True, help="Vouch for entries that the outbox has not signed: they run what they say.")
-@NAME
-@JSON
-@click.pass_context
-def replay(ctx: click.Context, /, ids: Sequence[str], everything: bool, **given: Any) -> None:
+@acting_on("name", NAME, _outboxes)
+def replay(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool, sign: bool, **given: Any) -> Plan:
     """
     Put dead letters back into their documents.
 
-    They come last there, with no attempts counted, and are delivered by the next sweep. Cure what they
-    failed of first. Where a document is gone its dead letter stays, and the command ends with status 1.
-    So does one that the outbox has not signed, unless --sign vouches for it, which takes ids.
+    They come last there, with no attempts counted, and are delivered by the next sweep. Fix the cause first. If a
+    document is gone its dead letter stays, and the command ends with status 1. So does one that the outbox has not
+    signed, unless --sign vouches for it, which takes ids.
     """
-    if bool(ids) == everything:
-        raise click.UsageError("name dead letters by their ids, or all of them with --all.")
-    if everything and given["sign"]:
+    from mongo_celery.outbox.plans import plan_replay
+
+    if everything and sign:
         raise click.UsageError("--sign vouches for dead letters that you have looked at: name them by their ids.")
-    failed = False
-    outboxes = _outboxes(ctx, given["name"])
-    pairs = _all_dead_letters(outboxes) if everything else [(_find(outboxes, each)[0], each) for each in ids]
-    for chosen, entry_id in pairs:
-        failed = not _replay(chosen, entry_id, given) or failed
-    if not pairs:
-        say("There are no dead letters.", err=True)
-    ctx.exit(1 if failed else 0)
-
-
-def _replay(chosen: AnyOutbox, entry_id: str, given: Mapping[str, Any]) -> bool:
-    """Replay one dead letter; a refusal is shown, and does not keep the others."""
-    from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
-    from mongo_celery.outbox import replay as commands
-    from mongo_celery.outbox.health import concern_of
-
-    as_json, how = given["as_json"], {name: given[name] for name in ("without_document", "sign")}
-    with one_sentence_errors(partial(concern_of, chosen)):
-        try:
-            done = commands.replay(chosen, entry_id, **how)
-        except (CommandRefusedError, OutboxRefusedError) as error:
-            sentence = sentence_for(error)
-            if as_json:
-                answer = {"outbox": chosen.name, "id": entry_id, "result": "refused", "error": sentence}
-                click.echo(json.dumps(answer))
-            else:
-                say(f"Error: {sentence}", err=True)
-            return False
-    if as_json:
-        click.echo(json.dumps({"outbox": chosen.name, **asdict(done)}))
-    elif done.result == "pending":
-        say(f"{entry_id}: pending again as {done.entry}; the next sweep delivers it.")
-    else:
-        say(f"{entry_id}: published without its document.")
-    return True
+    return plan_replay(_choose(outboxes, ids, everything=everything), sign=sign, **given)
 
 
 @dead_letters.command()
-@click.argument("id", metavar="ID")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@NAME
-@JSON
-@click.pass_context
-def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
-    """Throw one dead letter away. Its task or event will never be published."""
-    from mongo_celery.outbox import replay as commands
-    from mongo_celery.outbox.health import concern_of
+@IDS
+@ALL
+@acting_on("name", NAME, _outboxes)
+def discard(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool) -> Plan:
+    """Throw dead letters away. Their tasks and events will never be published."""
+    from mongo_celery.outbox.plans import plan_discard
 
-    chosen, found = _find(_outboxes(ctx, name), id)
-    # It goes to standard error: it may be the only trace of the task.
-    say(f"{id}: {found.entry.get('name')} {found.entry.get('argsrepr', '')}", err=True)
-    say(f"  of document {found.document!r} in {chosen.name}", err=True)
-    say(f"  failed with {found.error}", err=True)
-    if not yes:
-        click.confirm("Throw this dead letter away?", abort=True, err=True)
-    with one_sentence_errors(partial(concern_of, chosen)):
-        gone = commands.discard(chosen, id)
-    if as_json:
-        click.echo(json.dumps({"outbox": chosen.name, "id": id, "discarded": gone}))
-    else:
-        say(f"{id}: discarded" if gone else f"{id}: somebody else has replayed or discarded it")
-
-
-# -- inside ----------------------------------------------------------------------------------------
-
-
-def _outboxes(ctx: click.Context, name: str | None) -> list[AnyOutbox]:
-    from mongo_celery.outbox.registry import OUTBOXES
-
-    return all_of(ctx, OUTBOXES, name)
-
-
-@contextmanager
-def _reached(outbox: AnyOutbox) -> Iterator[None]:
-    """Inside, the primary has answered once, and errors are one sentence that names what the outbox needs."""
-    from mongo_celery.outbox.health import concern_of, reach
-
-    with one_sentence_errors(partial(concern_of, outbox)):
-        reach(outbox)
-        yield
-
-
-def _find(outboxes: Sequence[AnyOutbox], id: str) -> tuple[AnyOutbox, DeadLetter]:  # noqa: A002
-    """A dead letter and its outbox."""
-    from mongo_celery.command_line import CommandLine
-    from mongo_celery.outbox.replay import dead_letter
-
-    for each in outboxes:
-        with _reached(each):
-            found = dead_letter(each, id)
-        if found is not None:
-            return each, found
-    names = ", ".join(each.name for each in outboxes)
-    line = CommandLine.of(outboxes[0].app).celery("outbox", "dead-letters", "list")
-    raise click.ClickException(f"there is no dead letter {id!r} in {names}; see `{line}`.")
-
-
-def _all_dead_letters(outboxes: Sequence[AnyOutbox]) -> list[tuple[AnyOutbox, str]]:
-    from mongo_celery.outbox import replay as commands
-
-    found = []
-    for each in outboxes:
-        with _reached(each):
-            found += [(each, dead_letter.id) for dead_letter in commands.dead_letters(each, 0)]
-    return found
+    return plan_discard(_choose(outboxes, ids, everything=everything))

@@ -1,294 +1,296 @@
-"""One run of the demo: servers, processes, load, faults, and the verdict."""
+"""
+One run of the demo.
+
+::
+
+    writer --> orders --> bridge: 2 listeners, 1 worker with 2 processes --> summaries --> verdict
+
+The writer first writes as fast as it can, and nothing is broken: so the demo can show how many changes a second flow.
+Then it writes for some seconds more, while the leading listener and a process of the worker are killed.
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pymongo import MongoClient
-from pymongo.database import Database
+import redis
+from pymongo import MongoClient, WriteConcern
+from pymongo.errors import PyMongoError
 
-from mongo_celery.demo import plan
-from mongo_celery.demo import verdict as judging
-from mongo_celery.demo.evidence import read_evidence
-from mongo_celery.demo.faults import FROZEN_NUMBER, Faults
-from mongo_celery.demo.progress import BridgeState, Progress, StateReader
-from mongo_celery.demo.record import Record
-from mongo_celery.demo.servers import Urls, check_redis, embedded_servers, open_client, remove_traces
-from mongo_celery.demo.setting import DemoSetting
-from mongo_celery.demo.verdict import Judgement
-from mongo_celery.demo.view import DemoView
-from mongo_celery.embedded.crew import ChildProcess, Supervisor
-from mongo_celery.errors import MongoCeleryError
+from mongo_celery.demo.app import DemoSetting
+from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
+from mongo_celery.embedded.processes import ChildProcess, Supervisor
+from mongo_celery.errors import MongoCeleryError, ServerUnavailableError
 from mongo_celery.mongo.oplog import operation_time
 
+REWRITES = 4
+"""How often each order is written after its insert."""
+
+WORKER_PROCESSES = 2
 _APP = "mongo_celery.demo.app"
-_RECORD = "written.jsonl"
-_LOOK_SECONDS = 0.05
-_READY_SECONDS_MAX = 60.0
-_STALL_SECONDS_MAX = 100.0  # more than the 60 s for which a given server keeps a killed transaction
-_CALM_SECONDS, _CALM_COMMITS = 2.0, 100  # after both the rate without faults is known well enough
-_LOAD_SECONDS = 12.0
-_FIRST_COMMITS = 30
+_FAULT_SECONDS = 8.0
+_STALL_SECONDS_MAX = 60.0
+_POLL_SECONDS = 0.1
+_OPEN_ORDERS = 10  # that are written in turns: so few that the changes of an order follow each other
+_ANSWER_MILLISECONDS_MAX = 10_000
+# A fenced upsert that creates a document is a transaction. If its process is killed, the server keeps the document
+# locked for this time. With the server's default of 60 s a demo would look as if it hung.
+_PARAMETERS = ["transactionLifetimeLimitSeconds=5"]
 
 
 class DemoFailedError(MongoCeleryError):
-    """The demo did not get to its end. The message says what is missing."""
+    """The demo did not come to its end; the message says what was missing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """What the user asked for; `urls` None means embedded servers."""
-
-    orders: int
-    faults: bool
-    keep: bool
-    urls: Urls | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Result:
     """
-    How a run ended.
+    The result of a run.
 
     Attributes:
-        verdict: also given when the run did not finish: then what is missing counts as lost.
-        unfinished: why the run did not finish, or None.
-        kept: where data and logs are, if they were kept.
+        changes_per_second: the rate while nothing was broken.
+        handled: the changes that took effect.
+        takeover_seconds: from the kill of the leading listener to the next term.
+        unfinished: why the run did not end; None if it did.
     """
 
-    progress: Progress
-    verdict: Judgement
-    unfinished: str | None
-    setting: DemoSetting
-    kept: Path | None
+    written: int = 0
+    handled: int = 0
+    changes_per_second: float | None = None
+    takeover_seconds: float | None = None
+    lost: Sequence[str] = ()
+    out_of_order: Sequence[str] = ()
+    duplicates: int = 0
+    seconds: float = 0.0
+    unfinished: str | None = None
+    events: list[str] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
-        """Whether everything was written, committed and found, in order."""
-        return self.unfinished is None and self.verdict.good
-
-    def figures(self) -> dict[str, object]:
-        """The figures, as `--json` names them."""
-        rate, takeover = self.progress.changes_per_second, self.progress.takeover_seconds
-        return {
-            "written": self.progress.written,
-            "committed": self.progress.committed,
-            "changes_per_second": None if rate is None else round(rate, 1),
-            "lost": len(self.verdict.lost),
-            "out_of_order": len(self.verdict.out_of_order),
-            "duplicates": self.verdict.duplicates,
-            "stale_writes_refused": self.verdict.stale_writes_refused,
-            "takeover_seconds": None if takeover is None else round(takeover, 2),
-            "seconds": round(self.progress.seconds, 2),
-        }
+    def passed(self) -> bool:
+        """True if the run ended, and nothing was lost or out of order."""
+        return self.unfinished is None and not self.lost and not self.out_of_order
 
 
-def run_demo(options: DemoOptions, view: DemoView) -> Result:
-    """
-    Run the demo from start to end. Everything that it started has ended when it returns or raises.
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """The URLs of the servers."""
 
-    Raises:
-        MongoCeleryError: servers are missing or wrong, or a process did not start.
-    """
-    started = time.monotonic()
-    with ExitStack() as stack:
-        directory = stack.enter_context(_directory(keep=options.keep))
-        view.show(Progress("starting MongoDB and Redis" if options.urls is None else "connecting"))
-        kept = directory if options.keep else None
-        urls = options.urls or stack.enter_context(embedded_servers(options.orders, kept))
-        client = stack.enter_context(open_client(urls.mongo))
-        check_redis(urls.redis)
-        setting = _setting(client, urls, options)
-        if options.urls is not None and not options.keep:
-            stack.callback(remove_traces, client, setting)
-        processes = stack.enter_context(Supervisor(directory, ChildProcess, environment=setting.environment()))
-        return _Run(options, view, started, setting, client, processes, directory).play()
+    mongo: str
+    redis: str
 
 
 @contextmanager
-def _directory(*, keep: bool) -> Iterator[Path]:
-    """The directory of a run: logs and the record; with `keep` the data too."""
-    if keep:
-        yield Path(tempfile.mkdtemp(prefix="mongo-celery-demo-"))
-        return
-    with tempfile.TemporaryDirectory(prefix="mongo-celery-demo-", ignore_cleanup_errors=True) as path:
-        yield Path(path)
+def embedded_servers() -> Iterator[Servers]:
+    """Start MongoDB and Redis, and end them."""
+    find_binary("redis-server")  # before three seconds are spent on the other one
+    with MongoReplicaSet(parameters=_PARAMETERS) as mongo, RedisServer() as broker:
+        yield Servers(mongo.url, broker.url)
 
 
-def _setting(client: MongoClient[dict[str, Any]], urls: Urls, options: DemoOptions) -> DemoSetting:
-    start = operation_time(client)
-    return DemoSetting(
-        run=secrets.token_hex(4),
-        mongo_url=urls.mongo,
-        redis_url=urls.redis,
-        start=(start.time, start.inc),
-        freeze=f"{plan.first_order(options.orders)}:{FROZEN_NUMBER}" if options.faults else None,
-    )
+def run_demo(
+    orders: int, *, faults: bool, servers: Servers, show: Callable[[str], None], announce: Callable[[str], None]
+) -> Result:
+    """
+    Play the demo once on servers. Afterwards nothing of it is left there.
+
+    Args:
+        orders: how many orders are written, several times each.
+        faults: whether processes are killed.
+        show: called with a line about the present state, often.
+        announce: called with each event.
+
+    Raises:
+        ServerUnavailableError: a server does not answer.
+        DeploymentError: MongoDB is no replica set.
+    """
+    with ExitStack() as stack:
+        try:
+            client: MongoClient[dict[str, Any]] = stack.enter_context(
+                MongoClient(servers.mongo, serverSelectionTimeoutMS=_ANSWER_MILLISECONDS_MAX)
+            )
+            start = operation_time(client)
+            broker = stack.enter_context(redis.Redis.from_url(servers.redis))
+            broker.ping()
+        except (PyMongoError, redis.RedisError) as error:
+            raise ServerUnavailableError(f"A server did not answer: {str(error).split(', Timeout:')[0]}.") from error
+        name = f"mongo_celery_demo_{secrets.token_hex(4)}"
+        setting = DemoSetting(servers.mongo, servers.redis, name, (start.time, start.inc))
+        stack.callback(_remove_traces, client, broker, setting)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="mongo_celery_demo_"))
+        processes = stack.enter_context(Supervisor(Path(directory), ChildProcess, environment=setting.environment()))
+        return _Demo(client, setting, processes, show, announce).play(orders, faults=faults)
 
 
-class _Run:
-    """The part of a run in which processes live."""
+class _Demo:
+    """The script of a run."""
 
     def __init__(
         self,
-        options: DemoOptions,
-        view: DemoView,
-        started: float,
-        setting: DemoSetting,
         client: MongoClient[dict[str, Any]],
+        setting: DemoSetting,
         processes: Supervisor[ChildProcess],
-        directory: Path,
+        show: Callable[[str], None],
+        announce: Callable[[str], None],
     ) -> None:
-        self._options = options
-        self._view = view
-        self._started = started
-        self._setting = setting
-        self._database: Database[dict[str, Any]] = client[setting.database]
-        self._state = StateReader(client, setting)
+        database = client.get_database(setting.name, write_concern=WriteConcern("majority"))
+        self._orders, self._summaries = database["orders"], database["summaries"]
+        self._leases = client[setting.state_database]["leases"]
         self._processes = processes
-        self._directory = directory
-        self._record = Record(directory / _RECORD)
-        self._calm = plan.total(options.orders, plan.PARTS[:1])
-        self._idle_until = started
-        self._rate: float | None = None
-        self._faults: Faults | None = None
-        self._events: list[str] = []
-        self._latest = BridgeState(None, {})
-        self._progress = Progress("starting listeners and worker", total=plan.total(options.orders))
+        self._show, self._announce = show, announce
+        self._began = time.monotonic()
+        self._result = Result()
+        self._ended = threading.Event()
 
-    def play(self) -> Result:
-        """Start the processes, wait until all is done, stop them, and judge."""
-        self._start()
-        unfinished = None
-        try:
-            self._work()
-        except DemoFailedError as failure:
-            unfinished = str(failure)
-        self._show("stopping the processes")
+    def play(self, orders: int, *, faults: bool) -> Result:
+        """Start the processes, write, kill, wait until all is handled, and judge."""
+        keys = [f"order-{number:05d}" for number in range(orders)]
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                self._start_processes()
+                self._measure(pool.submit(self._write, keys[: orders // 2], 0.0))
+                writer = pool.submit(self._write, keys[orders // 2 :], _FAULT_SECONDS if faults else 0.0)
+                if faults:
+                    self._kill_leader()
+                    self._kill_worker_process()
+                self._wait_until_handled(writer)
+            except DemoFailedError as error:
+                self._result.unfinished = str(error)
+            finally:
+                self._ended.set()
         self._processes.end()
-        self._look()  # once more: a commit may have been under way
-        self._show("reading everything back")
-        verdict = judging.judge(self._record.writes, read_evidence(self._database, self._setting))
-        self._show("done")
-        kept = self._directory if self._options.keep else None
-        return Result(progress=self._progress, verdict=verdict, unfinished=unfinished, setting=self._setting, kept=kept)
+        self._judge(keys)
+        return self._result
 
-    def _start(self) -> None:
-        self._database["orders"].create_index("customer")
-        self._show("starting listeners and worker")
-        self._listeners = [self._processes.celery(_APP, "listener", "-l", "INFO") for _ in range(2)]
-        self._worker = self._processes.celery(
-            _APP,
-            *("worker", "-c", "2", "-P", "prefork", "-l", "WARNING"),
-            *("--without-gossip", "--without-mingle", "--without-heartbeat"),
-        )
-        self._wait(lambda: self._latest.holder is not None, _READY_SECONDS_MAX, "a listener that holds the lease")
+    def _start_processes(self) -> None:
+        self._show("starting two listeners and a worker")
+        self._listeners = [self._processes.celery(_APP, "listener", "-l", "WARNING") for _ in range(2)]
+        pool = ("-P", "prefork", "-c", str(WORKER_PROCESSES), "-l", "WARNING")
+        self._worker = self._processes.celery(_APP, "worker", *pool, "--without-gossip", "--without-mingle")
+        self._wait("a listener that leads", lambda: self._lease().get("state") == "leading")
 
-    def _work(self) -> None:
-        """First without faults, as fast as it goes; then over some seconds, so that there is time for faults."""
-        calm, rest = plan.PARTS
-        self._show("writing and handling, nothing is broken yet")
-        self._write(calm, 0.0)
-        self._wait(lambda: self._rate is not None, _STALL_SECONDS_MAX, "the first commits")
-        if self._options.faults:
-            left = self._progress.total - self._progress.committed
-            self._faults = Faults(
-                self._database,
-                self._listeners,
-                self._worker,
-                first_commits=self._progress.committed + min(_FIRST_COMMITS, left // 3),
-                frozen_order=plan.first_order(self._options.orders),
-            )
-            self._show("writing, handling, and breaking things")
-            self._write(rest, _LOAD_SECONDS)
-        else:
-            self._show("writing and handling the rest")
-            self._write(rest, 0.0)
-        self._wait(lambda: not self._open_points(), _STALL_SECONDS_MAX, None)
-
-    def _write(self, part: str, seconds: float) -> None:
-        arguments = (str(self._options.orders), part, str(seconds), str(self._directory / _RECORD))
-        self._processes.python("writer", "-m", "mongo_celery.demo.writer", *arguments)
-
-    def _open_points(self) -> list[str]:
-        """What the end is waiting for."""
-        points = []
-        if len(self._record.writes) < self._progress.total:
-            points.append(f"the writer has written {len(self._record.writes)} of {self._progress.total}")
-        for name, count in self._latest.missing(self._record).items():
-            if count:
-                points.append(f"{name} has {count} changes to commit")
-        points += [
-            f"partition {image.index} of {image.subscription} is {image.state}: {image.error or 'no error'}"
-            for image in self._latest.standing
-        ]
-        if self._faults is not None and self._faults.waiting_for is not None:
-            points.append(f"waiting for {self._faults.waiting_for}")
-        return points
-
-    def _wait(self, condition: Callable[[], bool], stall: float, what: str | None) -> None:
-        """Look again and again; give up when nothing has moved for so many seconds."""
-        pause = threading.Event()
-        moved, moved_at = self._progress, time.monotonic()
-        while True:
-            self._look()
-            if condition():
+    def _write(self, keys: Sequence[str], seconds: float) -> None:
+        """Insert and replace orders, spread over a time; each write is acknowledged by a majority."""
+        writes = list(plan_writes(keys))
+        began = time.monotonic()
+        for place, (key, n) in enumerate(writes):
+            if self._ended.wait(max(began + seconds * place / len(writes) - time.monotonic(), 0.0)):
                 return
+            self._orders.replace_one({"_id": key}, {"n": n, "amount": 10 * n}, upsert=True)
+            self._result.written += 1
+
+    def _measure(self, writer: Future[None]) -> None:
+        """Measure the rate from the first handled change on, while nothing is broken."""
+        self._wait("the first change", lambda: self._result.handled)
+        began, before = time.monotonic(), self._result.handled
+        self._wait_until_handled(writer)
+        count, seconds = self._result.handled - before, time.monotonic() - began
+        self._result.changes_per_second = count / seconds
+        self._note(f"{count / seconds:.0f} changes a second without faults ({count} in {seconds:.1f} s)")
+
+    def _kill_leader(self) -> None:
+        lease = self._lease()
+        leader = next(each for each in self._listeners if each.pid == lease["pid"])
+        began = time.monotonic()
+        leader.kill()
+        self._note(f"killed the leading listener (pid {leader.pid}) with SIGKILL")
+        self._wait("the take-over", lambda: self._lease().get("term", 0) > lease["term"])
+        self._result.takeover_seconds = time.monotonic() - began
+        self._note(f"pid {self._lease()['pid']} took over after {self._result.takeover_seconds:.1f} s")
+
+    def _kill_worker_process(self) -> None:
+        before = self._result.handled
+        self._wait("a change after the take-over", lambda: self._result.handled > before)
+        victim = self._worker.children()[0]
+        os.kill(victim, signal.SIGKILL)
+        self._note(f"killed a process of the worker (pid {victim}) with SIGKILL")
+
+    def _wait_until_handled(self, writer: Future[None]) -> None:
+        self._wait("the rest", lambda: writer.done() and self._result.handled == self._result.written)
+        writer.result()
+
+    def _wait(self, what: str, condition: Callable[[], object]) -> None:
+        """
+        Wait for a condition, as long as something moves.
+
+        Raises:
+            DemoFailedError: a process failed, or nothing moved for a minute.
+        """
+        last, until = (-1, -1), time.monotonic() + _STALL_SECONDS_MAX
+        while not condition():
             failed = self._processes.failed()
             if failed is not None:
-                raise DemoFailedError(
-                    f"{failed.name} ended with status {failed.returncode}. Its last words:\n{failed.last_words}",
-                )
-            if any(image.state == "halted" for image in self._latest.standing):
-                raise DemoFailedError("; ".join(self._open_points()))
-            now = replace(self._progress, seconds=moved.seconds)
-            if now != moved:
-                moved, moved_at = now, time.monotonic()
-            if time.monotonic() - moved_at > stall:
-                points = [what] if what else self._open_points()
-                raise DemoFailedError(f"nothing has moved for {stall:.0f} s; missing: {'; '.join(points)}.")
-            pause.wait(_LOOK_SECONDS)
+                words = f"{failed.name} ended with status {failed.returncode}. Its last words:\n{failed.last_words}"
+                raise DemoFailedError(words)
+            now = self._result.written, self._read_handled()
+            if now != last:
+                last, until = now, time.monotonic() + _STALL_SECONDS_MAX
+            if time.monotonic() > until:
+                raise DemoFailedError(f"nothing moved for {_STALL_SECONDS_MAX:.0f} s while it waited for {what}.")
+            leader = self._lease().get("pid", "none")
+            self._show(f"written {now[0]}, handled {now[1]}, leading listener: pid {leader}")
+            time.sleep(_POLL_SECONDS)
 
-    def _look(self) -> None:
-        self._record.read()
-        self._latest = self._state.read()
-        self._note_rate()
-        if self._faults is not None:
-            self._faults.step(self._latest)
-        self._show(self._progress.phase)
+    def _read_handled(self) -> int:
+        """Let the server count the changes that took effect."""
+        count = {"$sum": {"$size": {"$setUnion": "$seen"}}}
+        found = next(self._summaries.aggregate([{"$group": {"_id": None, "count": count}}]), {"count": 0})
+        self._result.handled = found["count"]
+        return self._result.handled
 
-    def _note_rate(self) -> None:
-        """Changes a second from the last look before the first commit on, as soon as it can be said."""
-        if self._rate is not None:
-            return
-        committed, now = self._latest.done(self._record), time.monotonic()
-        seconds = now - self._idle_until
-        if committed == 0:
-            self._idle_until = now
-        elif committed >= self._calm or (committed >= _CALM_COMMITS and seconds >= _CALM_SECONDS):
-            self._rate = committed / seconds
-            self._events.append(f"{self._rate:.0f} changes a second without faults ({committed} in {seconds:.1f} s)")
+    def _lease(self) -> Mapping[str, Any]:
+        return self._leases.find_one({"_id": "demo"}) or {}
 
-    def _show(self, phase: str) -> None:
-        faults = self._faults
-        self._progress = replace(
-            self._progress,
-            phase=phase,
-            seconds=time.monotonic() - self._started,
-            written=len(self._record.writes),
-            committed=self._latest.done(self._record),
-            holder=self._latest.holder,
-            version=self._latest.version,
-            changes_per_second=self._rate,
-            takeover_seconds=faults.takeover_seconds if faults else None,
-            events=(*self._events, *(faults.events if faults else ())),
-        )
-        self._view.show(self._progress)
+    def _note(self, event: str) -> None:
+        self._result.events.append(event)
+        self._announce(event)
+
+    def _judge(self, keys: Sequence[str]) -> None:
+        self._read_handled()
+        summaries = {each["_id"]: each["seen"] for each in self._summaries.find()}
+        self._result.lost = find_lost(keys, summaries)
+        self._result.out_of_order = find_out_of_order(summaries)
+        self._result.duplicates = sum(len(seen) - len(set(seen)) for seen in summaries.values())
+        self._result.seconds = time.monotonic() - self._began
+
+
+def plan_writes(keys: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield the key and number of each write, for a few orders in turns."""
+    for first in range(0, len(keys), _OPEN_ORDERS):
+        for n in range(REWRITES + 1):
+            for key in keys[first : first + _OPEN_ORDERS]:
+                yield key, n
+
+
+def find_lost(keys: Iterable[str], summaries: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return a sentence for each write that is in no summary."""
+    writes = plan_writes(list(keys))
+    return [f"{key} n={n} was lost" for key, n in writes if n not in summaries.get(key, ())]
+
+
+def find_out_of_order(summaries: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return a sentence for each effect that came after a later one of its order."""
+    return [
+        f"{key} n={later} took effect after n={earlier}"
+        for key, seen in summaries.items()
+        for earlier, later in pairwise(seen)
+        if later < earlier
+    ]
+
+
+def _remove_traces(client: MongoClient[dict[str, Any]], broker: redis.Redis, setting: DemoSetting) -> None:
+    client.drop_database(setting.name)
+    client.drop_database(setting.state_database)
+    for key in broker.scan_iter(match=f"{setting.name}.*"):
+        broker.delete(key)

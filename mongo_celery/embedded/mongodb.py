@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.embedded.binaries import find_binary, mongod_version
-from mongo_celery.embedded.directory import DataDirectory
-from mongo_celery.embedded.ports import HOST
-from mongo_celery.embedded.server import Server, polls
+from mongo_celery.embedded.processes import polls
+from mongo_celery.embedded.server import HOST, DataDirectory, Server
 from mongo_celery.errors import EmbeddedServerError
 
 REPLICA_SET_NAME = "rs0"
@@ -25,7 +24,29 @@ _ANSWER_MILLISECONDS_MAX = 2000
 _FAREWELL_MILLISECONDS = 100  # a primary's grace for its clients at a regular shutdown; by default 15 s
 _FAREWELL_SINCE = (5, 0)  # servers refuse parameters that they do not know
 _ALREADY_INITIALIZED = 23
+_OPLOG_MB = 64
 _SETTINGS = {"electionTimeoutMillis": 1000, "heartbeatIntervalMillis": 300}
+
+
+class MongoOptions(TypedDict, total=False):
+    """
+    The options of each mongod, whether it is alone or one of a set.
+
+    Attributes:
+        oplog_mb: size of a member's oplog in megabytes (10^6 or 2^20, as mongod sees it); 64 if left out.
+
+        sync_delay: seconds between checkpoints; mongod's own 60 if left out. A small oplog is only cut back at
+            checkpoints: with 1, and an oplog of 1 MB, it rolls over within a second of heavy writing.
+
+        parameters: server parameters, such as `["enableTestCommands=1"]` for failpoints.
+
+        binary: the program; found by `find_binary` if left out.
+    """
+
+    oplog_mb: int
+    sync_delay: float
+    parameters: Sequence[str]
+    binary: str | os.PathLike[str]
 
 
 class MongoServer(Server):
@@ -35,20 +56,11 @@ class MongoServer(Server):
     Args:
         replica_set: The name of the set to join once it is initiated; a standalone if left out.
 
-        oplog_mb: Size of a member's oplog in megabytes (10^6 or 2^20, as mongod sees it).
-
-        sync_delay: Seconds between checkpoints; mongod's own 60 if left out. A small oplog is only
-            cut back at checkpoints: to see it roll over, set both to 1.
-
-        parameters: Server parameters, such as `["enableTestCommands=1"]`.
-
         directory: Where to keep data and port, beyond `stop`; a temporary directory if left out.
 
         port: The port; that of the directory, or a free one, if left out.
 
-        environment: Variables added to the process's environment.
-
-        binary: The program; found by `find_binary` if left out.
+        options: as of `MongoOptions`.
     """
 
     binary_name = "mongod"
@@ -58,19 +70,13 @@ class MongoServer(Server):
         self,
         *,
         replica_set: str | None = None,
-        oplog_mb: int = 64,
-        sync_delay: float | None = None,
-        parameters: Sequence[str] = (),
         directory: str | os.PathLike[str] | None = None,
         port: int | None = None,
-        environment: Mapping[str, str] | None = None,
-        binary: str | os.PathLike[str] | None = None,
+        **options: Unpack[MongoOptions],
     ) -> None:
-        super().__init__(directory=directory, port=port, environment=environment, binary=binary)
+        super().__init__(directory=directory, port=port, binary=options.get("binary"))
         self._replica_set = replica_set
-        self._oplog_mb = oplog_mb
-        self._sync_delay = sync_delay
-        self._parameters = tuple(parameters)
+        self._options = options
 
     @property
     def address(self) -> str:
@@ -90,10 +96,11 @@ class MongoServer(Server):
         if mongod_version(find_binary(self.binary_name, self._binary)) >= _FAREWELL_SINCE:
             arguments += ["--setParameter", f"shutdownTimeoutMillisForSignaledShutdown={_FAREWELL_MILLISECONDS}"]
         if self._replica_set is not None:
-            arguments += ["--replSet", self._replica_set, "--oplogSize", str(self._oplog_mb)]
-        if self._sync_delay is not None:
-            arguments += ["--syncdelay", str(self._sync_delay)]
-        for parameter in self._parameters:
+            oplog_mb = self._options.get("oplog_mb", _OPLOG_MB)
+            arguments += ["--replSet", self._replica_set, "--oplogSize", str(oplog_mb)]
+        if "sync_delay" in self._options:
+            arguments += ["--syncdelay", str(self._options["sync_delay"])]
+        for parameter in self._options.get("parameters", ()):
             arguments += ["--setParameter", parameter]
         return arguments
 
@@ -109,47 +116,27 @@ class MongoReplicaSet:
     Args:
         members: How many.
 
-        oplog_mb: Size of each oplog in megabytes.
-
-        sync_delay: Seconds between checkpoints; mongod's own 60 if left out. With 1, and an oplog of
-            1 MB, the oplog rolls over within a second of heavy writing.
-
-        parameters: Server parameters, such as `["enableTestCommands=1"]` for failpoints.
-
         directory: Where to keep data and ports, beyond `stop`; a temporary directory if left out.
 
         port: The first member's port, and the ones after it; those of the directory, or free ones, if left out.
 
-        environment: Variables added to the processes' environment.
-
-        binary: The program; found by `find_binary` if left out.
+        options: as of `MongoOptions`, for each member.
     """
 
     def __init__(
         self,
         members: int = 1,
         *,
-        oplog_mb: int = 64,
-        sync_delay: float | None = None,
-        parameters: Sequence[str] = (),
         directory: str | os.PathLike[str] | None = None,
         port: int | None = None,
-        environment: Mapping[str, str] | None = None,
-        binary: str | os.PathLike[str] | None = None,
+        **options: Unpack[MongoOptions],
     ) -> None:
         if members < 1:
             raise ValueError(f"A replica set has at least one member, not {members}.")
         self._directory = DataDirectory(directory)
         self._count = members
         self._wanted_port = port
-        self._options: dict[str, Any] = {
-            "replica_set": REPLICA_SET_NAME,
-            "oplog_mb": oplog_mb,
-            "sync_delay": sync_delay,
-            "parameters": parameters,
-            "environment": environment,
-            "binary": binary,
-        }
+        self._options = options
         self._members: list[MongoServer] = []
 
     @property
@@ -161,7 +148,7 @@ class MongoReplicaSet:
     def url(self) -> str:
         """The address of the set, for clients that follow its primary."""
         if not self._members:
-            raise EmbeddedServerError("A replica set has no address before its first start: call start().")
+            raise EmbeddedServerError("The replica set has no address before its first start: call start().")
         addresses = ",".join(member.address for member in self._members)
         return f"mongodb://{addresses}/?replicaSet={REPLICA_SET_NAME}"
 
@@ -251,12 +238,14 @@ class MongoReplicaSet:
                 list(pool.map(action, self._members))
 
     def _make_members(self) -> list[MongoServer]:
-        ports: list[int | None] = [None] * self._count
-        if self._wanted_port is not None:
-            ports = [self._wanted_port + index for index in range(self._count)]
         return [
-            MongoServer(directory=self._directory.path / f"member-{index}", port=port, **self._options)
-            for index, port in enumerate(ports)
+            MongoServer(
+                replica_set=REPLICA_SET_NAME,
+                directory=self._directory.path / f"member-{index}",
+                port=None if self._wanted_port is None else self._wanted_port + index,
+                **self._options,
+            )
+            for index in range(self._count)
         ]
 
     def _initiate(self) -> None:

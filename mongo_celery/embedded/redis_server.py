@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from mongo_celery.embedded.ports import HOST
-from mongo_celery.embedded.server import Server
+from mongo_celery.embedded.server import HOST, Server
 
 
 class RedisServer(Server):
@@ -26,8 +25,6 @@ class RedisServer(Server):
 
         options: More of redis-server's options, such as `["--maxmemory", "50mb"]`.
 
-        environment: Variables added to the process's environment.
-
         binary: The program; found by `find_binary` if left out.
     """
 
@@ -41,10 +38,9 @@ class RedisServer(Server):
         directory: str | os.PathLike[str] | None = None,
         port: int | None = None,
         options: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
         binary: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(directory=directory, port=port, environment=environment, binary=binary)
+        super().__init__(directory=directory, port=port, binary=binary)
         self._appendonly = appendonly
         self._options = tuple(options)
 

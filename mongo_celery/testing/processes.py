@@ -12,7 +12,7 @@ from typing import Self
 from mongo_celery.arguments import Duration
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.embedded.crew import ChildProcess, Supervisor
+from mongo_celery.embedded.processes import ChildProcess, Supervisor
 from mongo_celery.testing.draining import Running, wait_until_handled
 from mongo_celery.testing.runner import placed
 
@@ -77,7 +77,9 @@ class BridgeWorkers:
             ChildProcessError: it ended.
             TimeoutError: no listener leads within the time; with what the worker wrote.
         """
-        self._processes.celery(app, "worker", "--listener", *arguments, environment=environment, directory=Path.cwd())
+        self._processes.celery(
+            app, "worker", "--listener", *arguments, environment=environment or {}, directory=Path.cwd()
+        )
         self.drain(timeout)
 
     def drain(self, timeout: Duration = 30.0) -> None:

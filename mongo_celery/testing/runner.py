@@ -233,7 +233,7 @@ class BridgeRunner:
 
     def snapshot(self, handler: str, *, sources: Sequence[str] = (), match: Mapping[str, Any] | None = None) -> None:
         """
-        Have a handler be given the documents that exist, as `changes snapshot` does: by the next `deliver`.
+        Have a handler be given the documents that exist, as `changes snapshot start` does: by the next `deliver`.
 
         Each comes once, as operation type `snapshot`, under a claim at its place between the changes, so that its
         fence is the product's.

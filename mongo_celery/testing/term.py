@@ -25,7 +25,7 @@ from mongo_celery.bridge.listener.listener import check_app
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.operations import snapshot_commands
+from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.state.snapshots import DONE, RUNNING
 from mongo_celery.bridge.stream.isolator import find_refused_matches
 from mongo_celery.bridge.wiring import Wiring
@@ -119,8 +119,8 @@ class SteppedTerm:
         Raises:
             CommandRefusedError: it cannot be; then nothing is asked for.
         """
-        asked = snapshot_commands.start(self._wiring, handler, sources=sources, match=match)
-        self._asked.update(each.id for each in asked if each.id is not None)
+        started = Operations(self._wiring).start_snapshot(handler, sources=sources, match=match).run()
+        self._asked.update(each["id"] for each in started.fields["snapshots"])
         self.leader.snapshots.poll_now()
 
     def reads_snapshot(self) -> bool:

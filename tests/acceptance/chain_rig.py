@@ -17,8 +17,8 @@ import redis
 from pymongo import MongoClient
 
 from mongo_celery.bridge.partitioning import partition_hash
-from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
+from tests.chaos.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from tests.fixtures.forked import run_celery
 from tests.fixtures.mongo import empty, sparse
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for

@@ -14,8 +14,8 @@ from uuid import uuid4
 from pymongo import MongoClient, WriteConcern
 from pymongo.errors import PyMongoError
 
-from mongo_celery.demo.history import Effect, Led, Started, Stored, Wrote, lost, violations
 from tests.acceptance.watcher import Watcher
+from tests.chaos.history import Effect, Led, Started, Stored, Wrote, lost, violations
 from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 

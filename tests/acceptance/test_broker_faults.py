@@ -18,8 +18,8 @@ from bson import Int64
 from pymongo import MongoClient
 
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import started_out_of_sequence
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import started_out_of_sequence
 
 Document = dict[str, Any]
 

@@ -212,7 +212,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     assert all(set(each) >= _SUBSCRIPTION_KEYS for each in status["subscriptions"])
     assert all(set(each) >= _PARTITION_KEYS for each in status["partitions"])
 
-    assert shop.json("pause")["paused"] == 2
+    assert shop.json("pause", "--yes")["paused"] == 2
     shop.orders.insert_many([{"_id": number} for number in range(2, 8)])
     shop.wait_for_report(buffered=6)
     status = shop.status(1)
@@ -239,14 +239,14 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert "a [bad] order" in text
     level, found = shop.findings()
     assert level == 1
-    assert "changes retry summarise --partition" in found["halted"]["command"]
+    assert "changes retry summarise " in found["halted"]["command"]
     assert "a [bad] order" in found["halted"]["message"]
 
-    forgotten = shop.changes("retry", PROJECT_HANDLER="audit")
+    forgotten = shop.changes("retry", "--yes", PROJECT_HANDLER="audit")
     assert "no handler in this app" in forgotten.stdout
     assert "Nothing to do" in forgotten.stdout
     one_sentence(shop.changes("retry", "summarise", PROJECT_HANDLER="audit"), "no handler in this app")
-    assert shop.json("retry")["retried"] == 1
+    assert shop.json("retry", "--yes")["retried"] == 1
     second = shop.wait_for_halt(after=first["fencingToken"])
     assert second["_id"] == first["_id"]
 
@@ -258,18 +258,18 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     shown = shop.changes("head", "summarise", index, "--bytes", "9").stdout
     assert ("a [bad] order" in shown, "characters more" in shown) == (True, True)
     other = shop.changes("head", "summarise", str(1 - int(index)))
-    assert (other.returncode, "stands at no change" in other.stderr) == (1, True)
-    assert shop.changes("skip", "summarise").returncode == 2, "a partition must be named"
-    refused = shop.changes("skip", "summarise", "--partition", index, text="n\n")
+    assert (other.returncode, "no change blocks it" in other.stderr) == (1, True)
+    assert shop.changes("skip").returncode == 2, "a handler must be named"
+    refused = shop.changes("skip", "summarise", index, text="n\n")
     assert refused.returncode == 1
     assert "a [bad] order" in refused.stderr
     assert '"bad": true' in refused.stderr
     assert shop.wait_for_halt()["fencingToken"] == second["fencingToken"]
-    skipped = shop.changes("skip", "summarise", "--partition", index, text="y\n")
+    skipped = shop.changes("skip", "summarise", index, text="y\n")
     assert (skipped.returncode, skipped.stdout) == (0, f"summarise: skipped {index}\n")
     shop.orders.insert_many([{"_id": number} for number in range(4)])
     shop.wait_for_summaries(4)
-    again = shop.changes("skip", "summarise", "--partition", index, "--yes")
+    again = shop.changes("skip", "summarise", index, "--yes")
     assert again.returncode == 1
     assert "not halted" in again.stderr
 

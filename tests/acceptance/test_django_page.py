@@ -178,9 +178,6 @@ def test_the_view_of_the_page_sends_its_task(
 
 
 def test_the_commands_of_the_page_are_those_of_django() -> None:
-    """What is typed behind `manage.py` exists, here or in Django, and nothing of ours is left out."""
-    own = {path.stem for path in (ROOT / "mongo_celery/contrib/django/management/commands").glob("[a-z]*.py")}
+    """Every word after `manage.py` is a command of Django."""
     typed = set(re.findall(r"manage\.py (\w+)", PAGE.read_text()))
-    named = set(re.findall(r"`(\w+)`", re.search(r"`manage\.py changes`,.*?are", PAGE.read_text())[0]))  # type: ignore[index]
-    assert typed <= own | {"check", "createsuperuser", "makemigrations", "migrate", "shell", "test"}
-    assert named | {"changes"} == own
+    assert typed <= {"check", "createsuperuser", "makemigrations", "migrate", "shell", "test"}

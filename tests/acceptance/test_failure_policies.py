@@ -10,8 +10,8 @@ import pytest
 from bson import Decimal128, Int64, Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 
 Document = dict[str, Any]
 

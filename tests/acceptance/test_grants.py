@@ -10,20 +10,11 @@ import pytest
 from bson import Int64
 from pymongo.errors import OperationFailure
 
-from mongo_celery.bridge.operations import (
-    commands,
-    forgetting,
-    going_on,
-    heads,
-    lease_commands,
-    letter_commands,
-    snapshot_commands,
-)
+from mongo_celery.bridge.operations import heads, letter_commands, snapshot_commands
 from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_name
-from mongo_celery.bridge.operations.places import parse_place
+from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
-from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.bridge.state.dead_letters import Letter, Selection
@@ -86,20 +77,20 @@ def listen(setting: Setting, said: Said) -> str:
     with Listening(setting.bridge_of("listener").wiring, said) as listener:
         if not listener.wait(lambda: setting.state["snapshots"].count_documents({"state": "done"})):
             return said() + listener.text
-        assert commands.pause(orders)
+        assert setting.bridge.operations.pause().run().fields["partitions"]
         for number in range(_SPILLED):
             setting.write("orders", n=number)
         if not listener.wait(lambda: setting.state["backlog"].count_documents({}) >= _SPILLED):
             return said() + listener.text
     setting.halt("record")
-    assert _skip(orders, "record").result == "done"
+    _skip(orders, "record")
     letter = setting.state["dead_letters"].find_one() or {}
     setting.state["dead_letters"].insert_one({**letter, "_id": f"{letter['_id']}0", "parked": letter["hash"]})
-    assert _replay(orders, _letters(orders)) == ["requested", "requested"]
+    assert _replay(orders) == ["requested", "requested"]
     setting.state["dead_letters"].update_many({}, {"$set": {"replay.partitioningTerm": Int64(1)}})
-    assert commands.pause(orders, "record")
+    setting.bridge.operations.pause("record").run()
     old = {each["_id"] for each in setting.state["partitions"].find()}
-    assert commands.resume(orders, "letters")
+    setting.bridge.operations.resume("letters").run()
     # An earlier listener may have ended before it stored its watermark.
     handlers.update_one({"_id": f"{NAME}/record"}, {"$unset": {"resumeToken": "", "clusterTime": ""}})
     stored_by = max(each["term"] for each in setting.state["backlog"].find())
@@ -110,16 +101,16 @@ def listen(setting: Setting, said: Said) -> str:
         return said() + listener.text
 
 
-def _skip(wiring: Wiring, subscription: str, by: Callable[..., commands.CommandResult] = commands.skip) -> Any:
-    return by(wiring, subscription, 0, token=heads.read_halted(wiring, subscription, 0).token)
+def _skip(wiring: Wiring, handler: str) -> None:
+    assert Operations(wiring).skip(handler, 0).run().fields["partitions"][0]["result"] == "done"
 
 
 def _letters(wiring: Wiring) -> Sequence[Letter]:
     return letter_commands.find(wiring, Selection(), 0).letters
 
 
-def _replay(wiring: Wiring, letters: Sequence[Letter]) -> list[str]:
-    return [each.result for each in letter_commands.replay(wiring, letters, over_newer=False, dry_run=False)]
+def _replay(wiring: Wiring) -> list[str]:
+    return [each["result"] for each in Operations(wiring).replay_dead_letters().run().fields["letters"]]
 
 
 def _asked(setting: Setting) -> int:
@@ -157,7 +148,7 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
             if not listener.wait(done):
                 return worker.text
         fence = _partition(setting)["fencingToken"]
-        assert commands.retry(orders, "record")
+        setting.bridge.operations.retry("record").run()
         listener.wait(lambda: _halted(setting, fence + 1))
         return worker.text
 
@@ -165,7 +156,7 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
 def _replay_in_a_chain(setting: Setting, orders: Wiring) -> None:
     """As of a parked key: the worker asks for the second when the first has succeeded."""
     setting.state["dead_letters"].update_many({}, {"$set": {"parked": Int64(7)}})
-    assert _replay(orders, _letters(orders)) == ["requested", "requested"]
+    assert _replay(orders) == ["requested", "requested"]
 
 
 def _led(setting: Setting, said: Said) -> Listening:
@@ -189,23 +180,24 @@ def _partition(setting: Setting) -> Document:
 
 def operate(wiring: Wiring) -> str:
     """Every command but `check` and those that ask nothing of MongoDB; what they said."""
+    operations = Operations(wiring)
     steps: tuple[Callable[[], object], ...] = (
         lambda: read_status(wiring),
         lambda: heads.read_head(wiring, "record", 0),
         lambda: _skip(wiring, "record"),
-        lambda: _skip(wiring, "letters", commands.set_aside),
+        lambda: _skip(wiring, "letters"),
         lambda: [letter_commands.change_of(wiring, each) for each in _letters(wiring)],
-        lambda: _replay(wiring, _letters(wiring)),
-        lambda: letter_commands.discard(wiring, _letters(wiring)[:1], dry_run=False),
-        lambda: commands.retry(wiring, "record"),
-        lambda: commands.pause(wiring, "letters"),
-        lambda: commands.resume(wiring, "letters"),
-        lambda: snapshot_commands.start(wiring, "record"),
-        lambda: [snapshot_commands.stop(wiring, each["id"]) for each in snapshot_commands.listed(wiring, "record")],
-        lambda: lease_commands.rotate_key(wiring, 0),
-        lambda: going_on.go_on(wiring, going_on.read_lost(wiring, "record"), "oldest"),
-        lambda: rewind(wiring, plan_rewind(wiring, "letters", parse_place("oldest")), asked="oldest", reason=None),
-        lambda: _forget(wiring, "former"),
+        lambda: _replay(wiring),
+        lambda: operations.discard_dead_letters(limit=1).run(),
+        lambda: operations.retry("record").run(),
+        lambda: operations.pause("letters").run(),
+        lambda: operations.resume("letters").run(),
+        lambda: operations.start_snapshot("record").run(),
+        lambda: [operations.stop_snapshot(each["id"]).run() for each in snapshot_commands.listed(wiring, "record")],
+        lambda: operations.rotate_key(overlap=0).run(),
+        lambda: operations.reset("record", "oldest").run(),
+        lambda: operations.reset("letters", "oldest").run(),
+        lambda: operations.remove("former", dead_letters=True).run(),
         lambda: read_history(wiring),
     )
     text = ""
@@ -217,17 +209,13 @@ def operate(wiring: Wiring) -> str:
     return text
 
 
-def _forget(wiring: Wiring, name: str) -> None:
-    forgetting.forget(wiring, forgetting.plan_forget(wiring, name, letters=True), letters=True, reason=None)
-
-
 @pytest.fixture
 def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
     """Give a bridge that nobody leads: each handler halted at a stored change, one with its history lost."""
     del clean
     with _led(setting, said) as listener:
         assert listener.wait(lambda: "reading from" in said())
-        assert commands.pause(setting.bridge.wiring)
+        setting.bridge.operations.pause().run()
         setting.write("orders", n=1)
         setting.write("letters", n=1)
         both = {"record", "letters"}  # a document that a snapshot finds, too, is there twice
@@ -343,7 +331,7 @@ def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Set
     assert heads.read_head(wiring, "record", 0).bytes
     for read in (snapshot_commands.listed, _letters, read_history):
         read(wiring)
-    for command in (lambda each: _skip(each, "record"), lambda each: lease_commands.rotate_key(each, 0)):
+    for command in (lambda each: _skip(each, "record"), lambda each: Operations(each).rotate_key().run()):
         with pytest.raises(MongoCeleryError, match="right"):
             command(wiring)
     for database, collection in ((STATE, "bridge_keys"), ("local", "oplog.rs"), (DATA, "orders")):

@@ -81,7 +81,7 @@ def test_a_halt_is_cured_by_the_command_that_was_printed(shop: Shop) -> None:
     code, (reason,) = wait_for(lambda: one_reason(shop), message="the halt is all that is wrong")
     assert (code, reason["code"], reason["severity"]) == (2, "halted", "failing")
     assert "LookupError: no such customer" in reason["sentence"]
-    assert reason["command"] == f"celery -A {APP} changes retry summarise --partition {index}"
+    assert reason["command"] == f"celery -A {APP} changes retry summarise {index}"
     told = shop.changes("status")
     assert (told.returncode, f"  {reason['command']}\n" in told.stdout) == (2, True)
     checked = shop.changes("check")

@@ -13,8 +13,8 @@ from kombu import Connection, Queue
 from pymongo import MongoClient
 from redis.exceptions import ResponseError
 
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 from tests.fixtures.process import wait_for
 from tests.fixtures.rabbitmq import RabbitCluster
 from tests.fixtures.redis import MakeRedis

@@ -1,4 +1,4 @@
-"""What listeners serve by HTTP, asked as probes and Prometheus ask; and the dashboard and alerts on what they say."""
+"""The routes of listeners, asked as probes and Prometheus ask them, and the dashboard and alerts on their answers."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def told(port: int, path: str) -> tuple[int, Document]:
     return status, found
 
 
-def wait_ready(port: int, status: int) -> Document:
-    """Wait until a listener says that it is ready, or that it is not."""
-    said: list[Any] = []
+def wait_for_verdict(port: int, status: int) -> Document:
+    """Wait until the verdict has this status."""
+    answer: list[Any] = []
 
-    def ready() -> Document | None:
-        said[:] = told(port, "/verdict")
-        return said[1] if said[0] == status else None
+    def has_status() -> Document | None:
+        answer[:] = told(port, "/verdict")
+        return answer[1] if answer[0] == status else None
 
-    return wait_for(ready, message=lambda: f"/verdict: {said}")
+    return wait_for(has_status, message=lambda: f"/verdict: {answer}")
 
 
 @pytest.fixture
@@ -92,11 +92,11 @@ def orders(watched: Watched, mongo_client: MongoClient[Document]) -> Iterator[An
         empty(mongo_client, f"{watched.names}_{part}")
 
 
-def test_probes_metrics_dashboard_and_alerts_say_what_is_so(watched: Watched, orders: Any) -> None:
-    """P16: a leader and a standby, before and after a partition has halted; then the command on the page cures it."""
+def test_probes_metrics_dashboard_and_alerts_agree(watched: Watched, orders: Any) -> None:
+    """P16: a leader and a standby, before and after a partition is halted; then the command on the page fixes it."""
     leader = watched.start("listener", "--http", "0")
     port = port_of(leader)
-    leader.wait_for_output("reading from")
+    leader.wait_for_output("opening change stream|reading from")
     standby = watched.start("listener", "--http", ":0")
     worker = watched.start(*_WORKER)
     other = port_of(standby)
@@ -107,19 +107,11 @@ def test_probes_metrics_dashboard_and_alerts_say_what_is_so(watched: Watched, or
 
     orders.insert_many([{"_id": number} for number in range(6)])
     wait_for(lambda: _value(port, "committed_total") == 6, message=lambda: ask(port, "/metrics")[1])
-    line = f"celery -A {APP} changes health"
-    note = "This is as far as MongoDB tells: broker and workers were not asked. To ask them, run: " + line
-    told_apart = {
-        "bridge": "shop",
-        "verdict": "healthy",
-        "note": note,
-        "reasons": [],
-    }
-    healthy = {"verdict": "healthy", "bridges": [told_apart]}
     # The first watermark behind all that the server's oplog had comes a moment after the commits.
-    wait_for(lambda: told(port, "/verdict") == (200, healthy), message=lambda: str(told(port, "/verdict")))
-    assert told(port, "/healthz")[1]["bridges"] == [{"bridge": "shop", "alive": True, "leads": True}]
-    assert told(other, "/healthz")[1]["bridges"] == [{"bridge": "shop", "alive": True, "leads": False}]
+    wait_for(lambda: told(port, "/verdict")[1]["verdict"] == "healthy", message=lambda: str(told(port, "/verdict")))
+    assert told(port, "/healthz")[1]["bridges"] == [{"bridge": "shop", "alive": True, "role": "leading"}]
+    wait_for(lambda: told(other, "/readyz")[0] == 200, message=lambda: str(told(other, "/readyz")))
+    assert told(other, "/healthz")[1]["bridges"] == [{"bridge": "shop", "alive": True, "role": "standing by"}]
     assert told(other, "/verdict")[0] == 200
     scrapes.add(ask(port, "/metrics")[1], time.monotonic())
     standbys.add(ask(other, "/metrics")[1], time.monotonic())
@@ -131,20 +123,23 @@ def test_probes_metrics_dashboard_and_alerts_say_what_is_so(watched: Watched, or
     assert standbys.evaluate("max by (bridge) (mongo_celery_bridge_leading)") == {frozenset({("bridge", "shop")}): 0.0}
 
     orders.insert_one({"_id": "bad", "bad": True})
-    (bridge,) = wait_ready(other, 503)["bridges"]
-    (halted,) = (each for each in bridge["reasons"] if each["code"] == "halted")
-    wait_ready(port, 503)
+    (bridge,) = wait_for_verdict(other, 503)["bridges"]
+    (halted,) = (each for each in bridge["findings"] if each["code"] == "halted")
+    wait_for_verdict(port, 503)
+    assert told(port, "/readyz")[0] == 200  # a rollout goes on
     scrapes.add(ask(port, "/metrics")[1], time.monotonic())
     assert firing(scrapes) >= HALTED
     for title, expressions in panels().items():
         for expression in expressions:
             assert scrapes.evaluate(expression), (title, expression)
     status, shown = told(port, "/status")
-    assert (status, halted in shown["bridges"][0]["reasons"]) == (200, True)
-    assert "a [bad] order" in shown["bridges"][0]["status"]["attention"][0]["error"]
-    assert [shown["outboxes"][0]["pending"], shown["transactions"][0]["unfinished"]] == [0, {}]
-    cured = watched.run(halted["command"])
-    assert cured.returncode == 0, cured.text
+    assert (status, halted in shown["bridges"][0]["findings"]) == (200, True)
+    assert shown["bridges"][0]["workers"]["serving"] == 1
+    page = ask(port, "/")[1]
+    assert "a [bad] order" in page
+    assert "0 pending" in page
+    fixed = watched.run(halted["command"])
+    assert fixed.returncode == 0, fixed.text
     assert leader.terminate() == standby.terminate() == 0
 
 
@@ -166,21 +161,23 @@ def _value(port: int, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_a_mongodb_that_hangs_keeps_no_probe_and_no_scrape(
+def test_no_probe_and_no_scrape_hangs_with_mongodb(
     processes: Processes, make_replica_set: MakeReplicaSet, redis_url: str
 ) -> None:
-    """The process is alive, and says that it knows nothing; when MongoDB goes on, so does what is told of it."""
+    """The process is alive and not ready, and its metrics have no state. All is back once MongoDB answers."""
     mongo = make_replica_set()
     watched = Watched(processes, mongo.url, redis_url)
     listener = watched.start("listener", "--http", "0")
     port = port_of(listener)
-    listener.wait_for_output("reading from")
-    wait_ready(port, 200)
+    listener.wait_for_output("opening change stream|reading from")
+    wait_for_verdict(port, 200)
     mongo.pause()
     try:
-        (bridge,) = wait_ready(port, 503)["bridges"]
-        assert [each["code"] for each in bridge["reasons"]] == ["state_unreadable"]
+        (bridge,) = wait_for_verdict(port, 503)["bridges"]
+        assert [each["code"] for each in bridge["findings"]] == ["state_unreadable"]
         assert told(port, "/healthz")[0] == 200
+        status, readiness = told(port, "/readyz")
+        assert (status, readiness["ready"], bool(readiness["bridges"][0]["error"])) == (503, False, True)
         scrapes = Scrapes()
         scrapes.add(ask(port, "/metrics")[1], time.monotonic())
         assert scrapes.evaluate("max by (bridge) (mongo_celery_bridge_up)") == {frozenset({("bridge", "shop")}): 0.0}
@@ -189,14 +186,15 @@ def test_a_mongodb_that_hangs_keeps_no_probe_and_no_scrape(
         assert ask(port, "/")[0] == 200
     finally:
         mongo.resume()
-    wait_for(lambda: told(port, "/status")[1]["bridges"][0]["status"], message="it is read again")
+    wait_for_verdict(port, 200)
+    wait_for(lambda: told(port, "/readyz")[0] == 200, message=lambda: str(told(port, "/readyz")))
     assert listener.terminate() == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("listener", "--http", "shop"), "'shop' is no address to serve HTTP at"),
+        (("listener", "--http", "shop"), "'shop' is not an address to serve HTTP at"),
         (("listener", "--http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
         ((*_WORKER, "--listener", "--listener-http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
         ((*_WORKER, "--listener-http", "0"), "give --listener, too"),
@@ -219,5 +217,5 @@ def test_a_listener_in_a_worker_serves_too(watched: Watched, orders: Callable[..
     assert orders is not None
     worker = watched.start(*_WORKER, "-P", pool, "--listener", "--listener-http", "0")
     port = port_of(worker)
-    wait_for(lambda: told(port, "/healthz")[1]["bridges"][0]["leads"], message="it leads")
+    wait_for(lambda: told(port, "/healthz")[1]["bridges"][0]["role"] == "leading", message="it leads")
     assert worker.terminate() == 0

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import started_out_of_sequence
 from tests.acceptance.chain_rig import Chain, frozen
+from tests.chaos.history import started_out_of_sequence
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]

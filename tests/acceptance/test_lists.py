@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import violations
 from tests.acceptance.chain_rig import Chain, Document
+from tests.chaos.history import violations
 
 _KEYS = [f"k{number}" for number in range(8)]
 _MORE = [f"m{number}" for number in range(8)]

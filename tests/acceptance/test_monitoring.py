@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
-from mongo_celery.embedded.ports import free_port
+from mongo_celery.embedded.server import free_port
 from tests.acceptance.monitoring import ALERTS, alerts, panels
 from tests.acceptance.test_http import _WORKER, Watched, orders, port_of, watched
 from tests.fixtures.process import Processes, wait_for

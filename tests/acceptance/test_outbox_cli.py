@@ -75,6 +75,12 @@ class Shop:
         arguments = [json.loads(base64.b64decode(message["body"]))[0] for message in messages]
         return [(head["task"], head["id"], found) for head, found in zip(heads, arguments, strict=True)]
 
+    def replay(self, *arguments: str, status: int = 0, **environment: str) -> list[Document]:
+        """Replay dead letters; the answer for each."""
+        (answer,) = self.lines("dead-letters", "replay", *arguments, status=status, **environment)
+        found: list[Document] = answer["letters"]
+        return found
+
     def make_dead_letter(self, order: int) -> str:
         """Insert an order with a task that the app lacks, and deliver it; the dead letter's id."""
         self.outbox.insert_one({"_id": order}, tasks=[self.task("bill", order)])
@@ -137,7 +143,7 @@ def test_a_broker_that_is_down_is_said_and_ends_a_sweep_with_status_1(shop: Shop
     assert "APP beat" not in done.stdout, "one cause is enough"
     assert "secret" not in done.stdout + done.stderr
 
-    (swept,) = shop.lines("sweep", "--name", "orders", status=1, PROJECT_BROKER=away)
+    ((swept,),) = (each["outboxes"] for each in shop.lines("sweep", "--name", "orders", status=1, PROJECT_BROKER=away))
     assert (swept["dispatched"], swept["dead"], swept["left"], swept["broker_down"]) == (0, 0, 1, True)
     assert "secret" not in json.dumps(swept)
     assert len(shop.entries(1)) == 1
@@ -191,7 +197,7 @@ def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: S
     assert "UnknownTaskError" in shown["traceback"]
     shop.outbox.update_one({"_id": 7}, {"$set": {"paid": True}}, tasks=[shop.task("receipt", 8)])
 
-    (replayed,) = shop.lines("dead-letters", "replay", dead_letter)
+    (replayed,) = shop.replay(dead_letter)
 
     assert replayed == {"outbox": "orders", "id": dead_letter, "result": "pending", "entry": f"{dead_letter}~1"}
     assert shop.dead_letters.count_documents({}) == 0
@@ -206,16 +212,16 @@ def test_a_letter_that_the_outbox_has_not_signed_is_sent_where_somebody_vouches_
     """Never by --all; status, check and the refusal say what to type."""
     shop.outbox.insert_one({"_id": 7}, tasks=[shop.task("receipt", 7)])
     shop.orders.update_one({"_id": 7}, {"$set": {"pendingEvents.events.0.name": "harmless"}})
-    (swept, _) = shop.lines("sweep", "--older-than", "0")
+    swept = shop.lines("sweep", "--older-than", "0")[0]["outboxes"][0]
     assert (swept["dispatched"], swept["dead"], shop.published()) == (0, 1, [])
     (status,) = shop.lines("status", "--name", "orders")
     assert (status["unsigned"], "--sign" in " ".join(status["advice"])) == (1, True)
     ((letter,),) = (each["letters"] for each in shop.lines("dead-letters", "list", "--name", "orders"))
 
-    (refused,) = shop.lines("dead-letters", "replay", "--all", status=1)
+    (refused,) = shop.replay("--all", status=1)
     assert (refused["result"], f"replay {letter['id']} --sign" in refused["error"]) == ("refused", True)
     assert shop.run("dead-letters", "replay", "--all", "--sign").returncode == 2
-    (done,) = shop.lines("dead-letters", "replay", letter["id"], "--sign")
+    (done,) = shop.replay(letter["id"], "--sign")
     assert done["result"] == "pending"
     shop.lines("sweep", "--older-than", "0")
     assert [(name, arguments) for name, _, arguments in shop.published()] == [(f"{APP}.receipt", [7])]
@@ -226,16 +232,16 @@ def test_a_letter_whose_document_is_gone_is_refused_or_published_without_it(shop
     gone, kept = shop.make_dead_letter(7), shop.make_dead_letter(8)
     shop.orders.delete_one({"_id": 7})
 
-    answers = {each["id"]: each for each in shop.lines("dead-letters", "replay", "--all", status=1)}
+    answers = {each["id"]: each for each in shop.replay("--all", status=1)}
 
     assert answers[gone]["result"] == "refused"
     assert "--without-document" in answers[gone]["error"]
     assert answers[kept]["result"] == "pending"
     assert shop.orders.count_documents({"_id": 7}) == 0, "nothing is made anew"
-    unknown = shop.run("dead-letters", "replay", gone, "--without-document")
-    one_sentence(unknown, "still cannot be published")
+    (unknown,) = shop.replay(gone, "--without-document", status=1)
+    assert "still cannot be published" in unknown["error"]
     assert shop.dead_letters.count_documents({}) == 1
-    (done,) = shop.lines("dead-letters", "replay", gone, "--without-document", PROJECT_KNOWS="1")
+    (done,) = shop.replay(gone, "--without-document", PROJECT_KNOWS="1")
     assert (done["result"], shop.published()) == ("published", [(f"{APP}.bill", gone, [7])])
     assert shop.dead_letters.count_documents({}) == 0
 

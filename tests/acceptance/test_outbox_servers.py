@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.embedded.ports import HOST, free_port
+from mongo_celery.embedded.server import HOST, free_port
 from tests.acceptance.outbox_rig import Shop, Tap
 from tests.fixtures.availability import skip_or_fail
 from tests.fixtures.process import Processes, wait_for

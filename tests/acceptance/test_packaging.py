@@ -13,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"redis", "servers", "django", "flask", "metrics", "otel", "plot"}
+EXTRAS = {"redis", "servers", "django", "flask", "metrics", "otel"}
 
 pytestmark = pytest.mark.slow  # pip builds and installs, with the package index
 

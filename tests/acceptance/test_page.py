@@ -2,78 +2,72 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from mongo_celery.bridge.http.address import HttpAddress
-from mongo_celery.bridge.http.server import HttpListener, Response
-from mongo_celery.bridge.http.service import page
-from mongo_celery.bridge.operations.overview import overview
-from mongo_celery.bridge.operations.status import shape
-from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.http.page import POLICY, render_page
+from mongo_celery.bridge.http.server import HttpServer, Response
+from mongo_celery.bridge.operations.bridge_snapshot import (
+    BridgeSnapshot,
+    DeadLetterGroup,
+    SnapshotStatus,
+    Standby,
+    Workers,
+    unreadable,
+)
+from mongo_celery.bridge.operations.judgement import judge
+from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.command_line import CommandLine
+from mongo_celery.findings import Finding
 from tests.fixtures.process import wait_for
-from tests.unit.test_status import NOON, facts, image, lease, subscription
-
-Document = dict[str, Any]
+from tests.unit.test_status import NOON, UTC_NOON, facts, image, lease, subscription
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 TURNED = "abc\u202etxt.exe\u2066\n\u0000"
 NARROW, WIDE = 360, 1280
 
 
-def halted(error: str, key: str) -> Document:
+def halted(error: str, key: str) -> dict[str, Any]:
     head = {"resumeToken": {"_data": "82CC"}, "key": key}
     return {"state": "halted", "error": error, "head": head, "retries": 3, "retry": {}}
 
 
-def told(*, letters: tuple[Document, ...] = (), snapshots: tuple[Document, ...] = (), **changes: Any) -> Document:
-    """What `/status` says of a bridge, from hand-made documents."""
-    status = shape(facts(**changes))
-    status["snapshots"] = snapshots
-    bridge = {"bridge": "shop", "alive": True, "leads": True, "status": overview(status, letters)}
-    return {
-        "process": {"host": HOSTILE, "pid": 42},
-        "bridges": [{**bridge, **judge(status, line=CommandLine("shop")).plain()}],
-        "outboxes": [{"name": "invoices", "error": HOSTILE}],
-        "transactions": [{"name": "transfers", "error": None, "unfinished": {"pending": 2}, "oldest_seconds": 7.0}],
-    }
+def snapshot_of(**changes: Any) -> BridgeSnapshot:
+    """Shape and judge a snapshot from hand-made documents."""
+    return judge(shape(facts(**changes)), CommandLine("shop"))
 
 
 class Shown:
-    """The page in a browser, and what it is told."""
+    """The page in a browser."""
 
     def __init__(self, browser: Any) -> None:
-        self.told: Document = told()
-        self.status = 200
+        self.snapshots = [snapshot_of()]
+        self.others = [("invoices", HOSTILE)]
         self.browser = browser
-        self._listener = HttpListener(HttpAddress("127.0.0.1", 0), self._answer)
-        self._listener.start()
-        self.looks = 0
+        self.renderings = 0
+        self.server = HttpServer("0", self._answer).__enter__()
 
-    def _answer(self, path: str, _accept: str) -> Response | None:
-        if path == "/":
-            return page()
-        if path != "/status":
+    def _answer(self, path: str) -> Response | None:
+        if path != "/":
             return None
-        self.looks += 1
-        return Response(json.dumps(self.told).encode(), "application/json")
+        self.renderings += 1
+        text = render_page(self.snapshots, others=self.others, host=HOSTILE, pid=42)
+        return Response(text.encode(), "text/html; charset=utf-8", policy=POLICY)
 
     def open(self) -> None:
-        self.browser.get(f"http://{self._listener.address}/")
-        self.wait(lambda: self.text("#when"))
+        self.browser.get(self.server.url)
+        self.wait(lambda: self.text("h1"))
 
-    def tell(self, new: Document) -> None:
-        """Tell something else, and wait until the page has asked for it and shown it."""
-        self.told = new
-        looks = self.looks
-        self.wait(lambda: self.looks > looks + 1)
+    def change(self, *snapshots: BridgeSnapshot) -> None:
+        """Change what is rendered, and wait until the page has refreshed itself with it."""
+        self.snapshots = list(snapshots)
+        renderings = self.renderings
+        self.wait(lambda: self.renderings > renderings + 1)
 
     def wait(self, condition: Callable[[], Any]) -> None:
         wait_for(condition, message=lambda: self.text("body"))
@@ -91,107 +85,128 @@ class Shown:
         )
         return found
 
-    def stop(self) -> None:
-        self.browser.get("about:blank")
-        self._listener.stop()
+    def table(self, caption: str) -> list[str]:
+        """Return the rows of a table."""
+        return next((each.splitlines()[1:] for each in self.texts("table") if each.startswith(caption)), [])
+
+    def resize(self, width: int) -> None:
+        metrics = {"width": width, "height": 600, "deviceScaleFactor": 1, "mobile": False}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 @pytest.fixture
 def shown(browser: Any) -> Iterator[Shown]:
-    """Give the page, which is yet to be opened."""
+    """Give the page, which is not open yet."""
     made = Shown(browser)
     yield made
-    made.stop()
+    browser.get("about:blank")
+    made.server.__exit__()
 
 
-def resized(shown: Shown, width: int) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    shown.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-
-def test_what_stands_is_shown_with_the_command_that_cures_it(shown: Shown) -> None:
-    """A healthy bridge, one whose partition has halted, one that nobody leads; one page goes from one to the next."""
-    shown.told = told(lease=lease())
+def test_a_problem_is_shown_once_with_its_commands(shown: Shown) -> None:
+    """P16: a healthy bridge, one with a halted partition, one without a listener, on one page that stays open."""
     shown.open()
-    assert shown.text(".top h1") == "shop"
-    assert shown.text(".top .pill") == "healthy"
-    assert shown.run("document.title") == "healthy: shop"
-    assert "This process leads" in shown.text(".top p")
-    assert [each.partition("\n")[0] for each in shown.texts(".handlers .row:not(.head)")] == ["summarise"]
+    assert (shown.text("h1"), shown.run("document.title")) == ("shop\nhealthy", "healthy: shop")
+    assert "process 42" in shown.text("section p")
 
-    shown.tell(told(images=[image(0), image(1, **halted("ValueError: no", "shop.orders insert 1"))]))
-    assert shown.text(".top .pill") == "failing"
-    assert shown.texts(".command code") == ["celery -A shop changes retry summarise --partition 1"]
-    assert "ValueError: no" in shown.text(".stands")
-    assert "1 halted" in shown.text(".handlers")
-    assert shown.run("document.title") == "failing: shop"
+    broken = snapshot_of(images=[image(0), image(1, **halted("ValueError: no", "shop.orders insert 1"))])
+    shown.change(
+        replace(broken, standbys=(Standby(host="two", pid=43),), workers=Workers(answered=2, serving=2, slots=8))
+    )
+    assert (shown.text("h1"), shown.run("document.title")) == ("shop\nfailing", "failing: shop")
+    commands = shown.texts(".command code")
+    assert commands[0] == broken.findings[0].command
+    assert any(each.startswith("celery -A shop changes skip summarise") for each in commands)
+    assert shown.text("body").count("ValueError: no") == 1
+    assert "1 halted" in "".join(shown.table("Handlers"))
+    assert "two, process 43 · Workers that answer: 2" in shown.text("section p")
 
     gone = lease(live=False, listenerId=None, renewedAt=NOON - timedelta(seconds=300), report=None)
-    nobody = told(lease=gone)
-    nobody["bridges"][0]["leads"] = False
-    shown.tell(nobody)
-    assert "Nobody leads" in shown.text(".top p")
+    shown.change(snapshot_of(lease=gone))
     assert "celery -A shop listener" in shown.texts(".command code")
-    assert "flowing" not in shown.text(".handlers")
+    assert "flowing" not in shown.text("main")
+
+    shown.change(unreadable("shop", "MongoDB gave no answer for 3 s."))
+    assert "MongoDB gave no answer" in shown.text("article")
 
 
-def test_no_value_is_markup_and_none_turns_what_is_around_it(shown: Shown) -> None:
-    """Errors, keys, names, sentences and commands of anybody; nothing that was not in the page is obeyed."""
-    bad = image(1, **halted(HOSTILE + TURNED, TURNED + HOSTILE))
-    letter = {"id": "82AA", "subscription": HOSTILE, "key": HOSTILE, "cause": TURNED, "error": TURNED, "at": None}
-    letter |= {"replay": "waiting", "replay_error": HOSTILE + TURNED}
-    spoiled = told(images=[bad], letters=(letter,), registered=("summarise", HOSTILE), subscriptions=[subscription()])
-    spoiled["bridges"][0]["reasons"].append(
-        {"code": HOSTILE, "severity": "failing", "sentence": HOSTILE, "command": f"celery {HOSTILE}{TURNED}"}
+def test_equal_dead_letters_are_one_row_the_newest_first(shown: Shown) -> None:
+    groups = [
+        DeadLetterGroup(
+            handler="summarise",
+            error=f"ValueError: {number}",
+            count=number,
+            newest_at=UTC_NOON - timedelta(seconds=number),
+            newest_id="82AA",
+        )
+        for number in (7, 2)
+    ]
+    shown.snapshots = [replace(shown.snapshots[0], dead_letter_groups=tuple(groups), dead_letters=9)]
+    shown.open()
+    assert [each.split("\t")[1:3] for each in shown.table("Dead letters")] == [
+        ["ValueError: 2", "2"],
+        ["ValueError: 7", "7"],
+    ]
+
+
+def test_no_value_is_markup_and_none_turns_the_text_around_it(shown: Shown) -> None:
+    """Errors, keys, names, sentences and commands of any origin. Nothing that page.html does not have is obeyed."""
+    bad = snapshot_of(
+        images=[image(index, **halted(HOSTILE + TURNED, TURNED + HOSTILE)) for index in (0, 1)],
+        registered=("summarise", HOSTILE),
+        subscriptions=[subscription()],
     )
-    shown.told = spoiled
+    finding = Finding(HOSTILE, "failing", f"{HOSTILE} `celery {HOSTILE}`", f"celery {HOSTILE}{TURNED}")
+    group = DeadLetterGroup(handler=HOSTILE, error=TURNED, count=1, newest_at=None, newest_id=HOSTILE)
+    shown.snapshots = [replace(bad, findings=(finding, *bad.findings), dead_letter_groups=(group,))]
     shown.open()
     text = shown.text("body")
     assert "<img src=x onerror=" in text
     assert "\\u202e" in text
-    assert "replay waiting" in text
     assert not set(text) & {"\u202e", "\u2066", "\u0000"}
     assert shown.run("document.querySelectorAll('img, iframe, object, main script, base, form').length") == 0
     assert shown.run("document.title") == "failing: shop"
     assert [each for each in shown.browser.get_log("browser") if "Content Security" in each["message"]] == []
 
 
-def test_nothing_of_it_is_wider_than_the_window_or_comes_from_elsewhere(shown: Shown) -> None:
-    """On a telephone too, with names that have no room to break; and all that is loaded is the page and its status."""
+def test_it_is_no_wider_than_the_window_and_loads_nothing_from_elsewhere(shown: Shown) -> None:
+    """On a telephone too, with names that have no room to break."""
     long = "x" * 300
-    bad = image(1, **halted(long, long))
-    snapshot = {"handler": long, "source": long, "state": "running", "done": 5, "estimated": 10, "rate": 2.0}
-    running = ({**snapshot, "remaining_seconds": 3},)
-    shown.told = told(images=[image(0), bad], snapshots=running, registered=("summarise", long))
+    running = SnapshotStatus(
+        id="1",
+        handler=long,
+        source=long,
+        state="running",
+        done=5,
+        estimated=10,
+        per_second=2.0,
+        remaining_seconds=3,
+        since=None,
+        by=long,
+        reason=None,
+    )
+    bad = snapshot_of(images=[image(0), image(1, **halted(long, long))], registered=("summarise", long))
+    group = DeadLetterGroup(handler=long, error=long, count=1, newest_at=None, newest_id=long)
+    shown.snapshots = [replace(bad, snapshots=(running,), dead_letter_groups=(group,))]
     for width in (NARROW, WIDE):
-        resized(shown, width)
+        shown.resize(width)
         shown.open()
         root = "document.documentElement"
         assert shown.run(f"{root}.scrollWidth") <= shown.run(f"{root}.clientWidth") <= width
-        assert "5 of about 10, 50 %" in shown.text(".progress")
+        assert "5 of about 10" in "".join(shown.table("Snapshots"))
     loaded = shown.run("performance.getEntriesByType('resource').map((each) => new URL(each.name).pathname)")
-    assert set(loaded) <= {"/status"}
+    assert set(loaded) <= {"/"}
 
 
-def test_a_listener_that_is_gone_is_told_and_what_was_shown_stays(shown: Shown) -> None:
-    """Also what was last known of a bridge whose MongoDB does not answer."""
+def test_a_refresh_keeps_the_place_and_a_listener_that_is_gone_is_named(shown: Shown) -> None:
+    """The last answer stays on the page."""
+    shown.resize(NARROW)
     shown.open()
-    away = copy.deepcopy(shown.told)
-    away["bridges"][0].update(status=None, verdict="failing")
-    away["bridges"][0]["reasons"] = [
-        {
-            "code": "state_unreadable",
-            "severity": "failing",
-            "sentence": "MongoDB gave no answer for 3 s.",
-            "command": None,
-        }
-    ]
-    shown.tell(away)
-    assert "MongoDB gave no answer" in shown.text(".reasons")
-    assert "summarise" in shown.text(".stale .handlers")
-
-    ended = threading.Thread(target=shown._listener.stop)
-    ended.start()
-    ended.join()
-    shown.wait(lambda: "This listener does not answer" in shown.text("#silent"))
-    assert "summarise" in shown.text(".handlers")
+    assert shown.run("document.getElementById('silent').hidden")
+    shown.run("scrollTo(0, 120)")
+    shown.change(snapshot_of(images=[image(0), image(1, **halted("ValueError: no", "shop.orders insert 1"))]))
+    assert shown.run("scrollY") == 120
+    shown.server.__exit__()
+    shown.wait(lambda: "does not answer" in shown.text("#silent"))
+    assert "summarise" in "".join(shown.table("Handlers"))
+    shown.server = HttpServer("0", lambda _path: None).__enter__()

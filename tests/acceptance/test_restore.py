@@ -148,11 +148,11 @@ def test_what_is_restored_runs_no_handler_that_was_sent_on_first(
         shop.move(make_replica_set())
     restore(shop.state, copies[0])
     restore(shop.data, copies[1])
-    shop.celery("changes", "rewind", "record", "--to", "now", "--yes")
+    shop.celery("changes", "reset", "record", "--to", "now", "--yes")
     shop.start()
     shop.write("c", 1)
     assert shop.started(before) == {("c", 1)}
-    shop.celery("changes", "snapshot", "record", "--yes")
+    shop.celery("changes", "snapshot", "start", "record", "--yes")
     shop.accepted("a", 1, times=2)
     restore(shop.data, copies[1])
     shop.accepted("a", 1, times=3)
@@ -170,7 +170,7 @@ def test_in_a_new_set_whoever_was_not_sent_on_stands_still_until_somebody_decide
     restore(shop.state, copies[0])
     restore(shop.data, copies[1])
     shop.run("listener", "has lost its history")
-    shop.celery("changes", "go-on", "record", "--from", "now", "--yes")
+    shop.celery("changes", "reset", "record", "--to", "now", "--yes")
     shop.start()
     shop.write("b", 1)
     assert shop.started(before) == {("b", 1)}

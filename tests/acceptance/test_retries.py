@@ -11,8 +11,8 @@ import pytest
 from pymongo import MongoClient
 from pymongo.change_stream import ChangeStream
 
-from mongo_celery.demo.history import Due, Started
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due, Started
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]

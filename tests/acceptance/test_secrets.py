@@ -167,7 +167,7 @@ def _served(listener: ProjectProcess) -> dict[str, str]:
     """All that the listener serves by HTTP."""
     address = listener.wait_for_output(r"serving HTTP at (http://127\.0\.0\.1:\d+)/").group(1)
     found = {}
-    for path in ("/", "/status", "/metrics", "/verdict", "/healthz"):
+    for path in ("/", "/status", "/metrics", "/verdict", "/readyz", "/healthz"):
         try:
             with urlopen(f"{address}{path}", timeout=30) as answer:
                 found[path] = answer.read().decode()

@@ -26,7 +26,6 @@ from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
 SHORT = Pauses(first=1.0, longest=2.0)
-_REFUSED = [{"$match": {"$expr": {"$noSuchOperator": 1}}}]
 _MAIN = "from tests.acceptance.test_several_bridges import main; main()"
 
 
@@ -43,9 +42,9 @@ def main() -> None:
             autodiscover=False,
             partitions=1,
             lease_ttl=2,
-            pipeline=_REFUSED if name.startswith("bad") else [],
         )
-        bridge.on_change(f"{told['names']}_data.items", name=name)(_handler(name))
+        database = "state" if name.startswith("bad") else "data"  # a bridge must not watch its own state
+        bridge.on_change(f"{told['names']}_{database}.items", name=name)(_handler(name))
     app.log.setup(logging.INFO)
     sys.exit(run_listeners(app, [], pauses=SHORT))
 
@@ -84,7 +83,7 @@ class Several:
 def several(
     processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str
 ) -> Iterator[Several]:
-    """Give bridges named `good...`, and `bad...` whose pipeline the server refuses."""
+    """Give bridges named `good...`, and `bad...` whose source is refused."""
     made = Several(processes, mongo_client, mongo_url, redis_url)
     yield made
     processes.__exit__()

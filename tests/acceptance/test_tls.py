@@ -14,7 +14,7 @@ import trustme
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoServer
-from mongo_celery.embedded.ports import HOST
+from mongo_celery.embedded.server import HOST
 from tests.fixtures.availability import require_server
 from tests.fixtures.forked import run_celery
 from tests.fixtures.process import Processes, wait_for

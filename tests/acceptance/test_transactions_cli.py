@@ -56,13 +56,14 @@ def test_what_is_final_is_removed_once_somebody_says_yes(database: Database[dict
     listed = typed("list", "--state", "initial")
     assert "nobody has begun it" in listed.stdout
     tried = typed("purge", "--older-than", "3600", "--dry-run", "--json")
-    assert json.loads(tried.stdout) == {"done": 1, "canceled": 1, "initial": 1, "kept": 0, "dry_run": True}
+    found = json.loads(tried.stdout)
+    assert [found[name] for name in ("done", "canceled", "initial", "kept", "dry_run")] == [1, 1, 1, 0, True]
     refused = typed("purge", "--older-than", "3600", text="n\n")
     assert refused.returncode == 1
-    assert "Would remove 1 transaction done, 1 canceled, 1 never begun.\nRemove them for good? [y/N]" in refused.stderr
+    assert "Would remove 1 transaction done, 1 canceled, 1 never begun.\n" in refused.stderr
     one_sentence(typed("purge", "--older-than", "5", "--yes"), "less than the deadline of 600 s")
-    [found] = typed("recover", "--dry-run", "--json").stdout.splitlines()
-    assert json.loads(found)["_id"] == "pending"
+    [found] = json.loads(typed("recover", "--dry-run", "--json").stdout)["transactions"]
+    assert found["_id"] == "pending"
     assert collection.count_documents({}) == 4
 
     removed = typed("purge", "--older-than", "3600", "--yes")

@@ -126,7 +126,7 @@ def test_the_command_line_lists_shows_recovers_and_cancels(bank: Bank) -> None:
     assert bank.output("transactions", "recover", "--older-than", "0", "--all")[-1] == "three: pending, now done"
     assert "can no longer be canceled" in " ".join(bank.output("transactions", "cancel", "1", "--yes", status=1))
     assert "there is no transaction" in " ".join(bank.output("transactions", "show", "99", status=1))
-    assert bank.output("transactions", "run", str(given), "--yes")[-1] == f"{given}: done"
+    assert bank.output("transactions", "recover", str(given), "--yes")[-1] == f"{given}: done"
     taken_back = json.loads(bank.output("transactions", "compensate", str(given), "--yes", "--json")[-1])
     assert (taken_back["state"], taken_back["compensates"]["$oid"]) == ("done", str(given))
     again = json.loads(bank.output("transactions", "compensate", str(given), "--yes", "--json")[-1])

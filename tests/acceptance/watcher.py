@@ -1,4 +1,4 @@
-"""One change stream over everything that a test does, turned into the facts of `demo/history.py`."""
+"""One change stream over everything that a test does, turned into the facts of `tests/chaos/history.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.demo.history import Dropped, Effect, Fact, Kept, Led, Started, Stored, Wrote
+from tests.chaos.history import Dropped, Effect, Fact, Kept, Led, Started, Stored, Wrote
 
 Document = dict[str, Any]
 NUMBERS = ("term", "fencingToken", "committed")

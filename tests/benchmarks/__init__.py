@@ -1,6 +1,6 @@
 """
-What outbox, transactions, a bridge's stream and what stands in it cost on this machine, and how it grows:
-`python -m tests.benchmarks [outbox] [transactions] [stream] [spill] [backlog] [handlers] [peer] [--quick]`.
+The costs of outbox, transactions and the parts of a bridge on this machine, and how they grow:
+`python -m tests.benchmarks [SUITE...] [--quick]`.
 
 Not installed and not part of the test run; `test_benchmarks.py` only sees to it that they work. What a change
 costs on its way through the bridge is `mongo-celery bench`; the rules there hold here too: processes of their own,
@@ -60,13 +60,11 @@ measured in the same rounds.
   them get each change, one by one and in runs; or one of them gets it, and the others watch collections of their own in
   which nothing happens.
 
-`peer` (`peer_suite`, `peer_package`, `peer_program`, `peer.cjs`), only where it is named, since npm installs it, by
-name and once, into a cache directory (`XDG_CACHE_HOME`):
+`latency` (`latency_suite`, `latency_app`):
 
-- *rates*, *cpu*: changes per second and processor time of a change of the bench's `raw_chain`, `bridge_runs` and
-  `bridge_bulk` and of the fastest peer, the npm package mongochangestream: a process that reads the stream, calls a
-  handler with batches of 500, and saves its position in Redis behind each. The same servers, documents and rounds.
-- *not promised*: what the figures do not show.
+- *waits*: milliseconds from an insert to the start of its handler while nothing else happens, of `bridge_chain` and
+  `bridge_inline`, beside the naive loop, which starts a task for each change.
+- *take-overs*: seconds from SIGTERM and from SIGKILL to the leader until the first message of the next term.
 
 `many_app` is the app of `backlog` and `handlers`, and `commits` measures from their first commit to the last.
 `outbox_programs`, `outbox_cost_programs`, `transfer_programs`, `outbox_app`, `watched_app` and `spill_app` are what the

@@ -16,9 +16,9 @@ from mongo_celery.bench.stage import Stage
 from mongo_celery.errors import MongoCeleryError
 from tests.benchmarks.backlog_suite import run_backlog
 from tests.benchmarks.handlers_suite import run_handlers
+from tests.benchmarks.latency_suite import run_latency
 from tests.benchmarks.outbox_suite import run_outbox
 from tests.benchmarks.parts_suite import run_parts
-from tests.benchmarks.peer_suite import run_peer
 from tests.benchmarks.report import SuiteResults, as_json, show
 from tests.benchmarks.sizes import FULL, QUICK, Sizes
 from tests.benchmarks.snapshot_suite import run_snapshot
@@ -35,12 +35,9 @@ SUITES: dict[str, Callable[[Stage, Sizes, Callable[[str], None]], Any]] = {
     "parts": run_parts,
     "backlog": run_backlog,
     "handlers": run_handlers,
-    "peer": run_peer,
+    "latency": run_latency,
 }
 """By name, which is also that of what it gives in the results."""
-
-WITHOUT_NAMES = tuple(suite for suite in SUITES if suite != "peer")
-"""Those of a run that names none; the peer is asked for by name, since npm installs it."""
 
 _COUNT = click.IntRange(min=1)
 _ANY = click.IntRange(min=0)
@@ -71,14 +68,13 @@ _ANY = click.IntRange(min=0)
 @click.option("--live", type=_COUNT, hidden=True)
 @click.option("--parts", type=click.IntRange(min=400), hidden=True)
 @click.option("--reached", type=_COUNT, hidden=True)
-@click.option("--changes", type=_COUNT, hidden=True)
-@click.option("--warm-up", type=_COUNT, hidden=True)
+@click.option("--lease-ttl", type=click.FloatRange(min=1), hidden=True)
 @click.option("--lock-lifetime", type=_ANY, hidden=True)
 def benchmarks(
     suites: tuple[str, ...], quick: bool, wants_json: bool, mongo_url: str | None, redis_url: str | None, **given: Any
 ) -> None:
     """
-    Measure on this machine the suites that are named, or all but the peer.
+    Measure the named suites on this machine, or all of them.
 
     \b
     outbox        writes beside plain ones, entries per second, the sweep, recovery
@@ -89,7 +85,7 @@ def benchmarks(
     parts         CPU time of what a listener and a worker do with a change, part by part
     backlog       a listener's memory, and the CPU time of a change, behind backlogs of several lengths
     handlers      the CPU time of a change for each of 1, 10 and 60 handlers on one stream
-    peer          the bridge beside mongochangestream, which npm installs: rates, CPU time, promises
+    latency       from a write to the start of its handler, and the take-over after SIGTERM and SIGKILL
 
     Absolute figures depend on the machine and on what else it does; compare the ratios. Given servers
     are left as they were found.
@@ -100,7 +96,7 @@ def benchmarks(
     progress = Console(stderr=True, quiet=wants_json)
     try:
         with progress.status("starting servers") as status, Stage(mongo_url, redis_url) as stage:
-            results = run_suites(stage, suites or WITHOUT_NAMES, sizes, status.update)
+            results = run_suites(stage, suites or list(SUITES), sizes, status.update)
     except MongoCeleryError as error:
         raise click.ClickException(str(error)) from error
     if wants_json:

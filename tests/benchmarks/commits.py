@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from bson import Timestamp
 from pymongo.errors import OperationFailure
 
-from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
-from mongo_celery.bench.stage import Scene, pause
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.bench.stage import BenchError, Scene, pause
+from mongo_celery.bench.usage import cpu_us_per_change
+from mongo_celery.embedded.processes import ChildProcess
 
 _LOOK_SECONDS = 0.02
 
@@ -53,12 +53,12 @@ class Measuring:
         scene = self._scene
         scene.wait("the first commit", lambda: scene.committed() > self._before)
         since = present_time(scene.state.client)
-        began, ahead, before = time.monotonic(), scene.committed(), scene.usage()
+        began, ahead, before = time.monotonic(), scene.committed(), scene.cpu_seconds()
         scene.wait("the last commit", self._is_over, scene.committed)
         if ahead >= self._last:
             raise BenchError("all changes were committed before they could be measured; give more of them.")
-        count, seconds, used = self._last - ahead, time.monotonic() - began, scene.usage().since(before)
-        cpu_us = {name: spent / count * 1e6 for name, spent in used.by_process.items()}
+        count, seconds = self._last - ahead, time.monotonic() - began
+        cpu_us = cpu_us_per_change(before, scene.cpu_seconds(), count)
         written = _oplog_bytes(scene, since)
         return Measured(count / seconds, cpu_us, None if written is None else written / count)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from mongo_celery.bench.payload import write_orders
 from mongo_celery.bench.stage import Scene, Stage
-from mongo_celery.bench.usage import memory_mb
 from tests.benchmarks.commits import Measured, Measuring, listen
 from tests.benchmarks.many_app import Wanted
+from tests.benchmarks.processes import memory_mb
 from tests.benchmarks.sizes import Sizes
 
 MANY_APP = "tests.benchmarks.many_app"

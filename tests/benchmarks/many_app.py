@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mongo_celery.bench.apps import app_with_bridge
-from mongo_celery.bench.setting import BenchSetting
+from mongo_celery.bench.setting import BenchSetting, make_app, make_bridge
 from mongo_celery.bridge.change import Change, Changes
 
 _FILE = "handlers.json"
@@ -41,7 +40,8 @@ class Wanted:
 
 
 setting = BenchSetting.from_environment()
-app, bridge = app_with_bridge(setting)
+app = make_app(setting)
+bridge = make_bridge(app, setting)
 
 
 def _register(number: int, wanted: Wanted) -> None:

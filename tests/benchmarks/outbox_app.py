@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery import Celery
 from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
 
 from mongo_celery import Outbox
-from mongo_celery.bench.setting import BenchSetting
+from mongo_celery.bench.setting import BenchSetting, make_app
 
 setting = BenchSetting.from_environment()
-app = Celery("mongo_celery_bench", broker=setting.redis_url)
-app.conf.task_default_queue = setting.name
+app = make_app(setting)
 
 
 @app.task(ignore_result=True)

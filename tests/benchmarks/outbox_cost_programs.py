@@ -13,7 +13,7 @@ import redis
 from pymongo import UpdateOne
 from pymongo.collection import Collection
 
-from mongo_celery.bench.payload import order
+from mongo_celery.bench.payload import make_order
 from mongo_celery.bench.stopwatch import Stopwatch
 from mongo_celery.bench.usage import cpu_seconds
 from mongo_celery.outbox import Write
@@ -45,7 +45,7 @@ class Writers:
     def _documents(self, count: int) -> Iterator[Any]:
         """The `_id`s of documents that no other write has had."""
         while True:
-            documents = [order(number) for number in range(min(count, 5000))]
+            documents = [make_order(number) for number in range(min(count, 5000))]
             self.collection.insert_many(documents)
             yield from (document["_id"] for document in documents)
 
@@ -61,13 +61,13 @@ class Writers:
         }
 
     def _plain_insert(self) -> None:
-        document = order(0)
+        document = make_order(0)
         self.collection.insert_one(document)
         send_receipt.delay(str(document["_id"]))
         self._sent += 1
 
     def _outbox_insert(self) -> None:
-        document = order(0)
+        document = make_order(0)
         self.outbox.insert_one(document, tasks=[send_receipt.s(str(document["_id"]))])
         self._sent += 1
 
@@ -207,13 +207,13 @@ def frozen(rounds: str, threads: str, count: str, broker: str) -> None:
     app.conf.update(broker_url=broker)
     collection = orders()
     box = outbox(collection)
-    box.insert_one(order(0), tasks=[send_receipt.s("")])
+    box.insert_one(make_order(0), tasks=[send_receipt.s("")])
 
     def alone(_number: int) -> None:
-        collection.insert_one(order(0))
+        collection.insert_one(make_order(0))
 
     def through_outbox(number: int) -> None:
-        box.insert_one(order(0), tasks=[send_receipt.s(str(number))])
+        box.insert_one(make_order(0), tasks=[send_receipt.s(str(number))])
 
     await_sign(setting)
     found: Found = {"alone": [], "outbox": []}

@@ -88,7 +88,7 @@ def _costs(stage: Stage, sizes: Sizes, name: str, of: tuple[int, int], *, paced:
     kinds = ("",) if size > 1 else ("insert_", "update_")
     ways = ("plain", "outbox", "operators") if size > 1 else ("plain", "outbox")
     for what, seconds in found.items():
-        if what == "cpu" and (stage.uncounted or paced):
+        if what == "cpu" and (len(pids) < 2 or paced):
             continue
         for kind in kinds:
             times = {way: [each * 1000 for each in seconds[f"{kind}{way}"]] for way in ways}

@@ -6,14 +6,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from mongo_celery.bench.payload import order
+from mongo_celery import STORED_ID
+from mongo_celery.bench.payload import make_order
 from mongo_celery.bench.stopwatch import Stopwatch
-from mongo_celery.outbox.entries import task_entry
 from tests.benchmarks.answers import answer
-from tests.benchmarks.outbox_app import app, orders, outbox, send_receipt, setting
+from tests.benchmarks.outbox_app import orders, outbox, send_receipt, setting
 
 _MANY = 10
 _WARM_UP = 5
@@ -46,7 +45,7 @@ def writes(rounds: str, count: str) -> None:
 def _kinds(updates: int) -> dict[str, Callable[[], object]]:
     collection = orders()
     at_once, later = outbox(collection), outbox(collection, at_once=False)
-    there = [order(number) for number in range(updates)]
+    there = [make_order(number) for number in range(updates)]
     collection.insert_many(there)
     documents = {kind: iter(there) for kind in ("delay", "outbox", "later")}
     change = {"$set": {"paid": True}, "$inc": {"number": 1}}
@@ -55,17 +54,17 @@ def _kinds(updates: int) -> dict[str, Callable[[], object]]:
         return [send_receipt.s(str(document["_id"])) for _ in range(count)]
 
     def insert_delay(count: int = 1) -> None:
-        document = order(0)
+        document = make_order(0)
         collection.insert_one(document)
         for _ in range(count):
             send_receipt.delay(str(document["_id"]))
 
     def insert_outbox(count: int = 1) -> None:
-        document = order(0)
+        document = make_order(0)
         at_once.insert_one(document, tasks=receipts(document, count))
 
     def insert_later() -> None:
-        document = order(0)
+        document = make_order(0)
         later.insert_one(document, tasks=receipts(document))
 
     def update_delay() -> None:
@@ -112,16 +111,10 @@ def sweep(count: str, per_document: str) -> None:
 
 
 def _leave_pending(box: Any, documents: int, each: int) -> None:
-    """As writers leave them whose fast path has failed."""
+    """Write documents whose entries nobody dispatches but a sweep."""
     for first in range(0, documents, _BATCH):
-        batch = []
-        for number in range(first, min(first + _BATCH, documents)):
-            document = order(number)
-            signatures = [send_receipt.s(str(document["_id"])) for _ in range(each)]
-            made = (task_entry(app, signature, datetime.now(UTC)) for signature in signatures)
-            entries = [box.backing.signer.sign(entry) for entry in made]
-            batch.append(box.backing.writer.insertion(document, entries, claim=False)[0])
-        box.collection.insert_many(batch, ordered=False)
+        batch = [make_order(number) for number in range(first, min(first + _BATCH, documents))]
+        box.insert_many(batch, tasks=[send_receipt.s(STORED_ID) for _ in range(each)], ordered=False)
 
 
 def leave(count: str) -> None:
@@ -137,7 +130,7 @@ def write_on() -> None:
 
     def go_on() -> None:
         while True:
-            document = order(0)
+            document = make_order(0)
             box.insert_one(document, tasks=[send_receipt.s(str(document["_id"]))])
             with lock:
                 written.lap()

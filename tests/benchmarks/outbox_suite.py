@@ -11,8 +11,7 @@ from typing import Any
 from celery import Celery
 
 from mongo_celery import Outbox
-from mongo_celery.bench.errors import BenchError
-from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
 from mongo_celery.bridge.options import BridgeOptions
 from tests.benchmarks.answers import ask
 from tests.benchmarks.outbox_costs import OutboxCosts, measure_costs

@@ -19,7 +19,7 @@ from mongo_celery.bridge.change import Change, read_token
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition
-from mongo_celery.bridge.listener.subscription import Plan, Subscription
+from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.state.signing import Sealing
@@ -171,7 +171,7 @@ def _subscription(source: str = "shop.orders") -> Subscription:
     )
     layout = Layout(0, _PARTITIONS, "blake2b-64:_id")
     rule = partitioner(None, None, None)
-    plan = Plan(handler, handler.selector(None), rule, layout, 1, Timestamp(1, 1), None)
+    plan = TermFacts(handler, handler.selector(None), rule, layout, 1, Timestamp(1, 1), None)
     partitions = {
         index: Partition(f"parts/handle/0/{index}", image(index=index), 1, GracePeriods(30.0, 5.0), 0.0)
         for index in range(_PARTITIONS)

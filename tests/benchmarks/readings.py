@@ -55,3 +55,9 @@ def reading(name: str, unit: str, rounds: Sequence[float], reference: tuple[str,
     ratio_to, others = reference
     ratio = statistics.median(own / other for own, other in zip(rounds, others, strict=True))
     return Reading(name=name, unit=unit, rounds=tuple(rounds), ratio=ratio, ratio_to=ratio_to)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Return the smallest value that is not exceeded by this part of all values."""
+    ordered = sorted(values)
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]

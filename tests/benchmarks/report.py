@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mongo_celery.bench.report import machine
+from mongo_celery.bench.command import describe_machine
 from tests.benchmarks.backlog_suite import Backlog, BacklogResults
 from tests.benchmarks.handlers_suite import HandlersResults, Shared
+from tests.benchmarks.latency_suite import LatencyResults
 from tests.benchmarks.outbox_suite import OutboxResults
 from tests.benchmarks.parts_suite import PartsResults
-from tests.benchmarks.peer_suite import NOT_PROMISED, PEER, PeerResults
 from tests.benchmarks.pending_query import PendingQuery
 from tests.benchmarks.processes import PROCESSES, with_pool
 from tests.benchmarks.readings import Reading
@@ -40,12 +40,12 @@ class SuiteResults:
     parts: PartsResults | None = None
     backlog: BacklogResults | None = None
     handlers: HandlersResults | None = None
-    peer: PeerResults | None = None
+    latency: LatencyResults | None = None
 
 
 def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
     """One object, with one key for each suite."""
-    found: dict[str, Any] = {"seconds": round(results.seconds, 1), "machine": machine()}
+    found: dict[str, Any] = {"seconds": round(results.seconds, 1), "machine": describe_machine()}
     if results.outbox is not None:
         found["outbox"] = {"rounds": sizes.rounds, **_outbox(results.outbox, sizes)}
     if results.transactions is not None:
@@ -70,8 +70,14 @@ def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
         found["backlog"] = [_rounded(each) for each in results.backlog.backlogs]
     if results.handlers is not None:
         found["handlers"] = {"rounds": sizes.rounds, "shared": [_rounded(each) for each in results.handlers.shared]}
-    if results.peer is not None:
-        found["peer"] = {"rounds": sizes.rounds, **_peer(results.peer)}
+    if results.latency is not None:
+        latency = results.latency
+        found["latency"] = {
+            "rounds": sizes.rounds,
+            "lease_ttl": latency.lease_ttl,
+            "waits": _plain(latency.waits),
+            "take_overs": _plain(latency.take_overs),
+        }
     return found
 
 
@@ -95,8 +101,10 @@ def show(results: SuiteResults, console: Console) -> None:
         _show_backlog(results.backlog, console)
     if results.handlers is not None:
         _show_handlers(results.handlers, console)
-    if results.peer is not None:
-        _show_peer(results.peer, console)
+    if results.latency is not None:
+        console.print(_table("From a write to the start of its handler", results.latency.waits))
+        title = f"From a leader's end to the next term's first message, lease_ttl={results.latency.lease_ttl:g}"
+        console.print(_table(title, results.latency.take_overs))
     console.print(f"{results.seconds:.0f} s in all")
 
 
@@ -264,18 +272,6 @@ def _rounded(figures: Backlog | Shared) -> dict[str, Any]:
     return {**found, **numbers, "cpu_us": used}
 
 
-def _peer(results: PeerResults) -> dict[str, Any]:
-    return {
-        "package": results.package,
-        "rates": _plain(results.rates),
-        "cpu": _plain(results.cpu),
-        "cpu_us": {
-            name: {process: round(us, 1) for process, us in used.items()} for name, used in results.cpu_us.items()
-        },
-        "not_promised": {what: {"bridge": ours, PEER: its} for what, (ours, its) in NOT_PROMISED.items()},
-    }
-
-
 def _show_backlog(results: BacklogResults, console: Console) -> None:
     table = Table(title="CPU us of a change, and the listener's memory, by backlog")
     for column in ("changes", "1/s", *PROCESSES, "start MB", "peak MB"):
@@ -302,17 +298,6 @@ def _by_process(cpu_us: Mapping[str, float]) -> Iterator[str]:
     used = with_pool(cpu_us)
     for process in PROCESSES:
         yield _number(used[process]) if process in used else ""
-
-
-def _show_peer(results: PeerResults, console: Console) -> None:
-    console.print(_table(f"Changes per second, beside {results.package}", results.rates))
-    console.print(_table("CPU time of a change, all processes", results.cpu))
-    table = Table(title="What the figures do not show", show_lines=True)
-    for column in ("", "the bridge", results.package):
-        table.add_column(column)
-    for what, (ours, its) in NOT_PROMISED.items():
-        table.add_row(what, ours, its)
-    console.print(table)
 
 
 def _seconds(reading: Reading) -> str:

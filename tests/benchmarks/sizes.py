@@ -15,7 +15,7 @@ class Sizes:
         writes: of each kind in a round.
         entries: of one sweep.
         documents: of the collection in which 100 are pending; 0 leaves it out.
-        kills: how often each recovery is measured.
+        kills: how often each recovery, and each take-over, is measured.
         sweep_after: of the outbox whose writer is killed, in seconds.
         claim_ttl: of the same.
         transfers: of one process in a round.
@@ -28,12 +28,11 @@ class Sizes:
         spilled: changes that are stored when a listener takes over.
         existing: documents of a snapshot, and as many live inserts beside it.
         snapshots: how many such snapshots are measured.
-        live: live changes whose latency is measured alone; beside a snapshot it is as many as it lasts.
+        live: live changes whose latency is measured alone; beside a snapshot as many as there is time for.
         parts: events with which each part is measured.
         owed: lengths of the backlogs that a listener finds.
         reached: changes of one round of the handlers on one stream, counted by handler.
-        changes: of `raw_chain` beside the peer; faster modes get a multiple.
-        warm_up: changes before that, which are not counted.
+        lease_ttl: of the bridge whose leader ends, in seconds.
         lock_lifetime: seconds that the server grants a transaction whose holder is killed; 0 leaves it out.
     """
 
@@ -58,8 +57,7 @@ class Sizes:
     parts: int = 4000
     owed: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     reached: int = 20_000
-    changes: int = 2000
-    warm_up: int = 200
+    lease_ttl: float = 10.0
     lock_lifetime: int = 5
 
 
@@ -67,5 +65,5 @@ FULL = Sizes()
 QUICK = Sizes(
     rounds=1, writes=60, entries=500, documents=50_000, kills=1, sweep_after=1.0, claim_ttl=2.0, transfers=60,
     scanned=20_000, beside=1500, standing=3000, backlog=5000, stored=3000, spilled=10_000, existing=20_000, live=20,
-    parts=1000, owed=(5000, 20_000), reached=6000, changes=400, warm_up=100, lock_lifetime=2,
+    parts=1000, owed=(5000, 20_000), reached=6000, lease_ttl=3.0, lock_lifetime=2,
 )  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from mongo_celery import Change
-from mongo_celery.bench.apps import app_with_bridge
-from mongo_celery.bench.setting import BenchSetting
+from mongo_celery.bench.setting import BenchSetting, make_app, make_bridge
 from mongo_celery.bench.stopwatch import Stopwatch
 
 PROBE = "probe"
 """A field of a document whose start is noted apart."""
 
 setting = BenchSetting.from_environment()
-app, bridge = app_with_bridge(setting)
+app = make_app(setting)
+bridge = make_bridge(app, setting)
 
 _probed, _beside = (Stopwatch(setting.clock, kind) for kind in ("probed", "beside"))
 

@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mongo_celery.bench.errors import BenchError
-from mongo_celery.bench.latency import quantile
-from mongo_celery.bench.payload import order, write_orders
-from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.bench.payload import make_order, write_orders
+from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
 from mongo_celery.bench.stopwatch import Laps
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 from tests.benchmarks.commits import Measured, Measuring, listen
-from tests.benchmarks.readings import RATE, Reading, reading
+from tests.benchmarks.readings import RATE, Reading, quantile, reading
 from tests.benchmarks.sizes import Sizes
 from tests.benchmarks.snapshot_app import PROBE
 
@@ -160,7 +158,7 @@ class _Sampling:
         pause(random.uniform(*_SAMPLE_PAUSE_SECONDS))
         laps = self._laps[name]
         before, written = laps.count(), time.monotonic()
-        self._targets[name].insert_one({**order(next(self._numbers)), PROBE: True})
+        self._targets[name].insert_one({**make_order(next(self._numbers)), PROBE: True})
         self._scene.wait("a live change", lambda: laps.count() > before)
         return laps.times()[-1] - written
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mongo_celery import Change
-from mongo_celery.bench.apps import app_with_bridge
-from mongo_celery.bench.setting import BenchSetting
+from mongo_celery.bench.setting import BenchSetting, make_app, make_bridge
 from mongo_celery.bench.stopwatch import Stopwatch
 
 CURED = "cured"
@@ -17,7 +16,8 @@ CURED = "cured"
 HOUR = 3600
 
 setting = BenchSetting.from_environment()
-app, bridge = app_with_bridge(setting)
+app = make_app(setting)
+bridge = make_bridge(app, setting)
 
 _others, _standing = Stopwatch(setting.clock, "others"), Stopwatch(setting.clock, "standing")
 

@@ -76,4 +76,4 @@ def _settled(rig: SpillRig, count: int, *, is_stored: bool) -> bool:
 def _used(rig: SpillRig) -> dict[str, float]:
     """Of the listener, and of the server where it is embedded."""
     names = ("listener", "mongod")
-    return {name: used for name, used in rig.scene.usage().by_process.items() if name in names}
+    return {name: used for name, used in rig.scene.cpu_seconds().items() if name in names}

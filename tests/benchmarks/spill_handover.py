@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mongo_celery.bench.stage import Stage
-from mongo_celery.bench.usage import memory_mb, sockets
+from tests.benchmarks.processes import memory_mb, sockets
 from tests.benchmarks.spill_rig import PARTITIONS, SPILL_APP, SpillRig
 
 _STANDBY_SOCKETS = 3

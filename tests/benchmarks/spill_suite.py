@@ -10,8 +10,7 @@ from typing import Any
 
 from bson import Timestamp
 
-from mongo_celery.bench.errors import BenchError
-from mongo_celery.bench.stage import Stage
+from mongo_celery.bench.stage import BenchError, Stage
 from mongo_celery.embedded import MongoReplicaSet
 from tests.benchmarks.readings import RATE, Reading, reading
 from tests.benchmarks.sizes import Sizes

@@ -11,9 +11,8 @@ from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient, WriteConcern
 
-from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
-from mongo_celery.bench.stage import Scene, Stage
+from mongo_celery.bench.stage import BenchError, Scene, Stage
 from mongo_celery.bridge.stream.filter import DOCUMENT_OPERATIONS, Filter
 from mongo_celery.bridge.stream.source import Scope, Selector, Source, make_scope
 from mongo_celery.mongo.oplog import time_of_token

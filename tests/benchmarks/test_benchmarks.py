@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bench.errors import BenchError
-from tests.benchmarks.peer_package import cache_directory, installed
 from tests.benchmarks.pending_query import _index_of
-from tests.benchmarks.readings import MILLISECONDS, reading
+from tests.benchmarks.readings import MILLISECONDS, quantile, reading
 from tests.benchmarks.sizes import FULL, QUICK
 from tests.fixtures.process import ROOT
 
@@ -62,7 +58,8 @@ def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
     assert found["entries"]["listener"]["value"] > 0
     query = found["sweep_query"]
     assert (query["documents"], query["pending"], query["index"]) == (400, 100, "pendingEvents")
-    assert (query["keys_examined"], query["documents_examined"]) == (100, 100)
+    assert query["documents_examined"] == 100
+    assert query["keys_examined"] <= 101  # the end of the range may be one of them
     recovery = found["recovery"]
     assert recovery["left_pending"][0] >= 1
     assert recovery["value"] > 0
@@ -217,39 +214,24 @@ def test_the_suite_of_handlers_gives_what_a_change_costs_for_each_of_them(mongo_
 
 
 @pytest.mark.slow
-def test_the_peer_is_measured_beside_the_bridge_and_what_it_does_not_promise_is_said(
+def test_the_suite_of_latency_gives_waits_and_take_overs(
     mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
 ) -> None:
-    """In the same run, on the same servers, with all changes of both; and nothing is left on them."""
-    try:
-        installed(cache_directory())
-    except BenchError as error:
-        pytest.skip(str(error))
+    """Both modes beside the naive loop, and both ways in which a leader ends; nothing is left on given servers."""
     before = set(mongo_client.list_database_names())
 
     given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
-    ended = _benchmarks("peer", "--quick", "--json", "--changes", "50", "--warm-up", "10", *given)
+    ended = _benchmarks("latency", "--quick", "--json", "--live", "3", "--lease-ttl", "1", *given)
 
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)["peer"]
-    assert found["package"] == "mongochangestream 0.55.0"
-    assert list(found["rates"]) == list(found["cpu_us"]) == ["raw_chain", "bridge_runs", "bridge_bulk", "peer"]
-    assert found["rates"]["peer"]["ratio_to_raw_chain"] > 1
-    assert found["cpu"]["peer"]["ratio_to_raw_chain"] > 0
-    assert {"order per key", "a fence", "a second process"} <= set(found["not_promised"])
+    found = json.loads(ended.stdout)["latency"]
+    for mode in ("bridge_chain", "bridge_inline"):
+        for part in ("p50", "p99"):
+            assert found["waits"][f"{mode}_{part}"][f"ratio_to_watch_delay_{part}"] > 0
+    assert found["lease_ttl"] == 1
+    assert found["take_overs"].keys() == {"SIGTERM", "SIGKILL"}
     assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
     assert not list(redis_client.scan_iter("*bench-*"))
-
-
-def test_without_node_the_peer_ends_in_one_sentence(mongo_url: str, redis_url: str, tmp_path: Path) -> None:
-    """The machine's programs are out of sight; nothing is measured."""
-    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
-    ended = _benchmarks("peer", "--quick", *given, environment={**os.environ, "PATH": str(tmp_path)})
-
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == (
-        "Error: The peer needs Node.js, and there is no node on PATH: install nodejs and npm."
-    )
 
 
 def test_a_suite_that_does_not_exist_ends_in_one_sentence() -> None:
@@ -287,3 +269,10 @@ def test_the_full_sizes_are_those_of_the_figures() -> None:
     assert FULL.documents == FULL.existing == 1_000_000
     assert QUICK.documents < FULL.documents
     assert QUICK.existing < FULL.existing
+
+
+def test_a_quantile_is_a_value_that_occurred() -> None:
+    """Also of few values."""
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([1.0], 0.99) == 1.0
+    assert quantile([float(each) for each in range(100)], 0.99) == 99.0

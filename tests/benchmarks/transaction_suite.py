@@ -13,10 +13,9 @@ from pymongo import MongoClient, WriteConcern
 from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit, select_for_update, select_many_for_update, transactional
-from mongo_celery.bench.errors import BenchError
-from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.embedded.crew import ChildProcess
+from mongo_celery.embedded.processes import ChildProcess
 from tests.benchmarks.answers import answers, give_sign, ready
 from tests.benchmarks.readings import RATE, SECONDS, Reading, reading
 from tests.benchmarks.sizes import Sizes
@@ -77,7 +76,7 @@ def run_transactions(stage: Stage, sizes: Sizes, announce: Callable[[str], None]
     results.many = _many(stage, sizes)
     announce("recovery of two-phase commits")
     results.recovery, results.left = _recoveries(stage, sizes)
-    if sizes.lock_lifetime and "mongodb" in stage.server_pids:
+    if sizes.lock_lifetime and "mongod" in stage.server_pids:
         announce("the lock of a killed holder")
         results.lock = _lock_release(stage, sizes)
     return results

@@ -1,5 +1,5 @@
 """
-Pure checks of a run, beside those that every history has (`mongo_celery.demo.history`).
+Pure checks of a run, beside those that every history has (`tests.chaos.history`).
 
 Each returns sentences about what is wrong; none means good. Whatever is judged by time is judged with an allowance,
 since a machine may be busy; everything else is judged as it is. `tests/chaos/test_checks.py` gives each of them bad
@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mongo_celery.demo.history import Due, Effect, SetAside, Started, Stored, Wrote
 from tests.chaos.facts import (
     Acquired,
     Brought,
@@ -28,6 +27,7 @@ from tests.chaos.facts import (
     Waited,
     Where,
 )
+from tests.chaos.history import Due, Effect, SetAside, Started, Stored, Wrote
 from tests.chaos.setting import FLOWS, is_poison, partition_of
 
 SLACK_SECONDS = 20.0

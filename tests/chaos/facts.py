@@ -1,11 +1,11 @@
-"""What is known of a run beside the facts that every history has (`mongo_celery.demo.history`). Pure."""
+"""What is known of a run beside the facts that every history has (`tests.chaos.history`). Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mongo_celery.demo.history import Due
-from mongo_celery.demo.history import Fact as CommonFact
+from tests.chaos.history import Due
+from tests.chaos.history import Fact as CommonFact
 from tests.chaos.kinds import KINDS, STALL, Kind
 
 Where = tuple[str, int]

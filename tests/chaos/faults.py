@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 from redis.exceptions import RedisError
 
 from mongo_celery.embedded import MongoServer
-from mongo_celery.embedded.server import polls
+from mongo_celery.embedded.processes import polls
 from tests.chaos.plan import Step
 from tests.chaos.setting import BRIDGE, LEASE_TTL, LISTENER, STATE, WORKER
 from tests.chaos.snapshots import snapshot

@@ -9,9 +9,9 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.demo.history import Due, Effect, SetAside, Wrote
 from mongo_celery.mongo.oplog import operation_time
 from tests.chaos.facts import Fact, Let
+from tests.chaos.history import Due, Effect, SetAside, Wrote
 from tests.chaos.reading import Reading
 from tests.chaos.setting import DATA, FACTS, STATE
 

@@ -41,7 +41,7 @@ class Person:
         """Do what a step of the plan says."""
         match step.does.partition(": ")[2]:
             case "pause" | "resume" as command:
-                self._command(command, step.where, "--partition", str(step.partition))
+                self._command(command, step.where, str(step.partition))
             case "burst":
                 self._writer.burst(step.where)
             case "replay letters":
@@ -52,23 +52,23 @@ class Person:
                 for poison in self._plan.steps:
                     if poison.key and (poison.where, poison.partition) == (step.where, step.partition):
                         (self._world.gates / poison.key).touch()
-                self._command("retry", step.where, "--partition", str(step.partition))
+                self._command("retry", step.where, str(step.partition))
 
     def cure(self) -> None:
         """Let nothing stand that can go on."""
         (self._world.gates / _CURES_ALL).touch()
         self._retried = set(self._halted())
-        self._command("resume")
-        self._command("retry")
+        self._command("resume", "--yes")
+        self._command("retry", "--yes")
         self._replay()
 
     def cure_again(self) -> None:
         """Retry what stands for the first time; skip what does not go on after that."""
         for each in self._halted():
             if each in self._retried:
-                self._command("skip", each.subscription, "--partition", str(each.partition), "--yes")
+                self._command("skip", each.subscription, str(each.partition), "--yes")
             self._retried.add(each)
-        self._command("retry")
+        self._command("retry", "--yes")
         self._replay()
 
     def status(self) -> Mapping[str, Any]:

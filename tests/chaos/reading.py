@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos.facts import (
     Acquired,
     Brought,
@@ -26,6 +25,7 @@ from tests.chaos.facts import (
     Waited,
     Where,
 )
+from tests.chaos.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, SINK, STATE
 
 Event = Mapping[str, Any]

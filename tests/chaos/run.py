@@ -13,11 +13,11 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from mongo_celery.demo.history import Due, Wrote
 from tests.chaos.checks import untrue
 from tests.chaos.facts import Fault
 from tests.chaos.faults import happen
 from tests.chaos.following import Following
+from tests.chaos.history import Due, Wrote
 from tests.chaos.kinds import KINDS
 from tests.chaos.machine import Machine
 from tests.chaos.person import Person

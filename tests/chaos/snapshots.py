@@ -14,7 +14,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.embedded.server import polls
+from mongo_celery.embedded.processes import polls
 from tests.chaos.plan import Plan, Step
 from tests.chaos.setting import BRIDGE, FLOWS, HOT, STATE
 from tests.chaos.world import World

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos import checks
 from tests.chaos.checks import Longest, Stop
 from tests.chaos.facts import (
@@ -23,6 +22,7 @@ from tests.chaos.facts import (
     Removed,
     Waited,
 )
+from tests.chaos.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos.plan import healthy_partitions
 from tests.chaos.report import merged
 from tests.chaos.setting import partition_of

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
 
-from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Kept, Let, Parked, Removed, Waited
+from tests.chaos.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos.reading import Reading, updated
 from tests.chaos.setting import DATA, FACTS, SINK, STATE
 

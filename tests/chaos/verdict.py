@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mongo_celery.demo import history as common
-from mongo_celery.demo.history import NONE, Due, Effect, SetAside, Started, Wrote
 from tests.chaos import checks
+from tests.chaos import history as common
 from tests.chaos.checks import Longest
 from tests.chaos.facts import Fact, Fault, Kept, Let, Parked
+from tests.chaos.history import NONE, Due, Effect, SetAside, Started, Wrote
 from tests.chaos.plan import healthy_partitions
 from tests.chaos.setting import FLOWS
 

@@ -191,6 +191,7 @@ def signal_all(process: ProjectProcess, pids: Sequence[int], number: signal.Sign
     for pid in pids:
         if pid == process.pid:
             process.send(number)
-        elif process.leads(pid):
+        else:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                if process.running and os.getpgid(pid) == process.pid:  # and no other process's by now
+                    os.kill(pid, number)

@@ -41,8 +41,8 @@ from django.urls import path
 
 from mongo_celery import Bridge, Outbox, Participant
 from mongo_celery.bridge.operations.acts import read_history
-from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.letter_commands import find
+from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.wiring import BRIDGES as BRIDGES_OF
@@ -54,6 +54,7 @@ from mongo_celery.outbox import health
 from mongo_celery.outbox import replay as outbox_commands
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.registry import OUTBOXES as OUTBOXES_OF
+from mongo_celery.plan import Plan, PlanResult
 from mongo_celery.testing import BridgeRunner
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
@@ -275,7 +276,7 @@ def test_contents_are_shown_to_who_may_see_them(runner: BridgeRunner) -> None:
     for address, secret in addresses.items():
         assert secret in auditor().get(address).content.decode()
         assert secret not in operator().get(address).content.decode()
-    head = {"action": "set_aside", "bridge": "shop", "handler": "stop", "partition": "0"}
+    head = {"action": "skip", "bridge": "shop", "handler": "stop", "partition": "0"}
     assert CARD not in operator().post(f"{BRIDGES}act/", head).content.decode()
     both = user("both", *named("view"), *named("act_on"), *named("see_contents_of"))
     assert CARD in both.post(f"{BRIDGES}act/", head).content.decode()
@@ -326,22 +327,24 @@ def test_an_action_is_asked_about_then_done_and_logged() -> None:
     assert states()["stop"] == "flowing"
     assert not LogEntry.objects.exists()
 
-    assert said(confirmed(browser, BRIDGES, **pause, reason="night <b>")) == ["Paused: stop 0."]
+    assert said(confirmed(browser, BRIDGES, **pause, reason="night <b>"))[0].startswith("stop: paused 0")
     record = read_history(project.bridge.wiring)[-1]
     assert (record["command"], record["reason"]) == ("pause stop", "night <b>")
     assert record["by"] == "operator (Django)"
     assert states() == {"collect": "flowing", "stop": "paused"}
     (entry,) = LogEntry.objects.all()
     assert (entry.user.username, entry.object_repr) == ("operator", "shop: stop")
-    assert entry.get_change_message() == "pause: Paused: stop 0. Reason: night <b>"
+    assert entry.get_change_message().startswith("pause: stop: paused 0")
+    assert entry.get_change_message().endswith(" Reason: night <b>")
 
     confirmed(browser, BRIDGES, action="resume", bridge="shop", handler="stop", partition="0")
     assert states()["stop"] == "flowing"
-    assert said(confirmed(browser, BRIDGES, action="retry", bridge="shop", handler="stop", partition="0")) != []
+    retry = {"action": "retry", "bridge": "shop", "handler": "stop", "partition": "0", "confirmed": "yes"}
+    assert said(browser.post(f"{BRIDGES}act/", retry, follow=True)) != []
     assert "nothing to retry" in LogEntry.objects.latest("pk").change_message
 
 
-def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
+def test_a_halted_change_is_retried_or_skipped(runner: BridgeRunner) -> None:
     """The very change that the confirmation has shown: where another one stands there now, nothing is moved."""
     fail(runner, "halting")
     browser = operator()
@@ -351,15 +354,15 @@ def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
         text = Template("{{ each.index }}").render(Context({"each": _partition(HALTED)}))
     assert text == "1024", "what a form names is no number of the user's language"
     place = {"bridge": "shop", "handler": "stop", "partition": "0"}
-    old = browser.post(f"{BRIDGES}act/", {"action": "set_aside", **place}).context["fields"]
+    old = browser.post(f"{BRIDGES}act/", {"action": "skip", **place}).context["fields"]
     confirmed(browser, BRIDGES, action="retry", **place)
     deliver(runner, [1])
 
     fail(runner, "halting", 2)
-    late = browser.post(f"{BRIDGES}act/", {**dict(old), "action": "set_aside", "confirmed": "yes"}, follow=True)
-    assert "another change" in said(late)[0]
+    late = browser.post(f"{BRIDGES}act/", {**dict(old), "action": "skip", "confirmed": "yes"}, follow=True)
+    assert len(said(late)) == 1
     assert states()["stop"] == "halted"
-    confirmed(browser, BRIDGES, action="set_aside", **place)
+    confirmed(browser, BRIDGES, action="skip", **place)
     assert states()["stop"] == "flowing"
     assert len(letters()) == 1
     assert "ended with an error" in LogEntry.objects.order_by("-pk")[1].change_message
@@ -376,7 +379,7 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
     assert first not in page
 
     told = said(confirmed(browser, LETTERS, action="replay", bridge="shop", letter=[first, third]))
-    assert told[0].startswith("2 dead letters are to be replayed")
+    assert "2 of 2 dead letters are to be replayed" in told[0]
     assert f"Asked for: {first}, {third}." in LogEntry.objects.get().change_message
     deliver(runner, [1, 3])
     assert letters() == [second]
@@ -666,7 +669,7 @@ def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunne
     shown = [
         both.get(BRIDGES),
         both.get(f"{BRIDGES}show/", {"bridge": "shop"}),
-        both.post(f"{BRIDGES}act/", {"action": "set_aside", "bridge": "shop", "handler": "stop", "partition": "0"}),
+        both.post(f"{BRIDGES}act/", {"action": "skip", "bridge": "shop", "handler": "stop", "partition": "0"}),
         both.get(LETTERS, {"key": HOSTILE, "bridge": "shop"}),
         both.get(f"{LETTERS}show/", {"bridge": "shop", "letter": letter}),
         both.post(f"{LETTERS}act/", {"action": "discard", "bridge": "shop", "letter": letter}),
@@ -715,11 +718,12 @@ def test_the_log_has_all_that_was_done_however_long_it_is_and_the_pages_say_what
     assert len(entry.object_repr) <= 200
     assert entry.object_repr.endswith("... and 1853 characters more")
 
-    refused = [CommandResult("stop", index, "halted", "refused", f"{index} {'y' * 2000}") for index in range(300)]
-    monkeypatch.setattr("mongo_celery.bridge.operations.commands.retry", lambda *_: refused)
+    refused = [f"{index} {'y' * 2000}" for index in range(300)]
+    plan = Plan(command="retry", lines=[], act=lambda: PlanResult(refused=refused))
+    monkeypatch.setattr(Operations, "retry", lambda *_, **__: plan)
     confirmed(operator(), BRIDGES, action="retry", bridge="shop", handler="stop")
     message = LogEntry.objects.latest("pk").change_message
-    assert message.endswith(" ".join(each.reason for each in refused))
+    assert message.endswith(" ".join(refused))
 
     names = [f"{number}{'z' * 2000}" for number in range(100)]
     operator().post(f"{OUTBOXES}act/", {"action": "discard", "outbox": "orders", "letter": names, "confirmed": "yes"})
@@ -771,7 +775,7 @@ def test_what_was_done_before_an_error_is_not_called_refused(monkeypatch: pytest
 
 def test_what_ended_unforeseen_is_in_the_log_though_requests_are_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
     """ATOMIC_REQUESTS takes back what a failed request has written; what was done in MongoDB stays, and so its log."""
-    monkeypatch.setattr("mongo_celery.bridge.operations.commands.pause", lambda *_: 1 / 0)
+    monkeypatch.setattr(Operations, "pause", lambda *_, **__: 1 / 0)
     browser: Any = operator(raise_request_exception=False)
     fields = {**ACTIONS[BRIDGES], "confirmed": "yes"}
     assert browser.post(f"{BRIDGES}act/", fields).status_code == 500
@@ -792,7 +796,7 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
         text = browser.get(address, follow=True).content.decode()
         assert "does not answer" in text
         assert "hunter2" not in text
-    with override_settings(MONGO_CELERY={"APP": "nowhere:app"}):
+    with override_settings(MONGO_CELERY_APP="nowhere:app"):
         for address in (BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS):
             assert "no Celery app can be had" in operator().get(address).content.decode()
 

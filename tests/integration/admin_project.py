@@ -50,7 +50,7 @@ TEMPLATES = [
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 STATIC_URL = "/static/"
 USE_TZ = True
-MONGO_CELERY = {"APP": "tests.integration.admin_project:app"}
+MONGO_CELERY_APP = "tests.integration.admin_project:app"
 
 URL = os.environ["ADMIN_MONGO_URL"]
 NAME = os.environ["ADMIN_DATABASE"]

@@ -87,8 +87,7 @@ class Lists:
 
     def replay(self) -> None:
         """Ask for the replay of the first dead letter, and let the worker have it."""
-        wiring = self.bridge.wiring
-        letter_commands.replay(wiring, self.find()[:1], over_newer=False, dry_run=False)
+        self.bridge.operations.replay_dead_letters(limit=1).run()
         (asked,) = self.rig.store.replays.read()
         number = self.rig.image.committed + 1
         run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, number, number, dead_letter=asked.letter, starts=asked.starts)

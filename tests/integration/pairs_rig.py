@@ -20,8 +20,6 @@ from pymongo.collection import Collection
 
 from mongo_celery import Bridge, Change, Outbox, OutboxCollection, TwoPhaseCommit, once
 from mongo_celery.bridge.operations import letter_commands
-from mongo_celery.bridge.operations.places import parse_place
-from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.testing import BridgeRunner, pending_entries
@@ -287,8 +285,8 @@ class Shop:
         """Replay dead letters, of one cause or all, as the command does; and so release parked keys."""
         found = letter_commands.find(self.bridge.wiring, Selection(), 0).letters
         letters = [each for each in found if only in (None, each.cause)]
-        asked = letter_commands.replay(self.bridge.wiring, letters, over_newer=False, dry_run=False)
-        assert "requested" in {each.result for each in asked}, asked
+        asked = self.bridge.operations.replay_dead_letters(ids=[each.document_id for each in letters]).run()
+        assert asked.fields["requested"], asked
         for term in runner._terms:
             term.leader._replaying.due_at = 0.0  # at once, and not within a second
         return runner.deliver(raises=False)
@@ -302,8 +300,7 @@ class Shop:
     def rewind(self, runner: BridgeRunner, handler: str, place: Any) -> Any:
         """Send a handler back to behind a change, as the command does while no listener runs."""
         runner._leading.close()
-        plan = plan_rewind(self.bridge.wiring, handler, parse_place(place.resume_token["_data"]))
-        rewind(self.bridge.wiring, plan, asked="a change", reason=None)
+        self.bridge.operations.reset(handler, place.resume_token["_data"]).run()
         for term in runner._terms:
             runner._leading.enter_context(term.led())
         return runner.deliver(raises=False)

@@ -19,6 +19,7 @@ from mongo_celery.bridge.partitioning import document_hash
 from mongo_celery.bridge.state.dead_letters import Letter, ReplayRequest, Selection
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.execution import Execution
+from mongo_celery.plan import Plan
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, Rig, rig_of, token
 
 _TURNS = 50
@@ -141,8 +142,8 @@ class Parking:
 
     def ask(self, *numbers: int, dry_run: bool = False, over_newer: bool = False) -> Sequence[LetterResult]:
         """The command that replays letters."""
-        letters: Sequence[Letter] = self.find(*numbers).letters
-        return letter_commands.replay(self.bridge.wiring, letters, over_newer=over_newer, dry_run=dry_run)
+        ids = [each.document_id for each in self.find(*numbers).letters]
+        return _results(self.bridge.operations.replay_dead_letters(ids=ids, over_newer=over_newer), dry_run=dry_run)
 
     def request(self, letter: Letter, *, over_newer: bool = False) -> str:
         """Ask for the replay of one letter of a parked key, wherever that waits."""
@@ -151,7 +152,8 @@ class Parking:
 
     def discard(self, *numbers: int, dry_run: bool = False) -> Sequence[LetterResult]:
         """The command that discards letters."""
-        return letter_commands.discard(self.bridge.wiring, self.find(*numbers).letters, dry_run=dry_run)
+        ids = [each.document_id for each in self.find(*numbers).letters]
+        return _results(self.bridge.operations.discard_dead_letters(ids=ids), dry_run=dry_run)
 
     def _execute(self, run: Run) -> None:
         (handler,) = self.bridge.wiring.handlers
@@ -191,3 +193,8 @@ def parking_on(client: MongoClient[Document], url: str, database: str, **options
     app.finalize()
     with closing(bridge.client):
         yield Parking(rig, bridge)
+
+
+def _results(plan: Plan, *, dry_run: bool) -> list[LetterResult]:
+    fields = plan.fields if dry_run else plan.run().fields
+    return [LetterResult(**each) for each in fields["letters"]]

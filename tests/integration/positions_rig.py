@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from bson import ObjectId
+from bson import ObjectId, Timestamp
 from celery import Celery
 from pymongo.database import Database
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations.places import parse_place
-from mongo_celery.bridge.operations.rewinding import RewindPlan, plan_rewind, rewind
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
+from mongo_celery.mongo.oplog import time_of_token
+from mongo_celery.plan import Plan
 from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import IDENTITY
 
@@ -31,6 +31,13 @@ PARTITIONS = 2
 
 def data_of(token: Mapping[str, Any] | None) -> str:
     return str(token["_data"]) if token else ""
+
+
+def place_of(plan: Plan) -> Timestamp:
+    """Where a reset goes."""
+    time = time_of_token({"_data": plan.fields["token"]}, None)
+    assert time is not None
+    return time
 
 
 class Stage:
@@ -118,13 +125,13 @@ class Stage:
         assert found is not None, "the change may run"
         return found
 
-    def plan(self, to: str, **options: Any) -> RewindPlan:
-        return plan_rewind(self.bridge.wiring, self.handler, parse_place(to), **options)
+    def plan(self, to: str, **options: Any) -> Plan:
+        return self.bridge.operations.reset(self.handler, to, **options)
 
-    def rewind(self, to: str, reason: str | None = None, **options: Any) -> RewindPlan:
+    def reset(self, to: str, **options: Any) -> Plan:
         """Plan and do it."""
         plan = self.plan(to, **options)
-        rewind(self.bridge.wiring, plan, asked=to, reason=reason)
+        plan.run()
         return plan
 
     def everything(self) -> Document:

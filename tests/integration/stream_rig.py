@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,14 +41,14 @@ def scope_on(
     before_change: str | None = None,
     **conditions: Any,
 ) -> Scope:
-    """The stream of a bridge with one handler."""
-    return make_scope(
+    """The stream of a bridge with one handler, and with stages that make what a server might send."""
+    scope = make_scope(
         [selector_of(*targets, **conditions)],
         state_database="state_of_nobody",
-        pipeline=pipeline,
         full_document=full_document,
         before_change=before_change,
     )
+    return replace(scope, last=tuple(pipeline))
 
 
 def now(client: MongoClient[Any]) -> Position:

@@ -15,7 +15,7 @@ from pymongo.database import Database
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
+from mongo_celery.bridge.listener.subscription import Subscription, TermFacts, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover, find_rule, find_undeliverable, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
@@ -84,7 +84,7 @@ class TermRig:
         images = takeover.images[handler.name]
         generation = takeover.layouts[handler.name].generation
         rule = find_rule(handler, takeover.layouts[handler.name], self.options, [handler])
-        plan = Plan(
+        plan = TermFacts(
             handler,
             handler.selector(None),
             rule,

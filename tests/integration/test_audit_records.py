@@ -12,8 +12,7 @@ import pytest
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
-from mongo_celery.bridge.operations import commands
-from mongo_celery.bridge.operations.acts import on_behalf_of, read_history
+from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.state.audit import COLLECTION, KEPT_SECONDS, AuditRecords
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
@@ -27,7 +26,8 @@ from tests.integration.test_replays import letter_of
 Document = dict[str, Any]
 
 READING = {
-    "check", "dead-letters list", "dead-letters show", "grants", "head", "health", "history", "queues", "status", "top",
+    "check", "dead-letters list", "dead-letters show", "grants", "head", "health", "history", "queues",
+    "snapshot list", "status", "top",
 }  # fmt: skip
 """Commands that change nothing. All others need an example below."""
 
@@ -68,10 +68,6 @@ def with_letter(stage: Stage) -> None:
     stage.state["dead_letters"].replace_one({"_id": name["_id"]}, {**letter, **name}, upsert=True)
 
 
-def lost(stage: Stage) -> None:
-    stage.store.subscriptions.mark_lost(HANDLER, stage.version, stage.events[-1]["clusterTime"], None, "gone")
-
-
 def found(stage: Stage) -> None:
     stage.state["handlers"].update_one({}, {"$set": {"lost": None}})
     stage.release()
@@ -93,17 +89,17 @@ def nothing(_: Stage) -> None:
 Example = tuple[Callable[[Stage], None], list[str], int]
 EXAMPLES: dict[str, Example] = {
     "pause": (nothing, [HANDLER], 2),
-    "resume": (nothing, [HANDLER, "--partition", "1"], 1),
-    "snapshot": (resumed, [HANDLER, "--rate", "5", "--yes"], 1),
-    "retry": (halted, [], 1),
+    "resume": (nothing, [HANDLER, "1"], 1),
+    "snapshot start": (resumed, [HANDLER, "--rate", "5", "--yes"], 1),
+    "snapshot stop": (nothing, ["SNAPSHOT"], 1),
+    "snapshot resume": (nothing, ["SNAPSHOT"], 1),
+    "retry": (halted, [HANDLER], 1),
     "rotate-key": (with_key, ["--overlap", "60"], 1),
     "dead-letters replay": (with_letter, [HANDLER, "--over-newer", "--yes"], 1),
     "dead-letters discard": (nothing, ["--all", "--yes"], 1),
-    "skip": (halted, [HANDLER, "--partition", "N", "--discard", "--yes"], 1),
-    "set-aside": (halted, [HANDLER, "--yes"], 1),
-    "go-on": (lost, [HANDLER, "--from", "now", "--yes"], 1),
-    "rewind": (found, [HANDLER, "--to", "oldest", "--yes"], 2),
-    "forget": (nothing, [HANDLER, "--dead-letters", "--yes"], 2),
+    "skip": (halted, [HANDLER, "N", "--discard", "--yes"], 1),
+    "reset": (found, [HANDLER, "--to", "oldest", "--yes"], 2),
+    "remove": (nothing, [HANDLER, "--dead-letters", "--yes"], 2),
 }
 """What comes before a command, its arguments, and how many things it changes; in this order."""
 
@@ -118,9 +114,10 @@ def test_every_command_that_changes_something_leaves_a_record(stage: Stage) -> N
     for name, (prepare, arguments, count) in EXAMPLES.items():
         prepare(stage)
         index = next((str(each) for each in (0, 1) if stage.partition(each).get("state") == "halted"), "0")
-        given = [index if each == "N" else each for each in arguments]
+        snapshot = (stage.state["snapshots"].find_one() or {}).get("_id", "")
+        given = [{"N": index, "SNAPSHOT": snapshot}.get(each, each) for each in arguments]
         before = len(read_history(stage.bridge.wiring, limit=1000))
-        bridge = emptied if name == "forget" else stage.bridge
+        bridge = emptied if name == "remove" else stage.bridge
         result = run(bridge, changes, *name.split(), *given, "--reason", f"why {name} \x1b[2J")
         assert result.exit_code == 0, (name, result.output)
         (record,) = read_history(stage.bridge.wiring, limit=1000)[before:]
@@ -148,12 +145,12 @@ def _options(command: click.Command) -> set[str | None]:
 def test_what_changes_nothing_leaves_no_record(stage: Stage) -> None:
     """Neither what is refused, nor a dry run, nor a second pause."""
     wiring = stage.bridge.wiring
-    commands.pause(wiring, HANDLER)
-    commands.pause(wiring, HANDLER)
+    stage.bridge.operations.pause(HANDLER).run()
+    stage.bridge.operations.pause(HANDLER).run()
     with pytest.raises(CommandRefusedError):
-        commands.retry(wiring, HANDLER, 0)
-    run(stage.bridge, changes, "snapshot", HANDLER, "--dry-run")
-    run(stage.bridge, changes, "rewind", HANDLER, "--to", "oldest", "--yes")
+        stage.bridge.operations.retry(HANDLER, 0).run()
+    run(stage.bridge, changes, "snapshot", "start", HANDLER, "--dry-run")
+    run(stage.bridge, changes, "reset", HANDLER, "--to", "oldest", "--yes")
     assert [each["command"] for each in read_history(wiring)] == [f"pause {HANDLER}"]
     indexes = stage.state[COLLECTION].index_information()
     assert indexes["at_1"]["expireAfterSeconds"] == KEPT_SECONDS
@@ -161,9 +158,9 @@ def test_what_changes_nothing_leaves_no_record(stage: Stage) -> None:
 
 def test_a_changed_lifetime_of_records_stays(stage: Stage) -> None:
     """It refuses no command."""
-    commands.pause(stage.bridge.wiring, HANDLER)
+    stage.bridge.operations.pause(HANDLER).run()
     stage.state.command({"collMod": COLLECTION, "index": {"keyPattern": {"at": 1}, "expireAfterSeconds": 100}})
-    commands.resume(stage.bridge.wiring, HANDLER)
+    stage.bridge.operations.resume(HANDLER).run()
     assert [each["act"] for each in read_history(stage.bridge.wiring)] == ["pause", "resume"]
     assert stage.state[COLLECTION].index_information()["at_1"]["expireAfterSeconds"] == 100
 
@@ -181,8 +178,9 @@ def test_a_command_that_ends_halfway_leaves_a_record_of_what_it_did(
         return original(self, *arguments)
 
     monkeypatch.setattr(Partitions, "pause", pause_one)
-    with on_behalf_of("ann (Django)", "hot \ud800 fix"), pytest.raises(KeyboardInterrupt):
-        commands.pause(stage.bridge.wiring, HANDLER)
+    operations = stage.bridge.operations.on_behalf_of("ann (Django)")
+    with pytest.raises(KeyboardInterrupt):
+        operations.pause(HANDLER, reason="hot \ud800 fix").run()
     (record,) = read_history(stage.bridge.wiring)
     assert (record["by"], record["reason"], record["effect"]) == ("ann (Django)", "hot ? fix", {"partitions": 1})
 
@@ -193,20 +191,19 @@ def test_a_record_that_cannot_be_stored_is_no_secret(stage: Stage, monkeypatch: 
     def fails(*_: Any) -> None:
         raise OperationFailure("not authorized", 13)
 
-    wiring = stage.bridge.wiring
     with monkeypatch.context() as patch:
         patch.setattr(AuditRecords, "prepare", fails)
         with pytest.raises(DeploymentError):
-            commands.pause(wiring, HANDLER)
+            stage.bridge.operations.pause(HANDLER).run()
     assert stage.partition(0)["state"] == "flowing"
     monkeypatch.setattr(AuditRecords, "add", fails)
     with pytest.raises(DeploymentError, match=rf"`pause {HANDLER}` was carried out \(partitions 2\)"):
-        commands.pause(wiring, HANDLER)
+        stage.bridge.operations.pause(HANDLER).run()
     assert stage.partition(0)["state"] == "paused"
     stage.release()
     position = stage.subscription["resumeToken"]
     with pytest.raises(DeploymentError):
-        stage.rewind("oldest")
+        stage.reset("oldest")
     assert stage.subscription["resumeToken"] == position, "its record is part of the transaction"
 
 
@@ -216,7 +213,7 @@ def test_a_print_that_fails_loses_no_record(stage: Stage, monkeypatch: pytest.Mo
     def fails(*_: Any, **__: Any) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(sys.modules["mongo_celery.cli.changes"], "say", fails)
+    monkeypatch.setattr(sys.modules["mongo_celery.cli.acting"], "say", fails)
     with pytest.raises(AssertionError):
         run(stage.bridge, changes, "pause", HANDLER, "--reason", "night")
     assert [each["reason"] for each in read_history(stage.bridge.wiring)] == ["night"]

@@ -46,7 +46,7 @@ def test_a_replay_is_older_than_its_partition_and_not_older_than_its_row(
         database.orders.insert_many([{"_id": 1}, {"_id": 2}])
         runner.deliver(raises=False)
         failing.clear()
-        commands.replay(bridge.wiring, letters(), over_newer=over_newer, dry_run=False)
+        bridge.operations.replay_dead_letters(over_newer=over_newer).run()
         wait_for(lambda: any(call.changes[0].replayed for call in runner.deliver(raises=False).calls))
         is_refused = stamped == "partition" and not over_newer
         assert written == ([2] if is_refused else [2, 1])

@@ -115,8 +115,7 @@ def test_an_older_change_never_goes_over_a_newer_one(
         assert not runner.deliver().calls
 
         for over_newer in (False, True):
-            letters = commands.find(shop.bridge.wiring, Selection(), 0).letters
-            commands.replay(shop.bridge.wiring, letters, over_newer=over_newer, dry_run=False)
+            shop.bridge.operations.replay_dead_letters(over_newer=over_newer).run()
             wait_for(lambda: bool(runner.deliver(raises=False).calls))
             assert (stored(shop.copies) or {}).get("n") == (1 if over_newer else 2 if later == "a replace" else None)
         assert shop.errors == []

@@ -1,4 +1,4 @@
-"""`changes forget`, on a real replica set: everything of a handler goes, killed between any two steps."""
+"""`changes remove`, on a real replica set: everything of a handler goes, killed between any two steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 from pymongo.database import Database
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations import forgetting
-from mongo_celery.bridge.operations.acts import read_history
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.errors import CommandRefusedError
@@ -60,18 +58,18 @@ def ids(stage: Stage, name: str) -> dict[str, set[str]]:
 def test_a_handler_that_is_gone_is_forgotten(stage: Stage, emptied: Bridge) -> None:
     """All of it, and nothing of others; not while the code has it, nor its dead letters unless they are named."""
     with pytest.raises(CommandRefusedError, match="is a handler of this app"):
-        forgetting.plan_forget(stage.bridge.wiring, HANDLER, letters=False)
+        stage.bridge.operations.remove(HANDLER)
     with pytest.raises(CommandRefusedError, match="--dead-letters"):
-        forgetting.plan_forget(emptied.wiring, HANDLER, letters=False)
+        emptied.operations.remove(HANDLER)
     Stage(emptied, stage.data, OTHER).release()
     others = ids(stage, OTHER)
-    plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
-    forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    plan = emptied.operations.remove(HANDLER, dead_letters=True)
+    plan.run()
     assert not ids(stage, HANDLER)
     assert ids(stage, OTHER) == others
-    assert [act["act"] for act in read_history(emptied.wiring, HANDLER)] == ["forget"]
-    with pytest.raises(CommandRefusedError, match="has no subscription"):
-        forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+    assert [act["act"] for act in emptied.operations.history(HANDLER)] == ["remove"]
+    with pytest.raises(CommandRefusedError, match="has no handler"):
+        emptied.operations.remove(HANDLER, dead_letters=True)
 
 
 def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(stage: Stage, emptied: Bridge) -> None:
@@ -81,11 +79,11 @@ def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(stage: Stage,
     stamps = {each: {"g": 1, "p": {"0": 5}} for each in (mine, others)}
     for _ in range(2):
         totals.replace_one({"_id": 1}, {"_id": 1, "sum": 3, "_fence": stamps}, upsert=True)
-        plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True, stamps=[totals.full_name])
-        forgetting.forget(emptied.wiring, plan, letters=True, reason=None, stamps=[totals.full_name])
+        plan = emptied.operations.remove(HANDLER, dead_letters=True, stamps=[totals.full_name])
+        plan.run()
         assert totals.find_one() == {"_id": 1, "sum": 3, "_fence": {others: stamps[others]}}
     with pytest.raises(CommandRefusedError, match="--stamps"):
-        forgetting.plan_forget(emptied.wiring, HANDLER, letters=True, stamps=["totals"])
+        emptied.operations.remove(HANDLER, dead_letters=True, stamps=["totals"])
 
 
 def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,22 +94,20 @@ def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Positions, "remove", dies)
-        plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+        plan = emptied.operations.remove(HANDLER, dead_letters=True)
         with pytest.raises(KeyboardInterrupt):
-            forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+            plan.run()
     assert ids(stage, HANDLER).keys() == {"backlog", "dead_letters"}
-    forgetting.forget(
-        emptied.wiring, forgetting.plan_forget(emptied.wiring, HANDLER, letters=True), letters=True, reason=None
-    )
+    emptied.operations.remove(HANDLER, dead_letters=True).run()
     assert not ids(stage, HANDLER)
 
 
 def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bridge) -> None:
     """Else a handler that comes back would be given the rest of them."""
     stage.state["snapshots"].insert_one({"_id": f"{NAME}/former/one", "term": 1})
-    plan = forgetting.plan_forget(emptied.wiring, "former", letters=False)
-    assert plan.holdings.snapshots == 1
-    forgetting.forget(emptied.wiring, plan, letters=False, reason=None)
+    plan = emptied.operations.remove("former")
+    assert plan.fields["snapshots"] == 1
+    plan.run()
     assert not ids(stage, "former")
 
 
@@ -120,8 +116,8 @@ def test_a_bridge_whose_last_position_is_forgotten_starts_for_the_first_time(sta
     stage.state["leases"].update_one({}, {"$set": {"startAtOperationTime": stage.events[0]["clusterTime"]}})
     stage.state["handlers"].insert_one({**stage.subscription, "_id": f"{NAME}/former", "handler": "former"})
     for name, begun in (("former", True), (HANDLER, False)):
-        plan = forgetting.plan_forget(emptied.wiring, name, letters=True)
-        forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+        plan = emptied.operations.remove(name, dead_letters=True)
+        plan.run()
         assert bool((stage.store.leases.read() or {})["startAtOperationTime"]) is begun
 
 
@@ -140,8 +136,8 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(Positions, "remove", late)
-    plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
-    forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    plan = emptied.operations.remove(HANDLER, dead_letters=True)
+    plan.run()
     found = ids(stage, HANDLER)
     assert found["handlers"] == {""}
     assert found["backlog"] == {f"/{stage.generation}/0/82FE"}
@@ -152,9 +148,9 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
 def test_a_listener_that_serves_it_keeps_it(stage: Stage, emptied: Bridge) -> None:
     """This app may be another one than that which leads."""
     stage.lead()
-    plan = forgetting.plan_forget(emptied.wiring, HANDLER, letters=True)
+    plan = emptied.operations.remove(HANDLER, dead_letters=True)
     with pytest.raises(CommandRefusedError, match="serves summarise"):
-        forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+        plan.run()
     stage.state["leases"].update_one({}, {"$rename": {f"identity.handlers.{HANDLER}": f"identity.handlers.{OTHER}"}})
-    forgetting.forget(emptied.wiring, plan, letters=True, reason=None)
+    plan.run()
     assert not ids(stage, HANDLER)

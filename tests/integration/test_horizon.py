@@ -95,7 +95,7 @@ def test_each_threshold_is_named_once_as_the_oplog_comes_nearer(scene: Scene, ca
     for record in caplog.records:
         assert (record.__dict__["event"], record.__dict__["subscription"]) == ("history_at_risk", "record")
         assert "held by partition 1, which is halted" in record.getMessage()
-        assert "changes retry record --partition 1" in record.getMessage()
+        assert "changes retry record 1" in record.getMessage()
     assert "no longer reaches back" in caplog.records[-1].getMessage()
 
 
@@ -118,9 +118,9 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
 @pytest.mark.parametrize(
     ("changes", "state", "command"),
     [
-        ({"state": "halted"}, "halted", "celery -A shop changes set-aside record --partition 1"),
-        ({"state": "paused"}, "paused", "celery -A shop changes resume record --partition 1"),
-        ({"due_in": 9.0}, "retrying", "celery -A shop changes retry record --partition 1"),
+        ({"state": "halted"}, "halted", "celery -A shop changes skip record 1"),
+        ({"state": "paused"}, "paused", "celery -A shop changes resume record 1"),
+        ({"due_in": 9.0}, "retrying", "celery -A shop changes retry record 1"),
         ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "bring back"),
         ({}, "unclaimed", "workers"),
     ],

@@ -78,9 +78,9 @@ class Bridge:
         return self.history(decision).follow_moves(self.led, time.monotonic())
 
     def decide(self, name: str, policy: str) -> Timestamp:
-        """Move one as `changes go-on` does; where to."""
+        """Move one as `changes reset` does; where to."""
         start = self.oldest if policy == "oldest" else operation_time(self.client)
-        record = make_record("go-on", [name], "why", "who", [name], {"handlers": 1})
+        record = make_record("reset", [name], "why", "who", [name], {"handlers": 1})
         seen = self.document(name)["lost"]
         assert self.rig.store.positions.pass_gap(name, seen, start, policy, record)
         assert not self.rig.store.positions.pass_gap(name, seen, start, policy, record), "once"

@@ -11,7 +11,7 @@ from kombu import Connection
 
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.broker.occupancy import Occupancy, read_occupancy
-from mongo_celery.embedded.ports import free_port
+from mongo_celery.embedded.server import free_port
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.entries import task_entry
 from mongo_celery.outbox.publisher import Publisher

@@ -339,7 +339,7 @@ def test_two_that_remove_the_last_letters_at_once_leave_no_key_parked(
     def discard_the_other() -> None:
         assert replays.discard(last, layout) == "done"
 
-    around(monkeypatch, (Replays, "_count_removed"), discard_the_other)
+    around(monkeypatch, (Replays, "_release_key"), discard_the_other)
     assert replays.discard(first, layout) == "done"
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -19,7 +20,9 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import LETTER
-from mongo_celery.bridge.http.sights import Sights
+from mongo_celery.bridge.http.server import Response
+from mongo_celery.bridge.http.service import HttpService
+from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.operations import letter_commands
@@ -30,7 +33,7 @@ from mongo_celery.bridge.state.dead_letters import (
     FAILED,
     REPLAY_FAILED,
     REPLAYS_MAX,
-    SET_ASIDE,
+    SKIPPED,
     Letter,
     Place,
     ReplayRequest,
@@ -38,7 +41,6 @@ from mongo_celery.bridge.state.dead_letters import (
     dead_letter,
     keep_change,
 )
-from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.failpoint import Failpoint
@@ -164,10 +166,10 @@ def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside
 
     assert rig.claims.halt(follower, token(2), "key", "e")
     image = rig.image
-    letter = {**letter_of(2, image.fencing_token), "cause": SET_ASIDE}
+    letter = {**letter_of(2, image.fencing_token), "cause": SKIPPED}
     assert rig.partitions.set_aside(image, 0, letter, rig.store.dead_letters.collection)
     second = rig.found()[1]
-    assert (second.cause, rig.image.committed, rig.image.state) == (SET_ASIDE, 2, "flowing")
+    assert (second.cause, rig.image.committed, rig.image.state) == (SKIPPED, 2, "flowing")
     assert second.place is not None
     assert rig.claim(3).fencing_token > second.place.fencing_token + REPLAYS_MAX
 
@@ -532,28 +534,28 @@ def _stored(database: Database[Document], number: int, *, name: str | None = Non
     return document
 
 
-def test_the_page_has_the_newest_letters_with_their_replays_and_nothing_else_reads_them(
+def test_the_page_groups_the_newest_dead_letters_and_verdict_and_metrics_do_not_read_them(
     bridge: Bridge, term: TermRig
 ) -> None:
-    """P16: verdict and metrics are as quick with many letters as without; a snapshot's letters count by time, too."""
+    """P16: verdict and metrics are as quick with many dead letters as without."""
     for number in range(1, 13):
-        _stored(term.database, number, replays=number % 2, name=f"{LETTER}{number:02}" if number < 3 else None)
-    wiring = bridge.wiring
-    last = letter_commands.find(wiring, Selection(), 0).letters[-1:]
-    letter_commands.replay(wiring, last, over_newer=False, dry_run=False)
-    sights = Sights(wiring.app, [wiring], lambda _: ANY_APP)
-    listing = {"command.find": "dead_letters", "command.projection.traceback": 1}
+        _stored(term.database, number, error=f"ValueError: {number % 2}")
+    service = HttpService(bridge.wiring.app, [Activity(BRIDGE, [], 15.0)], "0", None)
+    listing = {"command.find": "dead_letters", "command.projection.at": 1}
     try:
         term.database.command({"profile": 2})
-        assert sights.bridges()[BRIDGE].status is not None
-        assert term.database["system.profile"].count_documents(listing) == 0
-        shown = sights.shown()[BRIDGE]["status"]
-        assert term.database["system.profile"].count_documents(listing) == 1
+        for path, reads in (("/readyz", 0), ("/verdict", 0), ("/metrics", 0), ("/status", 1)):
+            answer = service.answer(path) or Response(b"")
+            assert term.database["system.profile"].count_documents(listing) == reads, path
     finally:
         term.database.command({"profile": 0})
-        sights.stop()
-    assert [each["id"] for each in shown["letters"]] == [token(number)["_data"] for number in range(12, 2, -1)]
-    assert [(each["replay"], each["replays"]) for each in shown["letters"][:2]] == [("requested", 0), (None, 1)]
+        service.server_close()
+    (shown,) = json.loads(answer.body)["bridges"]
+    assert [(each["error"], each["count"]) for each in shown["dead_letter_groups"]] == [
+        ("ValueError: 0", 6),
+        ("ValueError: 1", 6),
+    ]
+    assert shown["dead_letter_groups"][0]["newest_at"] == "2026-01-12T00:00:00+00:00"
 
 
 def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: TermRig) -> None:
@@ -602,18 +604,17 @@ def test_what_cannot_be_replayed_is_said_and_nothing_is_changed(
     _stored(term.database, 2)
     wiring = bridge.wiring
     found = letter_commands.find(wiring, Selection(), 0)
-    dry = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=True)
+    plan = bridge.operations.replay_dead_letters()
     assert term.store.replays.read() == []
-    results = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=False)
-    assert dry == results
-    assert sorted(each.result for each in results) == ["refused", "requested"]
-    (refused,) = [each.reason for each in results if each.result == "refused"]
+    result = plan.run()
+    assert plan.fields["letters"] == result.fields["letters"]
+    assert sorted(each["result"] for each in result.fields["letters"]) == ["refused", "requested"]
+    (refused,) = result.refused
     assert reason in refused
     for letter in found.letters:
         letter_commands.plain(letter)
         letter_commands.change_of(wiring, letter)
-    discarded = letter_commands.discard(wiring, found.letters, dry_run=False)
-    assert [each.result for each in discarded] == ["discarded", "discarded"]
+    assert bridge.operations.discard_dead_letters().run().fields["discarded"] == 2
 
 
 @pytest.mark.parametrize("fill", [bytes, os.urandom], ids=["compressed", "as it is"])

@@ -13,22 +13,16 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.listener.starts import open_position, read_starts
-from mongo_celery.bridge.operations import commands
-from mongo_celery.bridge.operations.acts import read_history
-from mongo_celery.bridge.operations.places import parse_place
-from mongo_celery.bridge.operations.rewinding import plan_rewind, rewind
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
-from mongo_celery.bridge.state.positions import Moved, Positions
+from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance
-from mongo_celery.cli.positions_view import plan_lines, rewound_lines
-from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.oplog import earliest_token
 from tests.fixtures.samples import IDENTITY
-from tests.integration.positions_rig import HANDLER, NAME, PARTITIONS, Stage, data_of, staged
+from tests.integration.positions_rig import HANDLER, NAME, PARTITIONS, Stage, data_of, place_of, staged
 from tests.integration.test_replays import letter_of
 
 Document = dict[str, Any]
@@ -49,13 +43,13 @@ def test_behind_a_token_everything_runs_again_and_nothing_before_it(stage: Stage
     stage.release()
     before = {index: stage.partition(index) for index in (0, 1)}
     place = stage.events[3]["_id"]
-    plan = stage.rewind(data_of(place), reason="the summary was wrong")
+    plan = stage.reset(data_of(place), reason="the summary was wrong")
     for index, old in before.items():
         new = stage.partition(index)
         assert data_of(new["resumeToken"]) == min(data_of(old["resumeToken"]), data_of(place))
         assert new["committed"] == old["committed"]
         assert new["term"] > old["term"]
-    assert [each.index for each in plan.partitions] == [
+    assert [each["index"] for each in plan.fields["partitions"]] == [
         index for index in (0, 1) if data_of(before[index]["resumeToken"]) > data_of(place)
     ]
     document = stage.subscription
@@ -65,8 +59,8 @@ def test_behind_a_token_everything_runs_again_and_nothing_before_it(stage: Stage
     starts = read_starts(stage.store, [HANDLER], stage.version)
     assert open_position(starts, "f").token is None, "a place opens no stream"
     assert [stage.handle(event) for event in stage.events] == [False] * 4 + [True] * (len(stage.events) - 4)
-    (act,) = read_history(stage.bridge.wiring)
-    assert (act["act"], act["reason"], act["handlers"]) == ("rewind", "the summary was wrong", [HANDLER])
+    (act,) = stage.bridge.operations.history()
+    assert (act["act"], act["reason"], act["handlers"]) == ("reset", "the summary was wrong", [HANDLER])
     assert "@" in act["by"]
     assert act["at"]
 
@@ -75,7 +69,7 @@ def test_a_time_is_the_place_in_front_of_its_changes(stage: Stage) -> None:
     """All of that second, also changes that share their cluster time with nothing before."""
     stage.release()
     first = stage.events[0]["clusterTime"]
-    stage.rewind(first.as_datetime().isoformat())
+    stage.reset(first.as_datetime().isoformat())
     for index in (0, 1):
         assert data_of(stage.partition(index)["resumeToken"]) == data_of(earliest_token(Timestamp(first.time, 0)))
     stage.lead()
@@ -91,11 +85,13 @@ def test_a_partition_that_has_handled_nothing_behind_the_place_is_in_the_plan(st
     passed = Advance(HANDLER, stage.version, left_out["_id"], left_out["clusterTime"])
     stage.store.subscriptions.advance_all([passed], "f")
     stage.release()
-    plan = stage.rewind(data_of(place["_id"]))
-    assert ([each.index for each in plan.partitions], plan.reread, plan.staying) == ([], [0, 1], 0)
-    assert plan.plain()["reread"] == [0, 1]
-    lines = [*plan_lines(plan, CommandLine("shop")), *rewound_lines(plan, Moved([]), CommandLine("shop"))]
-    assert [sum(count in line for line in lines) for count in ("0 partitions", "2 partitions")] == [0, 2]
+    plan = stage.reset(data_of(place["_id"]))
+    assert ([each["index"] for each in plan.fields["partitions"]], plan.fields["reread"], plan.fields["staying"]) == (
+        [],
+        [0, 1],
+        0,
+    )
+    assert plan.fields["reread"] == [0, 1]
     assert data_of(stage.subscription["resumeToken"]) == data_of(place["_id"])
     stage.lead()
     assert [stage.handle(event) for event in (place, left_out)] == [False, True]
@@ -105,32 +101,32 @@ def test_the_pinned_start_goes_back_too(stage: Stage) -> None:
     """Else what lies between would not be owed."""
     stage.release()
     assert stage.subscription["startAtOperationTime"] == stage.events[0]["clusterTime"]
-    plan = stage.rewind("oldest")
-    assert stage.subscription["startAtOperationTime"] == plan.to.time < stage.events[0]["clusterTime"]
-    with pytest.raises(CommandRefusedError, match="has handled nothing behind"):
-        stage.rewind("oldest")
+    plan = stage.reset("oldest")
+    assert stage.subscription["startAtOperationTime"] == place_of(plan) < stage.events[0]["clusterTime"]
+    with pytest.raises(CommandRefusedError, match="has handled nothing after"):
+        stage.reset("oldest")
 
 
 def test_what_stood_behind_the_place_is_over(stage: Stage) -> None:
     """P1: a head that is left would let `skip` pass over everything between; a paused partition stays paused."""
     halting, parking = stage.of(0)[-1], stage.of(1)[-1]
     stage.release()
-    stage.rewind(data_of(stage.events[0]["_id"]))
+    stage.reset(data_of(stage.events[0]["_id"]))
     stage.lead()
     assert all(stage.handle(event) for event in stage.events[1:] if event not in (halting, parking))
     halted, parked = stage.claims_at(halting), stage.claims_at(parking)
     assert stage.store.claims.halt(halted, halting["_id"], "orders insert 1", "ValueError: no")
     assert stage.store.claims.park(parked, delay=3600, not_before=None, error="later")
     stage.release()
-    plan = stage.rewind("oldest")
-    blocked = [(each.standing, each.key) for each in plan.partitions]
+    plan = stage.reset("oldest")
+    blocked = [(each["state"], each["key"]) for each in plan.fields["partitions"]]
     assert blocked == [("halted", "orders insert 1"), ("retrying", None)]
     for index in (0, 1):
         document = stage.partition(index)
         assert (document["state"], document["halted"], document["retry"]) == ("flowing", None, None)
     with pytest.raises(CommandRefusedError, match="not halted"):
-        commands.skip(stage.bridge.wiring, HANDLER, 0, token=halting["_id"]["_data"])
-    commands.pause(stage.bridge.wiring, HANDLER, 1)
+        stage.bridge.operations.skip(HANDLER, 0)
+    stage.bridge.operations.pause(HANDLER, 1).run()
     stage.lead()
     assert stage.handle(stage.of(0)[0])
     assert not stage.handle(stage.of(1)[0]), "paused"
@@ -139,13 +135,13 @@ def test_what_stood_behind_the_place_is_over(stage: Stage) -> None:
 def test_an_execution_of_before_is_refused(stage: Stage) -> None:
     """P3: whoever runs while the position goes back can neither record an outcome nor go on."""
     stage.release()
-    stage.rewind(data_of(stage.of(0)[0]["_id"]))
+    stage.reset(data_of(stage.of(0)[0]["_id"]))
     stage.lead()
     event = stage.of(0)[1]
     claim = stage.claims_at(event)
     stage.release()
-    plan = stage.rewind("oldest")
-    assert not any(each.running for each in plan.partitions if each.index != stage.index(event))
+    plan = stage.reset("oldest")
+    assert not any(each["running"] for each in plan.fields["partitions"] if each["index"] != stage.index(event))
     assert not stage.store.claims.handle(claim, claim.last, event["_id"])
     assert stage.store.claims.extend([claim]) == [claim]
     assert stage.claim(event) is None, "a message of before is not claimed"
@@ -158,12 +154,12 @@ def test_what_was_handled_counts_before_it_goes_back(stage: Stage) -> None:
     stage.write(1)
     last = stage.events[-1]
     stage.release()
-    stage.rewind(data_of(stage.events[-2]["_id"]))
+    stage.reset(data_of(stage.events[-2]["_id"]))
     stage.lead()
     claim = stage.claims_at(last)
     assert stage.store.claims.handle(claim, claim.last, last["_id"])
     stage.release()
-    stage.rewind(data_of(stage.events[-2]["_id"]))
+    stage.reset(data_of(stage.events[-2]["_id"]))
     stage.lead()
     assert stage.handle(last)
 
@@ -176,7 +172,7 @@ def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: Stage
         backlog.insert(stage.partition_id(index), [StoredChange(to, b"x")], stage.version)
         assert partitions.mark_spilled(stage.partition_id(index), stage.version, to, "halted")
     stage.release()
-    stage.rewind("oldest")
+    stage.reset("oldest")
     assert stage.partition(0)["spilled"] is None
     assert stage.partition(1)["spilled"]["to"] == ahead
     assert stage.state["backlog"].count_documents({}) == 2, "what is stored stays"
@@ -186,8 +182,8 @@ def test_a_key_takes_its_partition_along_and_no_other(stage: Stage) -> None:
     """The watermark goes back for all; what the others have handled counts as done."""
     stage.release()
     key = stage.of(0)[0]["documentKey"]["_id"]
-    plan = stage.rewind("oldest", key=str(key))
-    assert ([each.index for each in plan.partitions], plan.key) == ([0], repr(key))
+    plan = stage.reset("oldest", key=str(key))
+    assert ([each["index"] for each in plan.fields["partitions"]], plan.fields["key"]) == ([0], repr(key))
     stage.lead()
     assert [stage.handle(event) for event in stage.events] == [stage.index(event) == 0 for event in stage.events]
 
@@ -201,7 +197,7 @@ def test_a_key_means_the_document_that_is_there(stage: Stage) -> None:
     for typed, key in meant.items():
         plan = stage.plan("oldest", key=typed)
         index = partition_hash([stage.data.name, "orders", key]) % PARTITIONS
-        assert (plan.key, [each.index for each in plan.partitions]) == (repr(key), [index])
+        assert (plan.fields["key"], [each["index"] for each in plan.fields["partitions"]]) == (repr(key), [index])
 
 
 @pytest.mark.parametrize("key", [False, True], ids=["all of it", "one key"])
@@ -209,7 +205,7 @@ def test_what_comes_again_knows_that_all_of_it_does(stage: Stage, key: bool) -> 
     """F5: stamps from before it refuse nothing then. Not where other partitions keep what they have written."""
     assert [stage.partition(index).get("rewound") for index in (0, 1)] == [None, None]
     stage.release()
-    stage.rewind("oldest", **({"key": str(stage.of(0)[0]["documentKey"]["_id"])} if key else {}))
+    stage.reset("oldest", **({"key": str(stage.of(0)[0]["documentKey"]["_id"])} if key else {}))
     version = int((stage.store.leases.read() or {})["term"])
     stage.lead()
     assert stage.claims_at(stage.of(0)[0]).rewound == (0 if key else version)
@@ -223,14 +219,14 @@ def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Stage) -
     assert stage.store.partitions.mark_spilled(stage.partition_id(0), stage.version, marked, "halted")
     stage.data["orders"].insert_one({"_id": "unseen"})
     stage.release()
-    plan = stage.rewind("now")
-    assert (plan.forward, [each.stored for each in plan.partitions]) == (True, [1, 0])
+    plan = stage.reset("now")
+    assert (plan.fields["forward"], [each["stored"] for each in plan.fields["partitions"]]) == (True, [1, 0])
     for index in (0, 1):
         document = stage.partition(index)
-        assert (data_of(document["resumeToken"]), document["spilled"]) == (data_of(plan.to.token), None)
+        assert (data_of(document["resumeToken"]), document["spilled"]) == (plan.fields["token"], None)
     (gap,) = stage.subscription["gaps"]
-    assert (gap["from"], gap["until"], gap["policy"]) == (stage.events[-1]["clusterTime"], plan.to.time, "now")
-    assert read_history(stage.bridge.wiring)[0]["command"] == f"rewind {HANDLER} --to now"
+    assert (gap["from"], gap["until"], gap["policy"]) == (stage.events[-1]["clusterTime"], place_of(plan), "now")
+    assert stage.bridge.operations.history()[0]["command"] == f"reset {HANDLER} --to now"
 
 
 def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: Stage) -> None:
@@ -244,14 +240,14 @@ def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: St
     )
     assert stage.store.partitions.mark_spilled(partition_id, stage.version, existing, "halted")
     stage.release()
-    plan = stage.rewind("now")
-    assert plan.passed_from == first["clusterTime"]
+    plan = stage.plan("now")
+    said = plan.run().lines
+    assert plan.fields["passed_from"] == first["clusterTime"].as_datetime().isoformat()
     (gap,) = stage.subscription["gaps"]
     assert gap["from"] == first["clusterTime"]
-    said = list(rewound_lines(plan, Moved([index]), CommandLine("shop")))
-    assert said[-1] == f"  celery -A shop changes snapshot {HANDLER}"
-    (command,) = (each.split() for each in said if each.startswith(f"  celery -A shop changes rewind {HANDLER} --to "))
-    stage.rewind(command[-1])
+    assert said[-1].endswith(f" changes snapshot start {HANDLER}")
+    (command,) = (each.split() for each in said if f" changes reset {HANDLER} --to " in each)
+    stage.reset(command[-1])
     stage.lead()
     assert stage.handle(first)
 
@@ -267,8 +263,8 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
     assert claim is not None
     assert stage.store.replays.start(claim, letter["_id"], 0)
     stage.release()
-    plan = stage.rewind("oldest")
-    assert (plan.dead_letters, plan.replays) == (1, 1)
+    plan = stage.reset("oldest")
+    assert (plan.fields["dead_letters"], plan.fields["replays"]) == (1, 1)
     assert not stage.store.replays.succeed(claim, letter["_id"])
     assert (stage.store.replays.read(), stage.state["dead_letters"].count_documents({})) == ([], 1)
 
@@ -284,13 +280,15 @@ def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Sta
     stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "handler": HANDLER, "term": 1})
     stage.state["snapshots"].update_one({}, {"$currentDate": {"movedAt": True}})
     stage.release()
-    plan = stage.rewind(data_of(stage.events[1]["_id"]), key=str(stage.of(0)[-1]["documentKey"]["_id"]))
-    assert (plan.dead_letters, plan.documents, plan.replays, plan.snapshots) == (1, 1, 1, 1)
+    plan = stage.reset(data_of(stage.events[1]["_id"]), key=str(stage.of(0)[-1]["documentKey"]["_id"]))
+    assert (
+        plan.fields["dead_letters"],
+        plan.fields["documents"],
+        plan.fields["replays"],
+        plan.fields["snapshots"],
+    ) == (1, 1, 1, 1)
     assert [each.letter for each in stage.store.replays.read()] == [f"{NAME}/{HANDLER}/00AA"]
     assert stage.state["dead_letters"].count_documents({}) == 2
-    said = " ".join(" ".join(plan_lines(plan, CommandLine("shop"))).split())
-    assert "1 of them is of an existing document, and would not run again" in said
-    assert f"targets may end at older states; `celery -A shop changes snapshot {HANDLER}` afterwards" in said
 
 
 @pytest.mark.parametrize(
@@ -311,7 +309,7 @@ def test_what_is_no_place_is_refused_with_a_sentence_and_nothing_changes(stage: 
     stage.release()
     before = stage.everything()
     with pytest.raises(CommandRefusedError, match=said) as refused:
-        stage.rewind(to)
+        stage.reset(to)
     assert str(refused.value).count("\n") == 0
     assert stage.everything() == before
 
@@ -324,7 +322,7 @@ def test_a_token_of_another_stream_is_refused_and_its_time_is_named(stage: Stage
     stage.release()
     before = stage.everything()
     with pytest.raises(CommandRefusedError, match="no token of the stream of bridge shop") as refused:
-        stage.rewind(data_of(foreign["_id"]))
+        stage.reset(data_of(foreign["_id"]))
     assert foreign["clusterTime"].as_datetime().isoformat() in str(refused.value)
     assert stage.everything() == before
 
@@ -338,28 +336,28 @@ def test_high_watermark_tokens_and_those_of_a_rewind_mean_their_time(stage: Stag
     assert high is not None
     stage.write(1)
     stage.release()
-    assert stage.plan(data_of(high)).to.token == high
-    first = stage.rewind("oldest")
+    assert stage.plan(data_of(high)).fields["token"] == data_of(high)
+    first = stage.reset("oldest")
     stage.lead()
     for event in stage.events:
         stage.handle(event)
     stage.release()
-    assert stage.plan(data_of(first.to.token)).to.time == first.to.time
+    assert place_of(stage.plan(first.fields["token"])) == place_of(first)
 
 
 def test_nobody_is_sent_anywhere_while_a_listener_leads_or_has_led_since(stage: Stage) -> None:
     """P9: refused, with who leads; what is begun in between is in conflict, and nothing changes."""
     plan = stage.plan("oldest")
-    assert plan.leader is not None
+    assert plan.fields["leader"] is not None
     with pytest.raises(CommandRefusedError, match=r"is led by process .* Stop all its listeners"):
-        rewind(stage.bridge.wiring, plan, asked="oldest", reason=None)
+        plan.run()
     stage.release()
     seen = stage.plan("oldest")
     stage.lead()
     stage.release()
     before = stage.everything()
     with pytest.raises(CommandRefusedError, match="has changed since it was looked at"):
-        rewind(stage.bridge.wiring, seen, asked="oldest", reason=None)
+        seen.run()
     assert stage.everything() == before
 
 
@@ -381,7 +379,7 @@ def test_a_listener_that_begins_within_a_rewind_waits_for_it_or_stops_it(
         return original(self, *arguments)
 
     monkeypatch.setattr(Positions, "_move_partitions", slow)
-    rewind(stage.bridge.wiring, plan, asked="oldest", reason=None)
+    plan.run()
     assert isinstance(begun[0], Exception)
     stage.lead()
     assert stage.handle(stage.events[0])
@@ -397,17 +395,17 @@ def test_killed_in_the_middle_nothing_is_changed(stage: Stage, monkeypatch: pyte
 
     monkeypatch.setattr(Positions, "_move_partitions", dies)
     with pytest.raises(KeyboardInterrupt):
-        stage.rewind("oldest")
+        stage.reset("oldest")
     assert stage.everything() == before
 
 
 def test_unknown_handlers_and_lost_ones_are_refused(stage: Stage) -> None:
     """P9: a misspelt name is answered with the nearest one; lost history is decided elsewhere."""
-    with pytest.raises(CommandRefusedError, match=r"no subscription 'sumarise' \(did you mean 'summarise'\?\)"):
-        plan_rewind(stage.bridge.wiring, "sumarise", parse_place("oldest"))
+    with pytest.raises(CommandRefusedError, match=r"no handler 'sumarise' \(did you mean 'summarise'\?\)"):
+        stage.bridge.operations.reset("sumarise", "oldest")
     stage.store.subscriptions.mark_lost(HANDLER, stage.version, stage.events[-1]["clusterTime"], None, "it is gone")
-    with pytest.raises(CommandRefusedError, match=r"go-on summarise --from oldest.*go-on summarise --from now"):
-        stage.plan("oldest")
+    with pytest.raises(CommandRefusedError, match=r"reset summarise --to oldest.*reset summarise --to now"):
+        stage.plan(data_of(stage.events[0]["_id"]))
 
 
 def test_a_change_that_is_halted_or_running_where_nothing_was_committed_is_read_again(stage: Stage) -> None:
@@ -417,8 +415,11 @@ def test_a_change_that_is_halted_or_running_where_nothing_was_committed_is_read_
     halting, running = stage.of(0)[-1], stage.claims_at(stage.of(1)[-1])
     assert stage.store.claims.halt(stage.claims_at(halting), halting["_id"], "orders insert 1", "no")
     stage.release()
-    plan = stage.rewind(data_of(stage.events[1]["_id"]))
-    assert [(each.standing, each.running) for each in plan.partitions] == [("halted", False), ("flowing", True)]
+    plan = stage.reset(data_of(stage.events[1]["_id"]))
+    assert [(each["state"], each["running"]) for each in plan.fields["partitions"]] == [
+        ("halted", False),
+        ("flowing", True),
+    ]
     assert not stage.store.claims.handle(running, running.last, stage.of(1)[-1]["_id"])
     for index in (0, 1):
         document = stage.partition(index)

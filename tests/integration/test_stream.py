@@ -251,21 +251,6 @@ def test_a_standalone_server_is_a_wrong_topology(standalone_url: str, make_clien
         assert isinstance(reading.wait_for_failure(), TopologyError)
 
 
-def test_a_pipeline_that_removes_the_token_only_for_some_documents_is_refused(
-    mongo_url: str, items: Collection[Document]
-) -> None:
-    """P9: what the options cannot foresee: `_id` disappears by an expression."""
-    sly: list[Document] = [
-        {"$addFields": {"x": {"_id": 1}}},
-        {"$project": {"_id": {"$cond": [True, "$$REMOVE", "$_id"]}}},
-    ]
-    with Reading(mongo_url, scope_on(items.full_name, pipeline=sly), now(items.database.client)) as reading:
-        insert(items, 1)
-        error = reading.wait_for_failure()
-        assert isinstance(error, StreamRefusedError)
-        assert "pipeline" in str(error)
-
-
 def test_a_bad_pipeline_is_refused_at_once(mongo_url: str, items: Collection[Document]) -> None:
     """P9: with the server's own words."""
     wrong = [{"$matsch": {"a": 1}}]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import datetime
 from types import TracebackType
 from typing import Any
@@ -24,10 +25,10 @@ from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStart
 
 from mongo_celery.bridge.change import Change, decode_event
 from mongo_celery.bridge.partitioning import Partitioner, document_key
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import make_scope, resolve_selectors
-from mongo_celery.errors import ConfigurationError
 from tests.fixtures.process import wait_for
 from tests.integration.stream_rig import APP_NAME, Reading, now, selector_of
 
@@ -66,14 +67,15 @@ class Watching(Reading):
         operations: Any = None,
         comment: Any = "a test",
         batch_size: int | None = None,
+        pipeline: Sequence[Document] = (),
         **options: Any,
     ) -> None:
         client = collection.database.client
         asked = [selector_of(target or collection.full_name, operations=operations)]
-        scope = make_scope(asked, state_database="state_of_nobody", **options)
+        scope = replace(make_scope(asked, state_database="state_of_nobody", **options), last=tuple(pipeline))
         self.commands = Commands()
         self._collection = collection
-        (self.selector,) = resolve_selectors(asked, scope)
+        (self.selector,) = resolve_selectors(asked, Bookkeeping())
         address = "{}:{}".format(*(client.address or ("", 0)))
         super().__init__(f"mongodb://{address}/?directConnection=true", scope, now(client))
         self.reader = StreamReader(
@@ -226,11 +228,6 @@ def test_an_unknown_operation_type_comes_to_those_who_ask_for_all(orders: Collec
             {"db", "coll", "viewOn"},
             id="more in the namespace",
         ),
-        pytest.param(
-            [{"$project": {"operationType": 1, "documentKey": 1, "ns.viewOn": "db.coll"}}],
-            {"viewOn"},
-            id="a namespace of another structure",
-        ),
     ],
 )
 def test_an_event_of_another_shape_comes_to_its_handler(
@@ -243,25 +240,6 @@ def test_an_event_of_another_shape_comes_to_its_handler(
     assert set(change.ns) == ns
     assert change.raw.get("newField", "newValue") == "newValue"
     assert isinstance(Partitioner("_id", document_key).hash(change.raw), int)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "missing"),
-    [
-        ([{"$project": {"optype": "$operationType", "ns": 1, "newField": "value"}}], "operationType"),
-        ([{"$project": {"operationType": 1, "ns": 1, "newField": "value"}}], "documentKey"),
-    ],
-)
-def test_a_projection_that_takes_away_what_a_handler_is_chosen_by_is_named(
-    orders: Collection[Document], pipeline: Sequence[Document], missing: str
-) -> None:
-    """A driver passes such an event on, and so does the reader; whose it is cannot be said, and that is said."""
-    with Watching(orders, pipeline=pipeline) as watching:
-        orders.insert_one({"_id": 1})
-        wait_for(lambda: watching.events)
-        with pytest.raises(ConfigurationError, match=rf"removes {missing} from events.*keep these fields"):
-            watching.selector.selects(watching.events[0])
-        assert watching.failure is None
 
 
 # -- what is sent ------------------------------------------------------------------------------------
@@ -303,17 +281,6 @@ def test_the_stream_is_the_pipelines_first_stage_on_what_is_watched(
     assert command["aggregate"] == aggregated
     first = command["pipeline"][0]["$changeStream"]
     assert set(first) - {"fullDocument", "startAtOperationTime"} == stage
-
-
-def test_stages_of_the_user_are_applied(orders: Collection[Document]) -> None:
-    """After the bridge's own."""
-    stage = {"$match": {"fullDocument.z": 3}}
-    with Watching(orders, pipeline=[stage]) as watching:
-        orders.insert_one({"_id": 1, "y": 2})
-        orders.insert_one({"_id": 2, "z": 3})
-        (change,) = watching.changes(1)
-    assert change.document_key == {"_id": 2}
-    assert watching.commands.of("aggregate")[0][1]["pipeline"][-1] == stage
 
 
 @pytest.mark.parametrize("expanded", [True, False])

@@ -17,6 +17,7 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import FLAGS, token_data
 from mongo_celery.bridge.fenced import TOMBSTONES
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.filter import ALL, EXPANDED_OPERATIONS, MOVES
 from mongo_celery.bridge.stream.source import Selector, make_scope, resolve_selectors
 from mongo_celery.mongo.oplog import operation_time, time_of_token
@@ -163,7 +164,7 @@ def test_the_servers_filter_lets_everything_pass_that_a_handler_wants(
 
     filtered = world.read(scope.find_target(world.client), scope.pipeline, expanded=expanded)
 
-    for selector in resolve_selectors(selectors, scope):
+    for selector in resolve_selectors(selectors, Bookkeeping()):
         wanted = _places(event for event in whole if selector.selects(event) and not _is_own(world, event))
         assert _places(event for event in filtered if selector.selects(event)) == wanted
         assert wanted or "nothing" in str(selector.sources)

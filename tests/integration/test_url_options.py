@@ -22,7 +22,7 @@ from mongo_celery import (
     transactional,
 )
 from mongo_celery.bridge.fenced.fence import Fence
-from mongo_celery.bridge.operations import letter_commands, snapshot_commands
+from mongo_celery.bridge.operations import letter_commands
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.status import read_status
@@ -83,14 +83,13 @@ def test_a_bridge_reads_and_writes_by_its_own_rules(url: str, app: Celery, datab
         assert read_status(bridge.wiring)["subscriptions"]
         letters = letter_commands.find(bridge.wiring, Selection(subscription="parked"), 10).letters
         assert len(letters) == 2
-        asked = letter_commands.replay(bridge.wiring, letters[:1], over_newer=False, dry_run=False)
-        assert [each.result for each in asked] == ["requested"]
-        discarded = letter_commands.discard(bridge.wiring, letters[1:], dry_run=False)
-        assert [each.result for each in discarded] == ["discarded"]
-        planned = snapshot_commands.start(
-            bridge.wiring, "fenced", sources=[source], match='{"$eq": ["$fullDocument.total", 1]}'
-        )
-        assert [each.estimated for each in planned] == [3]
+        first, second = (each.id for each in letters)
+        operations = bridge.operations
+        assert operations.replay_dead_letters(ids=[first]).run().fields["requested"] == 1
+        assert operations.discard_dead_letters(ids=[second]).run().fields["discarded"] == 1
+        match = '{"$eq": ["$fullDocument.total", 1]}'
+        started = operations.start_snapshot("fenced", sources=[source], match=match).run()
+        assert [each["estimated"] for each in started.fields["snapshots"]] == [3]
 
 
 def test_a_fenced_delete_in_a_users_session_is_made_by_its_own_rules(url: str, database: Database[Document]) -> None:

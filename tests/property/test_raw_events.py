@@ -144,13 +144,12 @@ looked_at = st.fixed_dictionaries(
     st.lists(looked_at, min_size=2, max_size=6),
     st.sampled_from([Filter(), Filter(operations=frozenset({"insert", "rename"})), Filter(fields=frozenset({"a"}))]),
     st.sampled_from([Source("shop", "orders"), Source("shop", None), Source(None, None)]),
-    st.booleans(),
 )
 def test_who_gets_an_event_does_not_depend_on_those_before_it(
-    events: list[dict[str, Any]], chosen: Filter, source: Source, alone: bool
+    events: list[dict[str, Any]], chosen: Filter, source: Source
 ) -> None:
     """P12: a selector is asked once about changes of one operation and namespace, and would say the same of each."""
-    selector = Selector("summarise", (source,), chosen, is_single_collection=alone)
+    selector = Selector("summarise", (source,), chosen)
     admission = Admission(selector, partitioner(None, None, None), Layout(0, 16, "blake2b-64:_id"), {})
     for fields in [*events, *events]:
         raw = bson.encode(fields)

@@ -9,7 +9,7 @@ from typing import Any
 import bson
 import pytest
 
-from mongo_celery.bridge.change import FLAGS, wrap_event
+from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_hash, partition_hash, partitioner
@@ -89,29 +89,8 @@ def test_a_rule_that_fails_refuses_one_change_in_the_partition_of_its_document(r
     assert admission(region).admit(read(documentKey={"_id": 1, "region": "eu"})).refusal is None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("without", "filters", "named"),
-    [
-        ("ns", {}, "ns.db, ns.coll"),
-        ("operationType", {}, "operationType"),
-        ("documentKey", {}, "documentKey"),
-        (FLAGS, {"match": MATCH}, FLAGS),
-        ("updateDescription", {"fields": frozenset({"n"})}, "updateDescription"),
-    ],
-)
-def test_what_a_pipeline_has_removed_halts_whatever_the_policy(
-    without: str, filters: dict[str, Any], named: str
-) -> None:
-    """P12, P16: a slip of the configuration must not skip every change, and is no error of the whole bridge."""
-    found = refusal(admission(**filters), read(operation="update", without=without))
-    assert found.halts
-    assert found.reason.startswith(f"the bridge's pipeline removes {named} from events")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"ns": {"coll": "orders"}}, {"ns": "shop.orders"}, {"operationType": {"a": 1}}, {"ns": 7}]
-)
-def test_what_a_pipeline_has_made_unjudgeable_halts_too(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{"operationType": {"a": 1}}, {"operationType": ["insert"]}])
+def test_what_cannot_be_judged_halts(fields: dict[str, Any]) -> None:
     """Whatever is in the place of what the server sends."""
     assert refusal(admission(), read(**fields)).halts
 
@@ -122,7 +101,6 @@ def test_what_a_pipeline_has_made_unjudgeable_halts_too(fields: dict[str, Any]) 
         read(ns={"db": "shop", "coll": "other"}, without="documentKey"),
         read(ns={"db": "other"}, without="documentKey"),
         read(operation="drop"),
-        read(operation="drop", without="ns"),
     ],
 )
 def test_an_event_that_is_ruled_out_concerns_nobody_whatever_it_lacks(event: ChangeEvent) -> None:
@@ -131,10 +109,9 @@ def test_an_event_that_is_ruled_out_concerns_nobody_whatever_it_lacks(event: Cha
 
 
 def test_an_event_with_a_read_error_is_refused_for_those_whom_it_may_concern() -> None:
-    """The reader has read it with less; in the worst case nothing of it is known but its place."""
+    """The reader has read it with less."""
     error = ReadError("it is larger than 16 MB")
     assert refusal(admission(match=MATCH), read(1, error)) == Refusal("it is larger than 16 MB", lasts=True)
-    assert refusal(admission(), ChangeEvent(mark(1), {}, b"", error)).reason == "it is larger than 16 MB"
     assert admission().admit(read(1, error, ns={"db": "shop", "coll": "other"})) is None
     assert admission().admit(read(1, error, operation="drop")) is None
     assert admission(match=MATCH).admit(read(1, error, _mongoCelery={"summarise": False})) is None

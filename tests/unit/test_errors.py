@@ -65,10 +65,6 @@ DRIVER: list[tuple[BaseException, Reaction]] = [
     (driver.ExecutionTimeout("slow", 50), Reaction.REOPEN),
     (driver.ConfigurationError("a wrong option"), Reaction.REFUSED),
     (driver.InvalidURI("a wrong URL"), Reaction.REFUSED),
-    (
-        driver.InvalidOperation("Cannot provide resume functionality when the resume token is missing."),
-        Reaction.REFUSED,
-    ),
     (driver.InvalidOperation("Cannot use MongoClient after close"), Reaction.UNKNOWN),
     (driver.OperationFailure("no code"), Reaction.UNKNOWN),
     (driver.WriteError("not of a stream", 1), Reaction.UNKNOWN),
@@ -184,13 +180,6 @@ def test_an_assertion_of_the_parser_is_final_only_while_opening() -> None:
     """P9: a pipeline that the server cannot parse is refused at once; the same number later may be passing."""
     assert classify_error(refused(31325), opening=True) is Reaction.REFUSED
     assert classify_error(refused(31325), opening=False) is Reaction.UNKNOWN
-
-
-def test_a_pipeline_that_changes_the_token_is_not_taken_for_lost_history() -> None:
-    """P9: code 280 has two causes; opening again by time would meet the second one for ever."""
-    text = "Encountered an event whose _id field, which contains the resume token, was modified by the pipeline."
-    assert classify_error(refused(280, text), opening=False) is Reaction.REFUSED
-    assert classify_error(refused(280, "the resume token was not found"), opening=False) is Reaction.REOPEN_BY_TIME
 
 
 @pytest.mark.parametrize("reaction", [each for each in Reaction if each is not Reaction.REOPEN], ids=str)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import click
 import pytest
 from celery import Task, _state
 from celery._state import set_default_app
-from celery.signals import import_modules
 from flask import Flask, current_app, g, has_app_context
-from flask.cli import ScriptInfo
 
 from mongo_celery import Bridge, Change, Outbox
 from mongo_celery.contrib.flask import celery_init_app
@@ -162,59 +158,6 @@ def test_an_app_that_has_a_celery_app_gets_no_second_one(make_app: Factory) -> N
     app = make_app()
     with pytest.raises(ConfigurationError, match=r"'shop' has a Celery app already; use app.extensions\['celery'\]"):
         celery_init_app(app)
-
-
-def test_flask_runs_the_commands_of_celery_with_the_apps_own(
-    make_app: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those of this package, and whatever the environment calls APP; `flask` ends with what Celery ends with."""
-    monkeypatch.setenv("APP", "production")
-    app = make_app()
-    with bound(Bridge(name="shop", queues=2, autodiscover=False), app) as bridge:
-        bridge.on_change("shop.orders", name="note")(name_of_app)
-    run = app.test_cli_runner().invoke
-    done = run(args=["celery", "changes", "queues", "--json"])
-    assert (done.exit_code, json.loads(done.output)["queues"]) == (0, ["shop.0", "shop.1"])
-    assert "Usage: flask celery" in run(args=["celery", "--help"]).output
-    assert "flask celery changes" in run(args=["celery", "changes", "--help"]).output
-    named = ScriptInfo(app_import_path="shop", create_app=lambda: app)  # by --app, or by FLASK_APP
-    assert "flask --app shop celery changes" in run(args=["celery", "changes", "--help"], obj=named).output
-    assert run(args=["celery", "nonsense"]).exit_code == 2
-    failed = run(args=["celery", "changes", "queues", "--bridge", "nobody"])
-    assert (failed.exit_code, failed.output) == (1, "Error: there is no bridge 'nobody'; this app has shop.\n")
-
-
-def test_no_context_is_open_around_a_command_of_celery(make_app: Factory) -> None:
-    """Flask opens one around its commands, which would be that of a whole worker: one `g` for all of its tasks."""
-    app = make_app()
-    seen: list[bool] = []
-
-    def look(**_: Any) -> None:
-        seen.append(has_app_context())
-
-    with bound(Bridge(name="shop", autodiscover=False), app) as bridge:
-        import_modules.connect(look, sender=bridge.app)
-        assert app.test_cli_runner().invoke(args=["celery", "changes", "queues"]).exit_code == 0
-    assert seen
-    assert not any(seen)
-
-
-@pytest.mark.parametrize("option", [["-P", "gevent"], ["-Pgevent"], ["--pool", "gevent"], ["--pool=gevent"]])
-def test_a_pool_that_patches_python_is_refused(make_app: Factory, option: list[str]) -> None:
-    """Flask has been imported by then, unpatched."""
-    done = make_app().test_cli_runner().invoke(args=["celery", "worker", *option])
-    assert done.exit_code == 1
-    assert "the pool gevent patches Python, which is too late here; start the worker with celery -A" in done.output
-
-
-def test_a_command_of_that_name_that_the_app_has_stays() -> None:
-    app = Flask("shop")
-    app.config["CELERY"] = {"broker_url": "memory://"}
-    app.cli.command("celery")(lambda: click.echo("mine"))
-    before = STATE.default_app
-    celery_init_app(app).close()
-    set_default_app(before)
-    assert app.test_cli_runner().invoke(args=["celery"]).output == "mine\n"
 
 
 def test_apps_that_nobody_has_any_more_leave_nothing_behind(make_app: Factory) -> None:

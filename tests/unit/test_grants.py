@@ -87,7 +87,7 @@ def test_images_ask_for_a_look_at_the_collections() -> None:
 
 
 def test_a_start_with_a_snapshot_asks_for_a_look_at_the_collections() -> None:
-    """Else it is optional: only `changes snapshot` fails without."""
+    """Else it is optional: only `changes snapshot start` fails without."""
     for start, is_optional in (("snapshot", False), ("oldest", True)):
         wiring = wiring_on("a.b", start_from=start)
         (found,) = [each for each in rights_of(wiring, "listener") if "listCollections" in each.actions]

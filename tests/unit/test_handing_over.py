@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import bson
-import pytest
 from bson import ObjectId, Timestamp
 from bson.raw_bson import RawBSONDocument
 from hypothesis import given
 from hypothesis import strategies as st
-from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Item, credit_cost
@@ -80,16 +78,6 @@ def test_small_events_do_not_come_one_by_one() -> None:
     taker = Taker(2000)
     taker.reader._hand_over([document(number) for number in range(1, 130)])
     assert [len(items) for items in taker.together] == [MOST, MOST, 1]
-
-
-def test_what_was_read_before_an_event_without_a_token_arrives() -> None:
-    """P1: it would be read again otherwise, and a pipeline that takes tokens away would never get on."""
-    taker = Taker(2000)
-    with pytest.raises(InvalidOperation, match="no resume token"):
-        taker.reader._hand_over([document(1), document(2), document(3, _id=None), document(4)])
-    assert taker.numbers == [1, 2]
-    assert taker.reader._attempt.has_progress
-    assert taker.reader._position.token == {"_data": token_data(2)}
 
 
 def test_a_reader_that_was_stopped_hands_over_nothing_more() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mongo_celery.demo.history import (
+from tests.chaos.history import (
     Dropped,
     Due,
     Effect,

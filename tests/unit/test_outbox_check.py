@@ -159,10 +159,10 @@ def sweeping(seconds: float | None = None, **changes: Any) -> Sweeping:
 
 
 def said(queue: str, *tasks: str) -> WorkerReplies:
-    return WorkerReplies({"w@x": [{"name": queue}]}, {"w@x": tasks})
+    return WorkerReplies({"w@x": {queue}}, {"w@x": {*tasks}})
 
 
-SWEEPS = said("celery", f"{SWEEP_TASK} [rate_limit=1/s]")
+SWEEPS = said("celery", SWEEP_TASK)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mongo_celery.bridge.http.metrics import _COUNTERS, _GAUGES, _LATENCIES, PREFIX
+from mongo_celery.bridge.http.metrics import COUNTERS, GAUGES, LATENCIES, PREFIX
 from tests.acceptance.monitoring import PAGE, alerts, panels
 from tests.acceptance.promql import RefusedError, Scrapes
 
@@ -83,8 +83,8 @@ def test_the_page_has_every_metric_and_every_alert() -> None:
     text = PAGE.read_text(encoding="utf-8")
     metrics = set(re.findall(r"^\| `(mongo_celery_bridge_\w+)", text, re.MULTILINE))
     assert metrics == {
-        *(PREFIX + name for name in (*_GAUGES, *_LATENCIES)),
-        *(f"{PREFIX}{name}_total" for name in _COUNTERS),
+        *(PREFIX + name for name in (*GAUGES, *LATENCIES)),
+        *(f"{PREFIX}{name}_total" for name in COUNTERS),
     }
     commands = dict(re.findall(r"^\| `(MongoCelery\w+)` \| .+ \| `(celery -A shop [^`]+)` \|$", text, re.MULTILINE))
     assert commands == {each.name: each.command for each in alerts()}

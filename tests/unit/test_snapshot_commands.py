@@ -1,4 +1,4 @@
-"""What of `changes snapshot` needs no server: options that stand alone, conditions, progress, tokens, and its lines."""
+"""What of `changes snapshot start` needs no server: conditions, progress, tokens, and its lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import bson
 import pytest
 from bson import Timestamp
 from celery import Celery
-from click.testing import CliRunner
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import (
@@ -25,7 +24,6 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names, snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings
 from mongo_celery.bridge.state.snapshots import Snapshot
-from mongo_celery.cli.snapshot import snapshot
 from mongo_celery.cli.snapshot_view import progress_line
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
@@ -70,14 +68,6 @@ def test_the_letter_of_an_existing_document_is_named_by_its_key_and_stands_first
     assert dead_letter_name("82AA", event_bytes(shaped, first)) == "82AA"
 
 
-@pytest.mark.parametrize("words", [["--list", "--stop", "a"], ["--stop", "a", "--rate", "5"], ["--list", "--dry-run"]])
-def test_commands_of_one_command_stand_alone(words: list[str]) -> None:
-    """Before any app is looked for."""
-    done = CliRunner().invoke(snapshot, words)
-    assert done.exit_code == 2
-    assert "stand alone" in done.output
-
-
 def test_progress_says_what_is_left() -> None:
     """At the rate of the way so far; what has ended leaves nothing."""
     since, moved = NOON, NOON + dt.timedelta(seconds=10)
@@ -112,8 +102,8 @@ def standing(*states: str) -> Surroundings:
         (
             replace(LED, lost={"copy"}),
             (
-                "waits: its handler has lost its history: decide (`celery -A APP changes go-on copy --from oldest` or "
-                "`celery -A APP changes go-on copy --from now`)"
+                "waits: its handler has lost its history: decide (`celery -A APP changes reset copy --to oldest` or "
+                "`celery -A APP changes reset copy --to now`)"
             ),
         ),
         (replace(LED, served={"bill"}), "waits: the listener that leads does not have its handler"),

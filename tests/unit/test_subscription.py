@@ -17,7 +17,7 @@ from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import ROUNDS
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
-from mongo_celery.bridge.listener.subscription import Plan, Subscription
+from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.state.backlog import StoredChange
@@ -73,7 +73,7 @@ def subscription(
         given={"transactional": transactional, "commit": commit},
         batch_size=batch_size,
     )
-    plan = Plan(
+    plan = TermFacts(
         handler,
         handler.selector(None),
         Chosen("test", id_of),
@@ -211,30 +211,21 @@ def test_an_event_without_a_time_is_owed() -> None:
     assert one.window.count == 1
 
 
-def test_nothing_behind_the_end_is_taken_in_while_a_new_layout_is_prepared() -> None:
-    """P1, P2: what lies behind belongs to the next layout; neither a change nor a marker may pass it."""
+def test_nothing_is_taken_in_while_partitions_drain() -> None:
+    """P1, P2, P5: what lies behind belongs to the next partitioning; neither a change nor a marker may pass it."""
     one = subscription()
-    one.until = mark(2)
-    for item in (change(1), change(2), change(3), mark(4)):
+    for item in (change(1), change(2)):
         one.ingest_item(item)
-    assert (one.window.count, one.left) == (2, token_data(3))
+    one.is_draining = True
+    one.ingest_item(change(2))
+    assert not one.has_left, "it was read before"
+    for later in (change(3), mark(4)):
+        one.ingest_item(later)
+    assert (one.window.count, one.has_left) == (2, True)
     one.observe(committed(0, 1, 1), NOW)
     one.observe(committed(0, 2, 2), NOW)
     due(one)
     assert (taken(one), one.window.count) == (token_data(2), 0)
-
-
-def test_a_layout_that_is_over_ends_exactly_at_its_end() -> None:
-    """P5: the first place behind the end shows that nothing more comes before it; the watermark goes no further."""
-    one = subscription()
-    one.until = mark(4)
-    one.ingest_item(change(1))
-    one.ingest_item(change(6))
-    one.ingest_item(mark(8))
-    assert (taken(one), one.left) == (None, token_data(6))
-    due(one)
-    one.observe(committed(0, 1, 1), NOW)
-    assert (taken(one), one.window.count, one.in_flight) == (token_data(4), 0, [])
 
 
 # Stored changes

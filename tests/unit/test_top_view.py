@@ -107,7 +107,7 @@ def test_a_bridge_that_cannot_be_read_keeps_what_was_seen() -> None:
 def test_a_command_is_broken_only_where_the_view_is_drawn_over_itself(folded: bool) -> None:
     """Elsewhere it stands on a line of its own, so that it can be copied."""
     bad = status_of(images=[halted(0), image(1)])
-    command = "    celery -A a_long_name_of_an_app changes retry summarise --partition 0"
+    command = "    celery -A a_long_name_of_an_app changes retry summarise 0"
     found = [(bad, judge(bad, line=CommandLine("a_long_name_of_an_app")))]
     text = StringIO()
     console = Console(file=text, width=40)

@@ -15,7 +15,7 @@ from bson import Timestamp
 from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
-from mongo_celery.bridge.identity import HandlerIdentity, Identity
+from mongo_celery.bridge.identity import Identity
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Workers, unreadable
 from mongo_celery.bridge.operations.judgement import (
     CODES,
@@ -30,7 +30,6 @@ from mongo_celery.bridge.operations.judgement import (
 from mongo_celery.bridge.operations.snapshot_reader import Facts, shape
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.broker.address import BrokerAddress
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.oplog import Oplog
@@ -62,11 +61,11 @@ QUICK = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseco
 NEW_LAYOUT = {"subscription": "summarise", "partitions": 7, "waits": "waits for a claim"}
 NONE_ANSWERED = degraded("no_worker", "none")
 ANSWERED = Workers(answered=1, serving=1, slots=4)
-MINE = Identity("shop", None, {"summarise": HandlerIdentity("shop.changes.summarise", ("shop",), "1")})
-OLDER = replace(MINE, handlers={"summarise": replace(MINE.handlers["summarise"], digest="0")})
+MINE = Identity("shop", None, {"summarise": {"task": "shop.changes.summarise", "databases": ["shop"], "digest": "1"}})
+OLDER = replace(MINE, handlers={"summarise": {**MINE.handlers["summarise"], "digest": "0"}})
 
-HERE = replace(MINE, broker=BrokerAddress("redis", ("a:1",), "0", {}))
-ELSEWHERE = BrokerAddress("redis", ("b:1",), "0", {})
+HERE = replace(MINE, broker={"transport": "redis", "hosts": ["a:1"], "database": "0", "options": {}})
+ELSEWHERE = {"transport": "redis", "hosts": ["b:1"], "database": "0", "options": {}}
 
 
 def reporting(**changes: Any) -> dict[str, Any]:
@@ -159,7 +158,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"subscriptions": [subscription(lost=LOST)]},
             "failing",
-            "celery -A shop changes go-on summarise --from oldest",
+            "celery -A shop changes reset summarise --to oldest",
             "summarise",
         ),
     ],
@@ -179,7 +178,7 @@ CASES: dict[str, list[Case]] = {
         Case({"lease": lease(**serving("summarise", database="staging"))}, "failing", None, "staging"),
         Case({"lease": lease(**serving("summarise", app="billing"))}, "failing", None, "process 42 on one"),
         Case(
-            {"lease": lease(**serving("summarise", broker=ELSEWHERE.plain())), "identity": HERE},
+            {"lease": lease(**serving("summarise", broker=ELSEWHERE)), "identity": HERE},
             "failing",
             None,
             "redis://b:1/0",
@@ -261,8 +260,8 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(0), halted(3)]},
             "failing",
-            "celery -A shop changes retry summarise --partition 3",
-            "`celery -A shop changes skip summarise --partition 3`",
+            "celery -A shop changes retry summarise 3",
+            "`celery -A shop changes skip summarise 3`",
             without={"images": [image(0), image(3)]},
         ),
         Case(
@@ -302,7 +301,7 @@ CASES: dict[str, list[Case]] = {
                 ]
             },
             "failing",
-            "celery -A shop changes snapshot --resume shop/summarise/a1",
+            "celery -A shop changes snapshot resume shop/summarise/a1",
             "the server said no",
             without={},
         ),
@@ -319,7 +318,7 @@ CASES: dict[str, list[Case]] = {
                 ]
             },
             "failing",
-            "celery -A shop changes snapshot --stop shop/summarise/a1",
+            "celery -A shop changes snapshot stop shop/summarise/a1",
             "it was dropped",
         ),
     ],
@@ -327,7 +326,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(1, waiting={"since": NOON, "cause": "AutoReconnect: gone", "count": 9}, due_in=4.0)]},
             "degraded",
-            "celery -A shop changes retry summarise --partition 1",
+            "celery -A shop changes retry summarise 1",
             "2030-01-01 12:00:00 UTC",
         ),
     ],
@@ -392,7 +391,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(1, due_in=RETRYING_SECONDS + 3700.0)]},
             "degraded",
-            "celery -A shop changes retry summarise --partition 1",
+            "celery -A shop changes retry summarise 1",
             "2 h",
             without={"images": [image(1, due_in=RETRYING_SECONDS - 1.0)]},
         ),
@@ -401,7 +400,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             {"images": [image(0), image(1, state="paused")]},
             "degraded",
-            "celery -A shop changes resume summarise --partition 1",
+            "celery -A shop changes resume summarise 1",
             "summarise/1",
         ),
         Case(
@@ -430,7 +429,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "backlog_unserved": [],  # never alone: see below
     "unregistered": [
-        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", None, "forget retired"),
+        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", None, "remove retired"),
         Case({"subscriptions": [RETIRED]}, "degraded", None, "name='retired'"),
     ],
     "state_unreadable": [],  # there is no status to judge then
@@ -540,11 +539,11 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     lost = {"subscriptions": [subscription(lost=LOST)]}
     found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).findings}
     reason = found["halted"]
-    assert reason.command == "celery -A shop changes skip summarise --partition 3"
+    assert reason.command == "celery -A shop changes skip summarise 3"
     assert "`celery -A shop changes head summarise 3`" in reason.sentence
     kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
     assert {each.code: each.command for each in judged(kept).findings}["halted"] == (
-        "celery -A shop changes retry summarise --partition 3"
+        "celery -A shop changes retry summarise 3"
     )
 
 

@@ -43,15 +43,6 @@ def test_lines_and_values_are_made_visible() -> None:
     assert found == {"k\\u001b": ["\\u000d\\u000a", ["x", 1], {"n": None}]}
 
 
-def test_the_page_shows_the_same_characters() -> None:
-    """The browser has a class of its own for the same characters."""
-    page = (ROOT / "bridge/http/page.html").read_text(encoding="utf-8")
-    written = re.search(r"const HIDDEN = /(\[.*\])/gu;", page)
-    assert written
-    there = re.compile(re.sub(r"\\u\{(\w+)\}", lambda found: f"\\U{found[1]:0>8}", written[1]))
-    assert [code for code in range(0x110000) if bool(there.match(chr(code))) != (visible(chr(code)) != chr(code))] == []
-
-
 # -- log records -----------------------------------------------------------------------------------
 
 

@@ -107,7 +107,6 @@ WRONG: dict[str, dict[str, Iterable[object]]] = {
         **dict.fromkeys(("full_document", "full_document_before_change"), (5, "x", True)),
         "name": (5, "a.b", True),
         "database": (5, "", None, "a.b"),
-        "pipeline": (5, "x", {"$match": {}}, [5]),
         "start_from": (5, "noww", None, NAN),
         "comment": (5, True, ODD),
     },

@@ -2,8 +2,8 @@
 The application factory of the shop.
 
     flask --app shop run
-    flask --app shop celery listener
-    flask --app shop celery worker
+    celery -A shop.make_celery listener
+    celery -A shop.make_celery worker
 """
 
 import os

@@ -50,7 +50,8 @@ HAND_MADE_TOKEN = -1
 
 HAND_MADE = (
     "A change that was built by hand has no fence that compares with those of live changes: deliver documents that "
-    "exist by `celery -A APP changes snapshot HANDLER`; a unit test gives a fence, Change.build(..., fence=Fence(...))."
+    "exist by `celery -A APP changes snapshot start HANDLER`; a unit test gives a fence, Change.build(..., "
+    "fence=Fence(...))."
 )
 """Why a change that was built by hand writes nothing fenced, and what to do."""
 

@@ -25,5 +25,5 @@ def serve_beside(address: str, app_argument: object = None, *, tried: bool = Fal
 
     parse_address(address)
     if tried:
-        HttpServer(address, lambda _path, _accept: None).close()
+        HttpServer(address, lambda _path: None).server_close()
     return lambda app, activities: HttpService(app, activities, address, app_argument)

@@ -9,28 +9,28 @@ Labels are names of bridges and handlers, states and codes; never keys or texts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from mongo_celery.bridge.http.recent import call_all
 from mongo_celery.bridge.listener.activity import BUCKETS, Activity
 from mongo_celery.bridge.operations.bridge_snapshot import PARTITION_STATES, BridgeSnapshot
 from mongo_celery.bridge.operations.judgement import CODES
-from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING, STOPPED
 from mongo_celery.findings import SEVERITIES
+from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.outbox.prometheus import OutboxCollector
+from mongo_celery.twophase.prometheus import TransactionCollector
 
 if TYPE_CHECKING:
+    from celery import Celery
     from prometheus_client import Metric
 
-try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-    from prometheus_client.registry import Collector
-except ImportError as error:
-    raise ImportError("metrics need prometheus-client: pip install 'mongo-celery[metrics]'") from error
-
 PREFIX = "mongo_celery_bridge_"
-_SNAPSHOT_STATES = (RUNNING, DONE, GONE, STOPPED, FAILED)
 
 GAUGES = {
     "up": ("1 if MongoDB answered this scrape. Else the state is missing.", ""),
@@ -50,9 +50,6 @@ GAUGES = {
     "dead_letters": ("State: dead letters.", "handler"),
     "parked_keys": ("State: keys whose changes wait for a person.", "handler"),
     "partitions": ("State: partitions by state.", "handler state"),
-    "snapshots": ("State: snapshots by state. Ended ones count for an hour.", "handler state"),
-    "snapshot_documents": ("State: documents that running snapshots have read.", "handler"),
-    "snapshot_documents_estimated": ("State: documents of running snapshots, as counted at the start.", "handler"),
     "listener_alive": ("Process: 1 if the loop of the listener works, as /healthz.", ""),
     "leading": ("Process: 1 if it leads.", ""),
 }
@@ -80,37 +77,41 @@ LATENCIES = {
 }
 
 
-class BridgeCollector(Collector):
+def expose(app: Celery, activities: Sequence[Activity], read: Callable[[], Sequence[BridgeSnapshot]]) -> bytes:
     """
-    The listeners of this process, and the state of their bridges.
+    Return the metrics of this process, and of the bridges, outboxes and transactions of its app, in Prometheus' format.
 
     Args:
-        activities: of the listeners.
+        app: the Celery app.
+        activities: of the listeners of this process.
         read: return the snapshots of their bridges, in the same order, within a bounded time.
     """
-
-    def __init__(self, activities: Sequence[Activity], read: Callable[[], Sequence[BridgeSnapshot]]) -> None:
-        self._activities = activities
-        self._read = read
-
-    def collect(self) -> Iterator[Metric]:
-        """Return the metrics of this moment."""
-        kinds = ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (HistogramMetricFamily, LATENCIES))
-        families: dict[str, Any] = {
-            name: kind(PREFIX + name, text, labels=["bridge", *labels.split()])
-            for kind, table in kinds
-            for name, (text, labels) in table.items()
-        }
-        for activity, shown in zip(self._activities, self._read(), strict=True):
-            add = partial(_add, families, activity.bridge)
-            _add_process(add, activity)
-            _add_state(add, shown)
-        yield from families.values()
+    found = call_all([
+        ProcessCollector(registry=None).collect,
+        lambda: _collect(activities, read()),
+        lambda: [*OutboxCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
+        lambda: [*TransactionCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
+    ])  # fmt: skip
+    return generate_latest(cast("Any", SimpleNamespace(collect=lambda: chain(*found))))
 
 
-def _add(families: Mapping[str, Any], bridge: str, name: str, value: Any, *labels: str, **more: float) -> None:
-    if value is not None:  # 0 would say that it is known
-        families[name].add_metric([bridge, *labels], value, **more)
+def _collect(activities: Sequence[Activity], snapshots: Sequence[BridgeSnapshot]) -> list[Metric]:
+    kinds = ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (HistogramMetricFamily, LATENCIES))
+    families: dict[str, Any] = {
+        name: kind(PREFIX + name, text, labels=["bridge", *labels.split()])
+        for kind, table in kinds
+        for name, (text, labels) in table.items()
+    }
+
+    for activity, shown in zip(activities, snapshots, strict=True):
+
+        def add(name: str, value: Any, *labels: str, bridge: str = activity.bridge, **more: float) -> None:
+            if value is not None:  # 0 would say that it is known
+                families[name].add_metric([bridge, *labels], value, **more)
+
+        _add_process(add, activity)
+        _add_state(add, shown)
+    return list(families.values())
 
 
 def _add_process(add: Callable[..., None], activity: Activity) -> None:
@@ -151,15 +152,6 @@ def _add_state(add: Callable[..., None], shown: BridgeSnapshot) -> None:
     for handler in shown.handlers:
         for name in ("lag_seconds", "oplog_left_seconds", "dead_letters", "parked_keys"):
             add(name, getattr(handler, name), handler.name)
-        snapshots = [each for each in shown.snapshots if each.handler == handler.name]
-        for name, known, found in (
-            ("partitions", PARTITION_STATES, handler.partitions),
-            ("snapshots", _SNAPSHOT_STATES, snapshots),
-        ):
-            states = Counter(each.state for each in found)
-            for state in known:
-                add(name, states[state], handler.name, state)
-        running = [each for each in snapshots if each.state == RUNNING]
-        add("snapshot_documents", sum(each.done for each in running), handler.name)
-        if all(each.estimated is not None for each in running):
-            add("snapshot_documents_estimated", sum(each.estimated or 0 for each in running), handler.name)
+        states = Counter(each.state for each in handler.partitions)
+        for state in PARTITION_STATES:
+            add("partitions", states[state], handler.name, state)

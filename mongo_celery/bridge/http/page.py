@@ -1,8 +1,8 @@
 """
 The page: page.html, filled in with snapshots of bridges. It is complete without its script.
 
-In page.html `{name.field:filter}` is a value, escaped. `<for x in y>` repeats, `<if y>` leaves out. Style and script stay
-as they are.
+In page.html `{name.field:filter}` is a value, escaped. `<for x in y>` repeats, `<if y>` leaves out. Style and script
+stay as they are.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from importlib.resources import files
 from string import Formatter
 from typing import Any
 
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerView, PartitionView
+from mongo_celery.bridge.operations.bridge_snapshot import (
+    BridgeSnapshot,
+    DeadLetterGroup,
+    HandlerStatus,
+    PartitionStatus,
+)
+from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, number, size
 from mongo_celery.visible import visible
 
 _FILE = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 _STYLE, _SCRIPT = (
-    b64encode(sha256(re.split(f"</?{kind}>", _FILE)[1].encode()).digest()).decode() for kind in ("style", "script")
+    b64encode(sha256(_FILE.partition(f"<{kind}>")[2].partition(f"</{kind}>")[0].encode()).digest()).decode()
+    for kind in ("style", "script")
 )
 POLICY = (
     f"default-src 'none'; style-src 'sha256-{_STYLE}'; script-src 'sha256-{_SCRIPT}'; connect-src 'self'; "
@@ -32,8 +39,8 @@ POLICY = (
 )
 """A browser obeys only the style and the script of page.html."""
 
-_TAG = re.compile(r"(<(?:for|if) [^>]+>|</(?:for|if)>|<style>.*?</style>|<script>.*?</script>)", re.DOTALL)
-_ROWS_MAX, _CELLS_MAX = 20, 256
+_TAG = re.compile(r"(</?(?:for|if|style|script)\b[^<>]*>)")
+_ROWS_MAX = 20
 _LEVELS = {
     **dict.fromkeys(("healthy", "flowing", "running", "done"), "ok"),
     **dict.fromkeys(("degraded", "paused", "waiting", "retrying", "not_led"), "warn"),
@@ -64,13 +71,11 @@ class Markup(str):
 class _Values(Formatter):
     def read(self, path: str, values: Mapping[str, Any]) -> Any:
         name, _, wanted = path.partition(":")
-        return self.convert(self.get_field(name, (), values)[0], wanted)
-
-    def convert(self, value: Any, wanted: str) -> Any:
-        return _FILTERS[wanted](value) if wanted else value
+        found = self.get_field(name, (), values)[0]
+        return _FILTERS[wanted](found) if wanted else found
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        found = self.convert(value, format_spec)
+        found = _FILTERS[format_spec](value) if format_spec else value
         return found if isinstance(found, Markup) else escape(visible("" if found is None else found))
 
 
@@ -79,11 +84,11 @@ def _parse(parts: Iterator[str]) -> list[Any]:
     nodes: list[Any] = []
     for text in parts:
         nodes.append(text)
-        tag = next(parts, "</")
-        if tag.startswith("</"):
+        tag = next(parts, "</for>")
+        kind, _, what = tag.strip("<>").partition(" ")
+        if kind in {"/for", "/if"}:
             break
-        kind, _, what = tag[1:-1].partition(" ")
-        nodes.append((kind, what, _parse(parts)) if kind in {"for", "if"} else Markup(tag))
+        nodes.append((kind, what, _parse(parts)) if what else Markup(tag + next(parts) + next(parts)))
     return nodes
 
 
@@ -103,14 +108,19 @@ _VALUES = _Values()
 _NODES = _parse(iter(_TAG.split(_FILE)))
 
 
-def _prose(sentence: str) -> Markup:
-    """Return a sentence. What is between its backticks is code."""
-    parts = enumerate(escape(visible(sentence)).split("`"))
-    return Markup("".join(f"<code>{part}</code>" if at % 2 else part for at, part in parts))
+def _prose(finding: Finding) -> Markup:
+    """Return a sentence; of the commands between its backticks, which `_commands` has as a whole, the end."""
+    parts = enumerate(escape(visible(finding.sentence)).split("`"))
+    return Markup("".join(f"<code>{part.split(' changes ')[-1]}</code>" if at % 2 else part for at, part in parts))
 
 
-def _ago(moment: datetime | None) -> str:
-    return "" if moment is None else f"{duration(max((datetime.now(UTC) - moment).total_seconds(), 0))} ago"
+def _commands(finding: Finding) -> list[str]:
+    quoted = [each for each in finding.sentence.split("`")[1::2] if each.startswith("celery ")]
+    return list(dict.fromkeys([finding.command, *quoted] if finding.command else quoted))
+
+
+def _age(moment: datetime | None) -> str:
+    return duration(None if moment is None else max((datetime.now(UTC) - moment).total_seconds(), 0))
 
 
 def _amount(count: int | None) -> str:
@@ -118,7 +128,13 @@ def _amount(count: int | None) -> str:
 
 
 def _rate(rate: float | None) -> str:
-    return f"{rate:.1f}" if rate is not None and rate < 10 else _amount(rate and round(rate))  # noqa: PLR2004
+    if rate is None or rate >= 10:  # noqa: PLR2004
+        return _amount(None if rate is None else round(rate))
+    return f"{rate:.1f}"
+
+
+def _level(state: str) -> str:
+    return _LEVELS.get(state, "")
 
 
 def _find_level(*codes: str) -> Callable[[BridgeSnapshot], str]:
@@ -126,34 +142,16 @@ def _find_level(*codes: str) -> Callable[[BridgeSnapshot], str]:
     return lambda shown: next((_LEVELS[each.severity] for each in shown.findings if each.code in codes), "")
 
 
-def _processes(shown: BridgeSnapshot) -> str:
-    leader, workers = shown.leader, shown.workers
-    parts = [f"Leader on {leader.host}, process {leader.pid}, since {_ago(leader.since)}"] if leader else []
-    parts += [f"No listener for {duration(shown.unled_seconds)}"] if shown.unled_seconds is not None else []
-    parts += [f"Standby on {each.host}, process {each.pid}" for each in shown.standbys]
-    parts += [number(workers.serving, "worker answers", "workers answer")] if workers else []
-    return " · ".join(parts)
-
-
-def _reading(shown: BridgeSnapshot) -> str:
-    if shown.unread_seconds:
-        return f"nothing was read for {duration(shown.unread_seconds)}"
-    return "everything is handled" if shown.caught_up else "since the change was written"
-
-
 def _oplog_left(shown: BridgeSnapshot) -> str | None:
     left = [each.oplog_left_seconds or 0 for each in shown.handlers if each.oplog_share is not None]
     return duration(min(left)) if left else None
 
 
-def _cells(handler: HandlerView) -> list[tuple[str, str]]:
-    """Return title and class of partitions."""
-    shown = handler.partitions[:_CELLS_MAX]
-    states = [(each.index, "running" if each.is_running and not each.is_blocked else each.state) for each in shown]
-    return [(f"{index} {state}", f"{state} {_LEVELS[state]}") for index, state in states]
+def _kind(partition: PartitionStatus) -> str:
+    return "running ok" if partition.is_running and not partition.is_blocked else _level(partition.state)
 
 
-def _notes(handler: HandlerView) -> str:
+def _notes(handler: HandlerStatus) -> str:
     """Return the partitions of a handler in words."""
     states = Counter(each.state for each in handler.partitions if each.state not in {"flowing", "not_led"})
     notes = [f"{count} {state}" for state, count in states.items()]
@@ -162,43 +160,40 @@ def _notes(handler: HandlerView) -> str:
     return handler.error or ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 
-def _waiting(shown: BridgeSnapshot) -> list[tuple[str, PartitionView]]:
+def _blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
     """Return the partitions that no finding names: those that retry or wait, and all of several that are halted."""
-    found: list[tuple[str, PartitionView]] = []
+    found: list[tuple[str, PartitionStatus]] = []
     for handler in shown.handlers:
         states = {"retrying", "waiting"} | ({"halted"} if len(handler.list_in("halted")) > 1 else set())
         found += [(handler.name, each) for each in handler.partitions if each.state in states or each.crashes]
     return found[:_ROWS_MAX]
 
 
-def _attempts(partition: PartitionView) -> str:
-    parts = [f"since {_ago(partition.since)}"] if partition.since else []
-    parts += [number(partition.retries, "retry", "retries")] if partition.retries else []
-    parts += [number(partition.crashes, "crash", "crashes")] if partition.crashes else []
-    parts += [f"again in {duration(partition.due_seconds)}"] if partition.due_seconds else []
-    return ", ".join(parts)
+def _newest(groups: Sequence[DeadLetterGroup]) -> list[DeadLetterGroup]:
+    return sorted(groups, key=lambda each: str(each.newest_at), reverse=True)[:_ROWS_MAX]
+
+
+def _words(code: str) -> str:
+    return code.replace("_", " ")
 
 
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
-    "level": lambda state: _LEVELS.get(state, ""),
     "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
     "late": _find_level("halted", "lag", "no_listener", "reading_waits", "no_worker", "consumers", "broker_down"),
     "room": _find_level("backlog_bound", "backlog_refused", "backlog_missing"),
     "history": _find_level("history_lost", "history_at_risk"),
-    "dead": _find_level("dead_letters"),
-    "words": lambda code: code.replace("_", " "),
-    "newest": lambda groups: sorted(groups, key=lambda each: str(each.newest_at), reverse=True)[:_ROWS_MAX],
-    "prose": _prose,
     "duration": duration,
     "size": size,
+    "level": _level,
+    "words": _words,
+    "age": _age,
     "amount": _amount,
     "rate": _rate,
-    "ago": _ago,
-    "processes": _processes,
-    "reading": _reading,
-    "oplog_left": _oplog_left,
-    "waiting": _waiting,
-    "cells": _cells,
+    "prose": _prose,
+    "commands": _commands,
+    "kind": _kind,
     "notes": _notes,
-    "attempts": _attempts,
+    "oplog_left": _oplog_left,
+    "blocked": _blocked,
+    "newest": _newest,
 }

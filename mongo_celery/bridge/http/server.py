@@ -45,8 +45,8 @@ class Response(NamedTuple):
     policy: str = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
-Answer = Callable[[str, str], Response | None]
-"""Return the response for a path and the header `Accept`. None means that nothing is there."""
+Answer = Callable[[str], Response | None]
+"""Return the response for a path. None means that nothing is there."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -75,14 +75,14 @@ def is_loopback(host: str) -> bool:
 
 def is_own_host(header: str) -> bool:
     """
-    Return True if a `Host` header names loopback or an IP address.
+    Return True if a `Host` header names this machine.
 
     A website can point its own name to 127.0.0.1, so that a browser there reads this server (DNS rebinding).
     """
-    with suppress(ValueError):
-        host = urlsplit(f"//{header}").hostname or ""
-        return is_loopback(host) or bool(ip_address(host))
-    return False
+    try:
+        return is_loopback(urlsplit(f"//{header}").hostname or "")
+    except ValueError:
+        return False
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -101,10 +101,9 @@ class HttpServer(ThreadingHTTPServer):
         self.answer = answer
         self.guards_host = is_loopback(host)
         self._connections: OrderedDict[Any, None] = OrderedDict()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self.address_family = found[0][0]
-            super().__init__(found[0][4], _Request)  # type: ignore[arg-type]
+            super().__init__((host, port), _RequestHandler)
         except (OSError, UnicodeError) as error:
             raise ConfigurationError(
                 f"cannot serve HTTP at {address}: {getattr(error, 'strerror', None) or error}. "
@@ -143,7 +142,7 @@ class HttpServer(ThreadingHTTPServer):
         """Ignore clients that hang up. An error of an answer is logged before it comes here."""
 
 
-class _Request(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     server: HttpServer
     server_version, sys_version = "mongo_celery", ""
     default_request_version = "HTTP/1.0"
@@ -155,7 +154,7 @@ class _Request(BaseHTTPRequestHandler):
             self._send(Response(b"Ask for localhost or 127.0.0.1.\n", status=HTTPStatus.MISDIRECTED_REQUEST))
             return
         try:
-            found = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
+            found = self.server.answer(self.path.partition("?")[0])
         except Exception as error:  # noqa: BLE001 - its words may hold a secret
             logger.warning("an HTTP request failed: %s", type(error).__name__, extra={"event": "http_failed"})
             found = Response(b"This failed.\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)

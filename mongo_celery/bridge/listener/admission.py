@@ -1,7 +1,7 @@
 """
 Route each event to a partition of the subscription, or refuse it.
 
-Nothing a user's value, a user's function or a user's pipeline does comes out of here as an exception: it becomes the
+Nothing a user's value or a user's function does comes out of here as an exception: it becomes the
 refusal of one change, in the order of one partition (P12).
 
 | what goes wrong | partition | what happens |
@@ -10,12 +10,8 @@ refusal of one change, in the order of one partition (P12).
 | it was not read, since its `_id` is too large (`oversized`) | that of no key | a dead letter instead of `halt` |
 | nothing but this handler's `match` failed on it | by the rule | failure policy |
 | `partition_by` raises, or gives what has no hash | by document key | failure policy |
-| the bridge's pipeline has removed what the event is judged by | by document key | halt |
 
 An event with a read error whose flag says that a handler's `match` does not hold is not owed to it.
-
-A pipeline halts under every policy: it is configuration, it mostly spoils all changes alike, and to skip or set them
-aside would lose what a corrected pipeline brings back, since a new one is read again from the watermark.
 
 **An undeliverable change is stored immediately**, with its reason, and keeps its partition. After a fix (a corrected
 `partition_by` and a new term) the same event gets another key. The partition of that key may have committed later
@@ -40,7 +36,6 @@ from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.window import PendingChange, Refusal
-from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.verdicts import error_text
 
 if TYPE_CHECKING:
@@ -133,9 +128,7 @@ class Admission:
                 is_owed = self._flag(event) is not False and selector.may_select(event.document)
                 return is_owed, Refusal.because(read_error.sentence, lasts=True)
             return self._selects(event.document), None
-        except ConfigurationError as error:
-            return True, Refusal.because(str(error), halts=True)
-        except Exception as error:  # noqa: BLE001 - whatever a pipeline has made of the event
+        except Exception as error:  # noqa: BLE001 - whatever bytes do to a decoder
             reason = f"it cannot be told whether handler {selector.name} gets it: {error_text(error)}"
             return True, Refusal.because(reason, halts=True)
 
@@ -177,8 +170,6 @@ class Admission:
             if opens_stream(change.data) and not self._selector.selects(event):
                 return change
             self._partitioner.hash(event)
-        except ConfigurationError:
-            return change
         except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
             return change if change.refusal.halts else replace(change, refusal=keyless(self._selector.name, error))
         return replace(change, refusal=None)

@@ -2,7 +2,7 @@
 Read a chunk of existing documents, and check the collection that they are in.
 
 A chunk is bounded by rows and by bytes. First the next `_id`s are listed, by the index alone. Then the range up to the
-last one is read, shaped as events, and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave
+last one is read, shaped as events, and what the handler's `match` and the snapshot's own leave
 of it is returned. So one of which nothing is wanted has an end too, and only where nothing is left to scan the snapshot
 is at its end. A range with too many bytes ends earlier. No two documents need be of one time: each is as of some time
 after L, and before H.
@@ -63,7 +63,6 @@ READ_SECONDS = 10.0
 _CHECK_SECONDS = 3.0
 _OF_THE_SERVER = frozenset({"admin", "config", "local"})
 _BOUND = "_id"
-_SPLITS = "$changeStreamSplitLargeEvent"
 _OF_NO_DOCUMENT = frozenset({
     Verdict.TRANSIENT, Verdict.LOGIN, Verdict.ACCESS, Verdict.TOPOLOGY, Verdict.HISTORY_LOST, Verdict.TOKEN_NOT_FOUND,
 })  # fmt: skip
@@ -229,14 +228,11 @@ def list_conditions(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]
     return [each for each in (match, own) if isinstance(each, Mapping)]
 
 
-def build_shape(
-    source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]], pipeline: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
+def build_shape(source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The stages that make events of documents. What they leave is without token, type and time."""
     event = {"operationType": AS, "clusterTime": time, **_name_document(source), "fullDocument": "$$ROOT"}
     wanted = [{"$match": {"$expr": condition}} for condition in conditions]
-    given = [stage for stage in pipeline if _SPLITS not in stage]
-    return [{"$replaceWith": event}, *wanted, *given, {"$unset": ["_id", "operationType", "clusterTime"]}]
+    return [{"$replaceWith": event}, *wanted, {"$unset": ["_id", "operationType", "clusterTime"]}]
 
 
 def _name_document(source: str) -> dict[str, Any]:
@@ -292,16 +288,12 @@ class ChunkReader:
 
     Args:
         client: of the watched data.
-        pipeline: the bridge's own stages.
         room: bytes that a chunk has at most, but for a single document that has more.
         version: of the term.
     """
 
-    def __init__(
-        self, client: MongoClient[Any], pipeline: Sequence[Mapping[str, Any]], room: int, version: int
-    ) -> None:
+    def __init__(self, client: MongoClient[Any], room: int, version: int) -> None:
         self._client = client
-        self._pipeline = pipeline
         self._room = room
         self._version = version
         self._number = 0
@@ -342,7 +334,7 @@ class ChunkReader:
         """Read the events of a range. False where the rest of it has no room. None where it fails as a whole."""
         assert chunk.low is not None, "a chunk is read when L is known"
         conditions = list_conditions(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
-        shape = build_shape(chunk.snapshot.source, chunk.low, conditions, self._pipeline)
+        shape = build_shape(chunk.snapshot.source, chunk.low, conditions)
         try:
             found, is_whole = self._range(chunk, bounds, shape, rows)
         except OperationFailure as error:
@@ -415,7 +407,7 @@ class ChunkReader:
         match = chunk.subscription.plan.handler.filter.match
         others = [match] if isinstance(match, Mapping) else []
         try:
-            self._range(chunk, bounds, build_shape(chunk.snapshot.source, chunk.low, others, self._pipeline), 1)
+            self._range(chunk, bounds, build_shape(chunk.snapshot.source, chunk.low, others), 1)
         except OperationFailure as without:
             if concerns_a_document(without):
                 return

@@ -30,8 +30,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
-from mongo_celery.broker.connection import bounded_connection, demand_answer
-from mongo_celery.broker.queues import declare_queues
+from mongo_celery.broker.connection import bounded_connection, declare_queues, demand_answer
 from mongo_celery.tracing import is_heard, sending, trace_headers
 
 logger = logging.getLogger("mongo_celery.listener")

@@ -9,7 +9,7 @@ this order:
 2. `start_from="oldest"` has chosen a place that rolled away before anything was stored or claimed there: it is chosen
    again, once.
 3. else it is blocked, loudly: `lost` in its document records since when and where. The stream is opened without it, and
-   its watermark stays. Its partitions stay as they are. `changes go-on` moves its position. A listener that leads sees
+   its watermark stays. Its partitions stay as they are. `changes reset` moves its position. A listener that leads sees
    that within a second, and reads from there. It keeps what it has buffered: the oplog may no longer have that.
 
 Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read, and when the server
@@ -231,7 +231,7 @@ class LostHistory:
 
     def follow_moves(self, subscriptions: Subscriptions, now: float) -> Position | None:
         """
-        Find the blocked handlers that `changes go-on` has moved. Ask MongoDB once a second while there are any.
+        Find the blocked handlers that `changes reset` has moved. Ask MongoDB once a second while there are any.
 
         Returns:
             The position to read from if it has. Else None.
@@ -347,7 +347,7 @@ class LostHistory:
             name,
             place.as_datetime().isoformat(),
             reason,
-            *(self._line.changes("go-on", name, "--from", option) for option in ("oldest", "now")),
+            *(self._line.changes("reset", name, "--to", option) for option in ("oldest", "now")),
             extra={"event": "subscription_lost", "subscription": name},
         )
 

@@ -160,7 +160,7 @@ def remedy(line: CommandLine, subscription: str, partition: int | None, state: s
     """Return the command that frees a partition, or what to check."""
     where = (subscription, [] if partition is None else [partition])
     remedies = {
-        "halted": f"`{line.on('retry', *where)}` or `{line.on('set-aside', *where)}`",
+        "halted": f"`{line.on('retry', *where)}` or `{line.on('skip', *where)}`",
         "paused": f"`{line.on('resume', *where)}`",
         "waiting": f"bring back what its handler waits for, which `{line.changes('status')}` names; then it runs",
         "retrying": f"`{line.on('retry', *where)}` runs its change immediately",

@@ -37,10 +37,8 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import describe_owner
 from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
 if TYPE_CHECKING:
@@ -157,7 +155,7 @@ class Repartitioning:
                 moved.append(new)
                 continue
             _drain(subscription, move, now)
-            subscription.left = subscription.window.seen  # nothing is read for it
+            subscription.has_left = True  # nothing is read for it
             move.waits = move.waits or _describe_rest(subscription)
             logger.error(
                 "handler %s is stopped until its partitions are replaced, and the others are led: %s",
@@ -236,7 +234,7 @@ class Repartitioning:
             return None
         move.waits = _describe_rest(subscription)
         if move.drains_until == math.inf:
-            is_due = now >= move.ready_at and subscription.until is None and opens_stream(subscription.window.seen)
+            is_due = now >= move.ready_at and not subscription.is_draining and opens_stream(subscription.window.seen)
             if is_due and not (self._snapshots is not None and self._snapshots.reads_again(subscription.name)):
                 _drain(subscription, move, now)
         elif now > move.drains_until:
@@ -252,11 +250,11 @@ class Repartitioning:
         """
         move.waits = "" if move.is_retiring else self._obstacle(subscription)
         if move.is_retiring or (not move.waits and self._is_drained(subscription)):
-            if subscription.until is None:
+            if not subscription.is_draining:
                 _drain(subscription, move, now)
             return self._switch(subscription, move)
         if subscription.lost and not move.waits:
-            ways = (self._line.changes("go-on", subscription.name, "--from", place) for place in ("oldest", "now"))
+            ways = (self._line.changes("reset", subscription.name, "--to", place) for place in ("oldest", "now"))
             move.waits = f"its oplog history is lost. Decide: {' or '.join(ways)}"
         return None
 
@@ -264,10 +262,9 @@ class Repartitioning:
         if move.drains_until == math.inf:
             return
         move.drains_until, move.ready_at = math.inf, ready_at
-        if subscription.left is None:
-            subscription.until = None
-        else:
-            self._reread(subscription)
+        subscription.is_draining = subscription.has_left
+        if subscription.has_left:
+            self._rereading.append(subscription)
 
     def _is_drained(self, subscription: Subscription) -> bool:
         """Return True if all that was read is committed, and the watermark says so."""
@@ -360,17 +357,12 @@ class Repartitioning:
         partitions = make_partitions(images, self._store.partitions, layout.generation, self._version, self._options)
         new = Subscription(self._options, plan, partitions)
         new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
-        if old.left is not None:
-            new.until, new.left = old.until, old.left
-            self._reread(new)
+        if old.has_left:  # it takes in nothing until that is read again, since it must miss nothing
+            new.is_draining = new.has_left = True
+            self._rereading.append(new)
         return new
 
     # -- reading again -----------------------------------------------------------------------------
-
-    def _reread(self, subscription: Subscription) -> None:
-        """Have what it has left read again. Until then it takes in nothing, since it must miss nothing."""
-        subscription.until = _place(subscription)
-        self._rereading.append(subscription)
 
     def wants_reading(self, now: float) -> bool:
         """Return True if the stream should be read again from where the handlers are: one has left something."""
@@ -380,7 +372,7 @@ class Repartitioning:
         """Let the handlers that have left something take in what comes from now on."""
         self._read_again_at = now
         for subscription in self._rereading:
-            subscription.until = subscription.left = None
+            subscription.is_draining = subscription.has_left = False
         self._rereading.clear()
 
     # -- messages ----------------------------------------------------------------------------------
@@ -404,7 +396,7 @@ def _describe_stop(subscription: Subscription, move: _Move) -> str:
 
 
 def _drain(subscription: Subscription, move: _Move, now: float) -> None:
-    subscription.until, move.drains_until = _place(subscription), now + move.seconds
+    subscription.is_draining, move.drains_until = True, now + move.seconds
 
 
 def _describe_rest(subscription: Subscription) -> str:
@@ -415,9 +407,3 @@ def _describe_rest(subscription: Subscription) -> str:
         f", partition {index} runs in {describe_owner(str(claim['owner']))}" for index, claim in claims[:1]
     )
     return f"{subscription.window.count} changes are left to handle{stored}{running}"
-
-
-def _place(subscription: Subscription) -> Mark:
-    """Up to where it has been read."""
-    seen = subscription.window.seen
-    return Mark({"_data": seen}, seen, time_of_token({"_data": seen}, None)) if seen else Mark({}, "", None)

@@ -43,7 +43,7 @@ from mongo_celery.mongo.verdicts import Concern, error_text, explain_error, is_o
 if TYPE_CHECKING:
     from bson import Timestamp
 
-    from mongo_celery.bridge.listener.subscription import Plan, Subscription
+    from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
     from mongo_celery.bridge.state.snapshots import Snapshot
     from mongo_celery.bridge.wiring import Wiring
 
@@ -132,7 +132,7 @@ class SnapshotThread:
 
     # -- the leading thread's side -----------------------------------------------------------------
 
-    def start(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[Plan, Timestamp]]) -> None:
+    def start(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
         """
         Begin the thread of a term.
 
@@ -141,7 +141,7 @@ class SnapshotThread:
                 itself goes back with a rewind.)
         """
         self._led, self._version, self._owed = led, version, list(owed)
-        self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, self._room, version)
+        self._reader = ChunkReader(self._wiring.client, self._room, version)
         threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
 
     def close(self) -> None:
@@ -371,26 +371,18 @@ class SnapshotThread:
             True if some of its documents are to be read again. False if it was handed over, or dropped.
 
         Raises:
-            Exception: the reason for that.
+            Exception: the reason for that, or of the driver: then it is dropped, and begins anew.
         """
         while self.reading is chunk and chunk.high is not None and not self._is_closed:
-            pause = max(chunk.passed_at + _PASS_SECONDS, self._gate.opens_at) - time.monotonic()
+            pause = chunk.passed_at + _PASS_SECONDS - time.monotonic()
             if pause > 0:
                 self._await_change(pause)
             else:
-                self._try_to_move_stream(chunk)
+                self._move_stream(chunk)
             self._serve()
         if chunk.error is not None:
             raise chunk.error
         return self.reading is chunk and not self._is_closed
-
-    def _try_to_move_stream(self, chunk: Chunk) -> None:
-        try:
-            self._move_stream(chunk)
-        except RefusedChunkError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever the driver raises: it is tried again
-            self._note_unread(error)
 
     # -- its record --------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from bson import Timestamp
 
     from mongo_celery.bridge.listener.chunks import Chunk
-    from mongo_celery.bridge.listener.subscription import Plan, Subscription
+    from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
     from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.window import Mark, PendingChange
     from mongo_celery.bridge.wiring import Wiring
@@ -76,7 +76,7 @@ class Snapshotting:
         self.thread = SnapshotThread(wiring, self._room, wake)
         self.reached = ""
 
-    def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[Plan, Timestamp]]) -> None:
+    def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
         """
         Begin a term, behind its take-over.
 

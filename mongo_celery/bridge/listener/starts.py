@@ -192,7 +192,7 @@ class _Pinning:
                 ", ".join(unserved),
                 ", ".join(fresh),
                 unserved[0],
-                ANY_APP.changes("forget", fresh[0]),
+                ANY_APP.changes("remove", fresh[0]),
                 extra={"event": "position_unserved", "stored": unserved, "new": [*fresh]},
             )
 

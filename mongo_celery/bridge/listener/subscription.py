@@ -12,7 +12,6 @@ from typing import Any
 from bson import Timestamp
 
 from mongo_celery.bridge.change import describe
-from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.dispatcher import Dispatch
@@ -34,7 +33,7 @@ _raw, _hash, _data = map(attrgetter, ("raw", "hash", "data"))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TermFacts:
     """
     The facts about a subscription that a term fixes.
 
@@ -65,8 +64,8 @@ class Subscription:
 
     Attributes:
         admission: what it owes of what was read.
-        until: the place up to which it is read, while it drains for another partitioning. None for no limit.
-        left: the first place behind it that was read, and left.
+        is_draining: whether it takes in nothing more, so that its partitions run dry for another partitioning.
+        has_left: whether something was read meanwhile, and left: the stream has to be read again.
         lost: whether its history is lost: nothing more is read for it, and its watermark stays. What is buffered
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term. What is buffered is older then.
@@ -81,13 +80,12 @@ class Subscription:
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
 
-    def __init__(self, options: BridgeOptions, plan: Plan, partitions: Mapping[int, Partition]) -> None:
+    def __init__(self, options: BridgeOptions, plan: TermFacts, partitions: Mapping[int, Partition]) -> None:
         self.name = plan.handler.name
         self.plan = plan
         self.partitions = partitions
         self.window = Window(plan.watermark)
-        self.until: Mark | None = None
-        self.left: str | None = None
+        self.is_draining = self.has_left = False
         self.lost = False
         self.has_gap = False
         self.stored: Mark | None = plan.watermark
@@ -133,11 +131,6 @@ class Subscription:
         return [(each, each.backlog) for each in list(self.stored_partitions) if each.backlog is not None]
 
     @property
-    def is_draining(self) -> bool:
-        """Return True if it takes in nothing behind a place, so that its partitions run dry."""
-        return self.until is not None
-
-    @property
     def is_stopped(self) -> bool:
         """Return True if the rule of its partitions is not known: nothing is read for it until it has others."""
         return self.plan.layout.key != self.plan.partitioner.layout_key
@@ -152,7 +145,8 @@ class Subscription:
         mark = item if isinstance(item, Mark) else item.mark
         if self.lost or mark.data <= self.window.seen:  # a reopened stream may repeat itself
             return None
-        if self.until is not None and self._leaves(mark, self.until):
+        if self.is_draining:
+            self.has_left = True
             return None
         change = None
         if not isinstance(item, Mark) and (self._has_begun or not self._precedes_start(mark)):
@@ -173,17 +167,6 @@ class Subscription:
         partition.undeliverable.append(change.data)
         if partition not in self.undeliverable:
             self.undeliverable.append(partition)
-
-    def _leaves(self, mark: Mark, until: Mark) -> bool:
-        """Return True if a place is left while partitions drain, and read again. All after it is too."""
-        if mark.data <= until.data:
-            return False
-        if self.left is None and self.window.seen < until.data and not opens_stream(until.data):
-            return False  # it is read to a place behind it, where a stream can be opened
-        if self.left is None:
-            self.left = mark.data
-            self.window.pass_over(until)
-        return True
 
     def _precedes_start(self, mark: Mark) -> bool:
         time_ = mark.cluster_time
@@ -316,7 +299,7 @@ class Subscription:
 
     def due(self, now: float) -> Iterable[tuple[Partition, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now."""
-        unstored, is_draining = self.unstored, self.until is not None
+        unstored, is_draining = self.unstored, self.is_draining
         chosen = [*self.candidates]
         if self.has_replays and not is_draining:
             replays = (each for each in self.partitions.values() if each.replay is not None)

@@ -30,7 +30,7 @@ from mongo_celery.bridge.handlers import Handler, token_seconds
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import Start, find_starts
-from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_partitions
+from mongo_celery.bridge.listener.subscription import Subscription, TermFacts, make_partitions
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.partitions import Image
@@ -219,7 +219,7 @@ class Beginning:
     starts: Mapping[str, Start]
 
     @property
-    def owed_snapshots(self) -> list[tuple[Plan, Timestamp]]:
+    def owed_snapshots(self) -> list[tuple[TermFacts, Timestamp]]:
         """Subscriptions that begin with snapshots, each with the start that was pinned with that."""
         starts = [(each.plan, self.starts[each.name].owed_from) for each in self.subscriptions.values()]
         return [(plan, owed_from) for plan, owed_from in starts if owed_from is not None]
@@ -247,7 +247,7 @@ def begin_term(
         name = handler.name
         start, layout = starts[name], takeover.layouts[name]
         rule = find_rule(handler, layout, options, handlers)
-        plan = Plan(
+        plan = TermFacts(
             handler,
             selector,
             rule,

@@ -7,46 +7,70 @@ its transaction. All others follow the change, before anything is printed, also 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.arguments import nearest
 from mongo_celery.bridge.operations.times import iso
-from mongo_celery.bridge.state.audit import make_record, user_at_host
+from mongo_celery.bridge.state.audit import make_record
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.errors import DeploymentError
+from mongo_celery.errors import CommandRefusedError, DeploymentError
+from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.opening import to_user_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.command_line import CommandLine
+    from mongo_celery.plan import PlanResult
 
 HISTORY_LIMIT = 50
 """Number of audit records that are shown by default."""
 
 _WORDS = 20
+_QUOTED_CHARS = 100
+_LOCKED = (
+    "A partition is locked by an open transaction, most often of a worker that died. Repeat the command when the "
+    "server has ended the transaction, which takes a minute at most."
+)
 
 
 @dataclass(slots=True)
 class Act:
     """
-    A command that changes the state, while it runs.
+    A command that changes the state of a bridge.
 
     Attributes:
+        line: the beginning of the commands that are shown.
         name: of the command.
-        words: its arguments, as they are typed.
+        words: its arguments, as they are typed; None is left out.
+        options: of the command line; None and False are left out.
+        by: who acts.
         effect: what it has changed so far, in numbers.
     """
 
+    wiring: Wiring
+    line: CommandLine
     name: str
-    words: list[str]
+    words: tuple[object, ...]
+    options: dict[str, object]
     reason: str | None
     by: str
     handlers: set[str] = field(default_factory=set)
     effect: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def command(self) -> str:
+        """The command without its options, for people."""
+        return shlex.join([*self.name.split(), *self.typed()])
+
+    def typed(self) -> list[str]:
+        """Return its arguments, as they are typed."""
+        return [str(word) for word in self.words if word is not None]
 
     def count(self, what: str, handler: str | None = None, number: int = 1) -> None:
         """Count something that was changed."""
@@ -57,70 +81,29 @@ class Act:
     def record(self, *handlers: str, **effect: Any) -> dict[str, Any]:
         """Return the record for the transaction that makes the change; or of what was counted."""
         named = {*self.handlers, *handlers}
-        return make_record(self.name, self.words, self.reason, self.by, named, {**self.effect, **effect})
+        words = [*self.typed(), *_list_options(self.options)]
+        return make_record(self.name, words, self.reason, self.by, named, {**self.effect, **effect})
 
+    def run(self, body: Callable[[Act], PlanResult]) -> PlanResult:
+        """
+        Change the state and store the audit record. If nothing is counted, the body has stored it, or changed nothing.
 
-_CURRENT: ContextVar[Act | None] = ContextVar("audited", default=None)
-_CALLER: ContextVar[tuple[str | None, str | None]] = ContextVar("caller", default=(None, None))
-
-
-@contextmanager
-def on_behalf_of(by: str, reason: str | None) -> Iterator[None]:
-    """Have the audit records of all commands inside name somebody else than this process's user, and a reason."""
-    token = _CALLER.set((by, reason))
-    try:
-        yield
-    finally:
-        _CALLER.reset(token)
-
-
-@contextmanager
-def reached(wiring: Wiring) -> Iterator[Store]:
-    """The store, after the primary has answered once; errors name what the state needs."""
-    try:
-        wiring.reach()
-        yield wiring.store
-    except PyMongoError as error:
-        raise to_user_error(error, wiring.state_concern) from error
-
-
-@contextmanager
-def audited(
-    wiring: Wiring, name: str, *words: object, reason: str | None = None, dry_run: bool = False, **options: object
-) -> Iterator[Act]:
-    """
-    Carry out a command that changes the state of a bridge, and store its audit record; inside another one, join that.
-
-    Nothing is stored if nothing is counted. Inside, the primary has answered, and errors name what the state needs.
-
-    Args:
-        name: of the command.
-        words: its arguments; None is left out.
-        reason: why, for people.
-        dry_run: it changes nothing, and leaves no record.
-        options: of the command line; None and False are left out.
-
-    Raises:
-        DeploymentError: the record cannot be stored. If the message does not say otherwise, nothing was changed.
-    """
-    if (current := _CURRENT.get()) is not None:
-        yield current
-        return
-    by, given = _CALLER.get()
-    act = Act(name, [*_words(words, options)], given if reason is None else reason, by or user_at_host())
-    with reached(wiring) as store:
-        if not dry_run:
+        Raises:
+            CommandRefusedError: the body refuses, or a partition is locked.
+            ServerUnavailableError: MongoDB did not answer.
+            DeploymentError: the record cannot be stored. If the message does not say otherwise, nothing was changed.
+        """
+        act = replace(self, handlers=set(), effect={})
+        with reached(self.wiring) as store:
             store.audit.prepare()
-        token = _CURRENT.set(act)
-        try:
-            yield act
-        finally:
-            _CURRENT.reset(token)
-            if act.effect and not dry_run:
-                _store(wiring, store, act)
+            try:
+                return body(act)
+            finally:
+                if act.effect:
+                    _store_record(self.wiring, store, act)
 
 
-def _store(wiring: Wiring, store: Store, act: Act) -> None:
+def _store_record(wiring: Wiring, store: Store, act: Act) -> None:
     record = act.record()
     try:
         store.audit.add(record)
@@ -132,13 +115,35 @@ def _store(wiring: Wiring, store: Store, act: Act) -> None:
         ) from error
 
 
-def _words(words: tuple[object, ...], options: dict[str, object]) -> Iterator[str]:
-    yield from (str(word) for word in words if word is not None)
+@contextmanager
+def reached(wiring: Wiring) -> Iterator[Store]:
+    """The store, after the primary has answered once; errors name what the state needs."""
+    try:
+        wiring.reach()
+        yield wiring.store
+    except PyMongoError as error:
+        if is_lock(error):
+            raise CommandRefusedError(_LOCKED) from error
+        raise to_user_error(error, wiring.state_concern) from error
+
+
+def refuse_unknown(wiring: Wiring, handler: str, known: Collection[str]) -> CommandRefusedError:
+    """Return the refusal of a handler of which nothing is stored."""
+    if not known:
+        return CommandRefusedError(f"Bridge {wiring.name} has never been led: start a listener first.")
+    names = sorted(known)
+    return CommandRefusedError(
+        f"Bridge {wiring.name} has no handler {handler[:_QUOTED_CHARS]!r}{nearest(handler, names)}; it has "
+        f"{', '.join(names)}.",
+    )
+
+
+def _list_options(options: dict[str, object]) -> Iterator[str]:
     for name, value in options.items():
         values = value if isinstance(value, list | tuple) else [value]
         for each in values[:_WORDS]:
             if each is not None and each is not False:
-                yield f"--{name.rstrip('_').replace('_', '-')}"
+                yield f"--{name.replace('_', '-')}"
                 yield from () if each is True else (str(each),)
         if len(values) > _WORDS:
             yield "..."

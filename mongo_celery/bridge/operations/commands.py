@@ -1,38 +1,43 @@
 """
-An operator's commands on partitions: pause, resume, retry, skip, set-aside.
+An operator's commands on partitions: pause, resume, retry, skip.
 
-Each one reads a partition, decides on what it saw, and writes only if that still holds; where the
-partition has moved meanwhile it reads once more, and then gives up. So a command never acts on a change
-that its operator has not seen, and two operators cannot undo each other unseen.
+Each one reads its partitions for the plan, and writes only if what it saw still holds; where a partition has moved
+meanwhile it reads once more, and then gives up. So a command never acts on a change that its operator has not seen, and
+two operators cannot undo each other unseen.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Literal
 
 from bson.errors import BSONError
 from pymongo.errors import DocumentTooLarge, OperationFailure
 
-from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import dead_letter_name
-from mongo_celery.bridge.operations.acts import audited
-from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, iterate_forms
+from mongo_celery.bridge.operations.acts import Act, reached
+from mongo_celery.bridge.operations.heads import Head, choose, not_halted, read_halted, sentence_on
+from mongo_celery.bridge.state.dead_letters import SKIPPED, Place, dead_letter, iterate_forms
 from mongo_celery.bridge.state.partitions import Image, Partitions, visible_state
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import is_out_of_reach, layouts_in_force, parse_name
+from mongo_celery.bridge.state.subscriptions import is_out_of_reach, parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import is_transient
-
-if TYPE_CHECKING:
-    from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.plan import Plan, PlanResult
+from mongo_celery.quantities import number
 
 _ROUNDS = 2
+_SENTENCES = 5
+"""Partitions whose objection is shown if a command does not fit them."""
+_EVENT_CHARS = 1000
+"""Characters up to which a change is shown before it is skipped."""
 UNSERVED = (
     "has no handler in this app, so nothing would run it: import the module with its @bridge.on_change function, for "
-    "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
+    "example with include=[...] of the Celery app, or name the app that has it with -A; then repeat the command"
 )
 _GONE = (
     "has halted at a change that can no longer be read, since its history was lost, and is not stored: `status` has "
@@ -40,202 +45,233 @@ _GONE = (
 )
 _NOT_STORED = (
     "has halted at a change of which nothing is stored, so there is nothing to keep: a listener that has read it "
-    "stores what stands after `spill_after` seconds, then repeat the command; or give it up with `{command}`"
+    "stores it after `spill_after` seconds, then repeat the command; or give it up with `{command}`"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
     """
-    What a command did to one partition.
+    The effect of a command on one partition.
 
     Attributes:
         state: of the partition afterwards, as far as the command knows.
-        result: `unchanged` where it was so already, `unfit` where its state does not allow the command,
-            `refused` where it kept moving.
+        result: `planned` while it is only planned; `unchanged` where it was so already, `unfit` where its state does
+            not allow the command, `refused` where it kept moving, or nothing could be kept.
         reason: why it was not done; empty where it was.
     """
 
     subscription: str
     index: int
     state: str
-    result: Literal["done", "unchanged", "unfit", "refused"]
+    result: Literal["planned", "done", "unchanged", "unfit", "refused"]
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
     """
-    What a command needs and does.
+    A command on partitions.
 
     Attributes:
+        done: its participle, for people.
         goal: the stored state in which there is nothing left to do; None where there is no such state.
-        objection: why the command does not fit a partition; None when it does.
-        write: False when the partition has moved since it was read.
-        runs: whether it is pointless where no handler of this app serves the subscription, or its change is gone.
+        objection: why the command does not fit a partition; None if it does.
+        write: False if the partition has moved since it was read.
+        is_run: whether it is pointless where no handler of this app serves the partition, or its change is gone.
     """
 
-    name: str
+    done: str
     goal: str | None
     objection: Callable[[Image], str | None]
     write: Callable[[Partitions, Image, int], bool]
     after: str
-    runs: bool = False
+    is_run: bool = False
 
 
-def pause(
-    wiring: Wiring, subscription: str | None = None, partition: int | None = None, *, reason: str | None = None
-) -> list[CommandResult]:
-    """
-    Let no new execution begin; what runs may finish, and nothing is lost.
+def plan_pause(act: Act, handler: str | None, partition: int | None) -> Plan:
+    """Plan that no new execution begins; see `Operations.pause`."""
+    command = _Command("paused", "paused", _find_pause_objection, Partitions.pause, "paused")
+    plan = _plan(act, command, handler, partition, "Pause every handler of bridge {bridge}?")
+    again = act.line.changes("resume", *act.typed())
 
-    Afterwards the partitions are `paused`. Their changes are stored, in order, for as long as it lasts and the bound
-    (`spill_bytes`) has room.
+    def run() -> PlanResult:
+        result = plan.run()
+        return replace(result, lines=[*result.lines, f"To resume: {again}"])
 
-    Args:
-        subscription: which one; all by default.
-        partition: which one; all by default. It needs a subscription, unless there is only one.
-        reason: why, for the audit record.
-
-    Raises:
-        CommandRefusedError: the named partition does not allow it, or nothing has that name.
-    """
-    command = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
-    return _run(wiring, command, subscription, partition, reason)
+    return plan if plan.act is None else replace(plan, act=run)
 
 
-def resume(
-    wiring: Wiring, subscription: str | None = None, partition: int | None = None, *, reason: str | None = None
-) -> list[CommandResult]:
-    """Let paused partitions flow again. Arguments and errors as for `pause`."""
-    command = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
-    return _run(wiring, command, subscription, partition, reason)
+def plan_resume(act: Act, handler: str | None, partition: int | None) -> Plan:
+    """Plan that paused partitions continue; see `Operations.resume`."""
+    command = _Command("resumed", "flowing", _find_resume_objection, Partitions.resume, "flowing")
+    return _plan(act, command, handler, partition, "Resume every handler of bridge {bridge}?")
 
 
-def retry(
-    wiring: Wiring, subscription: str | None = None, partition: int | None = None, *, reason: str | None = None
-) -> list[CommandResult]:
-    """
-    Run the first change of halted or parked partitions again at once, with its counts at zero.
-
-    Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
-    refused. So is a change that can no longer be read, unless it is stored, or the listener still has it. Arguments and
-    errors as for `pause`.
-    """
-    command = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)
-    return _run(wiring, command, subscription, partition, reason)
+def plan_retry(act: Act, handler: str | None, partition: int | None) -> Plan:
+    """Plan to run the first change of halted or retrying partitions immediately; see `Operations.retry`."""
+    command = _Command("retried", None, _find_retry_objection, Partitions.retry, "flowing", is_run=True)
+    return _plan(act, command, handler, partition, "Retry every handler of bridge {bridge}?")
 
 
-def skip(
-    wiring: Wiring,
-    subscription: str | None,
-    partition: int,
-    *,
-    token: str | None,
-    discard: bool = False,
-    reason: str | None = None,
-) -> CommandResult:
-    """
-    Pass over the change at which a partition has halted: it becomes a dead letter, and the partition goes on.
+def plan_skip(act: Act, handler: str, partition: int | None, *, discard: bool) -> Plan:
+    """Plan to move the changes at which partitions have halted to the dead letters; see `Operations.skip`."""
+    wiring = act.wiring
+    heads = read_halted(wiring, handler, partition)
+    write = Partitions.discard if discard else partial(_keep, act)
 
-    Args:
-        token: of the change that the operator has seen, from `read_halted`; another one is not passed over.
-        discard: keep nothing of it.
-        reason: why, for the audit record.
-
-    Raises:
-        CommandRefusedError: the partition is not halted, or halted at another change; or nothing is stored that could
-            be kept.
-    """
-    command = _passing(token, "skip", Partitions.discard if discard else _keeping(wiring, SKIPPED))
-    return _run(wiring, command, subscription, partition, reason, discard=discard)[0]
-
-
-def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], bool]:
-    """Make a halted change a dead letter of what is stored of it, by the first form of it that can be stored."""
-    store = wiring.store
-
-    def write(partitions: Partitions, image: Image, generation: int) -> bool:
-        assert image.head is not None, "only a halted partition knows its head"
-        token = image.head["resumeToken"]
-        data = token_data(token)
-        partition_id = partitions.partition_id(image.subscription, generation, image.index)
-        change = store.backlog.fetch(partition_id, [data]).get(data)
-        if change is None:
-            words = (image.subscription, "--partition", str(image.index), "--discard")
-            command = wiring.line.changes("skip", *words)
-            raise CommandRefusedError(sentence_on(image, _NOT_STORED.format(command=command)))
-        place = Place(generation, image.index, image.committed + 1, image.fencing_token, change.hash)
-        *fuller, last = iterate_forms(change.raw)
-        for form in (*fuller, last):
-            found = form()
-            letter = dead_letter(
-                bridge=wiring.name,
-                subscription=image.subscription,
-                token=token,
-                key=image.head["key"] if image.head["key"] != "?" else describe(change.raw),
-                kept=found,
-                error=image.error or "unknown",
-                traceback="",
-                attempts=int(image.retries + image.crashes) + (change.refusal is None),
-                place=place,
-                cause=cause,
-                name=dead_letter_name(data, change.raw),
-                passed_over=(image.retry or {}).get("passedOver"),
-            )
+    def run(running: Act) -> PlanResult:
+        store, results = wiring.store, []
+        for head in heads:
+            generations, (image,) = choose(wiring, store, handler, head.index)
+            command = _Command("skipped", None, partial(_find_skip_objection, head.token), write, "flowing")
             try:
-                return partitions.set_aside(image, generation, letter, store.dead_letters.collection)
-            except (BSONError, DocumentTooLarge, OperationFailure) as error:
-                if form is last or is_transient(error):
-                    raise
-        raise AssertionError
+                results.append(_apply(store.partitions, command, generations[handler], image, None))
+            except CommandRefusedError as error:
+                results.append(CommandResult(handler, head.index, visible_state(image), "refused", str(error)))
+            if results[-1].result == "done":
+                running.count("partitions", handler)
+        return _report(command.done, results, is_alone=partition is not None)
 
-    return write
+    count = number(len(heads), "change", "changes")
+    asked = f"Discard {count}? Nothing of it is kept." if discard else f"Move {count} to the dead letters?"
+    planned = [CommandResult(handler, head.index, "halted", "planned") for head in heads]
+    return Plan(
+        command=act.command,
+        lines=[line for head in heads for line in _describe_head(head)] or [f"{handler} has no halted partition."],
+        contents=[line for head in heads for line in _show_change(head)],
+        fields={
+            "bridge": wiring.name,
+            "skipped": 0,
+            "halted": [_plain_head(head) for head in heads],
+            "partitions": [asdict(each) for each in planned],
+        },
+        question=asked,
+        seen=" ".join(str(head.token) for head in heads),
+        act=partial(act.run, run) if heads else None,
+    )
 
 
-def set_aside(
-    wiring: Wiring, subscription: str | None, partition: int, *, token: str | None, reason: str | None = None
-) -> CommandResult:
-    """
-    Move the change at which a partition has halted to the dead letters; the partition goes on.
+def _plan(act: Act, command: _Command, handler: str | None, partition: int | None, question: str) -> Plan:
+    wiring = act.wiring
+    served = {each.name for each in wiring.handlers}
+    with reached(wiring) as store:
+        generations, images = choose(wiring, store, handler, partition)
+        if command.is_run and handler is not None and handler not in served:
+            raise CommandRefusedError(f"Handler {handler} {UNSERVED}.")
+        unable = _find_unable(store, generations, images, served) if command.is_run else {}
+        planned = [_judge(command, each, unable.get((each.subscription, each.index))) for each in images]
+    if partition is not None and planned[0].result == "unfit":
+        raise CommandRefusedError(planned[0].reason)
 
-    Arguments and errors as for `skip`; nothing is ever thrown away by it.
-    """
-    command = _passing(token, "set-aside", _keeping(wiring, SET_ASIDE))
-    return _run(wiring, command, subscription, partition, reason)[0]
-
-
-def _run(
-    wiring: Wiring,
-    command: _Command,
-    subscription: str | None,
-    partition: int | None,
-    reason: str | None,
-    *,
-    discard: bool = False,
-) -> list[CommandResult]:
-    served = {handler.name for handler in wiring.handlers}
-    with audited(wiring, command.name, subscription, partition=partition, discard=discard, reason=reason) as act:
-        store = wiring.store
-        generations, images = choose(store, wiring.name, subscription, partition)
-        if command.runs and subscription is not None and subscription not in served:
-            raise CommandRefusedError(f"Subscription {subscription} {UNSERVED}.")
-        unable = _unable_to_run(store, generations, images, served) if command.runs else {}
+    def run(running: Act) -> PlanResult:
         results = []
         for image in images:
             objection = unable.get((image.subscription, image.index))
-            results.append(_apply(store.partitions, command, generations[image.subscription], image, objection))
+            results.append(_apply(wiring.store.partitions, command, generations[image.subscription], image, objection))
             if results[-1].result == "done":
-                act.count("partitions", image.subscription)
-    if partition is not None and results[0].result in {"unfit", "refused"}:
+                running.count("partitions", image.subscription)
+        return _report(command.done, results, is_alone=partition is not None)
+
+    is_any = any(each.result == "planned" for each in planned)
+    return Plan(
+        command=act.command,
+        lines=_describe(f"would be {command.done}", planned),
+        fields={"bridge": wiring.name, command.done: 0, "partitions": [asdict(each) for each in planned]},
+        question=question.format(bridge=wiring.name) if handler is None else None,
+        act=partial(act.run, run) if is_any else None,
+    )
+
+
+def _report(done: str, results: Sequence[CommandResult], *, is_alone: bool) -> PlanResult:
+    """Return the result of a command; of one partition that does not allow it a refusal."""
+    if is_alone and results[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(results[0].reason)
-    return results
+    return PlanResult(
+        lines=_describe(done, results),
+        fields={
+            done: sum(each.result == "done" for each in results),
+            "partitions": [asdict(each) for each in results],
+        },
+        refused=[each.reason for each in results if each.result == "refused"],
+    )
 
 
-def _unable_to_run(
+def _describe(done: str, results: Sequence[CommandResult]) -> list[str]:
+    """Return a line for each handler with the partitions that are done or planned, and what blocks some others."""
+    indexes: dict[str, list[int]] = {}
+    for each in results:
+        if each.result in {"done", "planned"}:
+            indexes.setdefault(each.subscription, []).append(each.index)
+    lines = [f"{name}: {done} {', '.join(map(str, found))}" for name, found in indexes.items()]
+    left = [each.reason for each in results if each.result == "unfit" and each.state in {"halted", "retrying"}]
+    if left[_SENTENCES:]:
+        more = number(len(left) - _SENTENCES, "more partition", "more partitions")
+        left[_SENTENCES:] = [f"{more} left as they are. `--json` shows the reason of each."]
+    if not lines:
+        lines = [f"Nothing to do: {number(len(results), 'partition was', 'partitions were')} read, none {done}."]
+    return left + lines
+
+
+def _describe_head(head: Head) -> list[str]:
+    name = f"{head.subscription}, partition {head.index}, halted at change {head.committed + 1}: {head.key}"
+    return [name, f"  resume token: {head.token}", f"  halted by: {head.error or 'unknown'}"]
+
+
+def _show_change(head: Head) -> list[str]:
+    """Return the lines of a stored change, of a large one the beginning."""
+    if head.event is None:
+        return []
+    text = json.dumps(head.event, indent=2, ensure_ascii=False)
+    more = len(text) - _EVENT_CHARS
+    return [*text[:_EVENT_CHARS].split("\n"), *([f"... and {more} characters more"] if more > 0 else [])]
+
+
+def _plain_head(head: Head) -> dict[str, object]:
+    names = ("subscription", "index", "key", "token", "error")
+    return {name: getattr(head, name) for name in names}
+
+
+def _keep(act: Act, partitions: Partitions, image: Image, generation: int) -> bool:
+    """Make a halted change a dead letter of what is stored of it, by the first form of it that can be stored."""
+    wiring, store = act.wiring, act.wiring.store
+    assert image.head is not None, "only a halted partition knows its head"
+    token = image.head["resumeToken"]
+    data = token_data(token)
+    partition_id = partitions.partition_id(image.subscription, generation, image.index)
+    change = store.backlog.fetch(partition_id, [data]).get(data)
+    if change is None:
+        command = act.line.changes("skip", image.subscription, str(image.index), "--discard")
+        raise CommandRefusedError(sentence_on(image, _NOT_STORED.format(command=command)))
+    place = Place(generation, image.index, image.committed + 1, image.fencing_token, change.hash)
+    *fuller, last = iterate_forms(change.raw)
+    for form in (*fuller, last):
+        letter = dead_letter(
+            bridge=wiring.name,
+            subscription=image.subscription,
+            token=token,
+            key=image.head["key"] if image.head["key"] != "?" else describe(change.raw),
+            kept=form(),
+            error=image.error or "unknown",
+            traceback="",
+            attempts=int(image.retries + image.crashes) + (change.refusal is None),
+            place=place,
+            cause=SKIPPED,
+            name=dead_letter_name(data, change.raw),
+            passed_over=(image.retry or {}).get("passedOver"),
+        )
+        try:
+            return partitions.set_aside(image, generation, letter, store.dead_letters.collection)
+        except (BSONError, DocumentTooLarge, OperationFailure) as error:
+            if form is last or is_transient(error):
+                raise
+    raise AssertionError
+
+
+def _find_unable(
     store: Store, generations: Mapping[str, int], images: Sequence[Image], served: Collection[str]
 ) -> dict[tuple[str, int], str]:
-    """Partitions whose next change nothing here would run, and why."""
+    """Return the partitions whose next change nothing here would run, and why."""
     lease = store.leases.read() or {}
     report = (lease.get("live") and lease.get("report")) or {}
     held = {(each["subscription"], each["partition"]) for each in report.get("held", ())}
@@ -255,7 +291,7 @@ def _unable_to_run(
 
 def _is_kept(store: Store, generation: int, image: Image) -> bool:
     """
-    Whether the change at which a partition halted is stored; then it is within the partition's mark afterwards.
+    Return True if the change at which a partition halted is stored; then it is within the partition's mark afterwards.
 
     The execution that halts stores its change without a mark, since a listener has it to read. Where that is over, the
     mark lets the next one find it.
@@ -268,115 +304,66 @@ def _is_kept(store: Store, generation: int, image: Image) -> bool:
     return data in store.backlog.fetch(partition_id, [data]) and store.partitions.mark_head(image, generation)
 
 
+def _judge(command: _Command, image: Image, unable: str | None) -> CommandResult:
+    """Return whether a command fits a partition as it was read."""
+    objection, state = command.objection(image) or unable, visible_state(image)
+    if objection is None:
+        return CommandResult(image.subscription, image.index, state, "planned")
+    result: Literal["unchanged", "unfit"] = "unchanged" if image.state == command.goal else "unfit"
+    return CommandResult(image.subscription, image.index, state, result, sentence_on(image, objection))
+
+
 def _apply(
     partitions: Partitions, command: _Command, generation: int, image: Image, unable: str | None
 ) -> CommandResult:
     for _ in range(_ROUNDS):
-        objection = command.objection(image) or unable
-        if objection is not None:
-            return CommandResult(
-                image.subscription,
-                image.index,
-                visible_state(image),
-                "unchanged" if image.state == command.goal else "unfit",
-                sentence_on(image, objection),
-            )
+        judged = _judge(command, image, unable)
+        if judged.result != "planned":
+            return judged
         if command.write(partitions, image, generation):
             return CommandResult(image.subscription, image.index, command.after, "done")
-        image = _again(partitions, image, generation)
-    reason = sentence_on(
-        image, f"kept changing while it was to {command.name}; look at status, then repeat the command"
-    )
+        found = partitions.look([partitions.partition_id(image.subscription, generation, image.index)])
+        if not found:
+            raise CommandRefusedError(sentence_on(image, "is gone: its handler was repartitioned; repeat the command"))
+        image = found[0]
+    reason = sentence_on(image, f"kept changing while it was to be {command.done}; look at status, then repeat it")
     return CommandResult(image.subscription, image.index, visible_state(image), "refused", reason)
-
-
-def _again(partitions: Partitions, image: Image, generation: int) -> Image:
-    found = partitions.look([partitions.partition_id(image.subscription, generation, image.index)])
-    if not found:
-        raise CommandRefusedError(sentence_on(image, "is gone: its handler was repartitioned; repeat the command"))
-    return found[0]
-
-
-def choose(
-    store: Store,
-    bridge: str,
-    subscription: str | None,
-    partition: int | None,
-) -> tuple[Mapping[str, int], Sequence[Image]]:
-    """Images of the partitions that a command names, and the generations of their subscriptions."""
-    layouts = layouts_in_force(store.subscriptions.read_all())
-    if not layouts:
-        raise CommandRefusedError(f"Bridge {bridge} has never been led: start a listener first.")
-    names = list(layouts)
-    if subscription is not None and subscription not in names:
-        raise CommandRefusedError(
-            f"Bridge {bridge} has no subscription {subscription!r}{nearest(subscription, names)}; "
-            f"it has {', '.join(names)}.",
-        )
-    if partition is not None and subscription is None and len(names) != 1:
-        raise CommandRefusedError(f"Name the subscription of partition {partition}: one of {', '.join(names)}.")
-    chosen = [subscription] if subscription is not None else names
-    generations = {name: layouts[name].generation for name in chosen}
-    images = store.partitions.of(generations)
-    if partition is not None:
-        images = [image for image in images if image.index == partition]
-        if not images:
-            raise CommandRefusedError(
-                f"Subscription {chosen[0]} has no partition {partition}: its partitions are 0 to "
-                f"{layouts[chosen[0]].partitions - 1}.",
-            )
-    return generations, sorted(images, key=lambda image: (image.subscription, image.index))
-
-
-def sentence_on(image: Image, text: str) -> str:
-    """What is said of a partition."""
-    return f"Partition {image.index} of {image.subscription} {text}."
 
 
 # -- what each command needs -----------------------------------------------------------------------
 
 
-def _not_pausable(image: Image) -> str | None:
+def _find_pause_objection(image: Image) -> str | None:
     if image.state == "flowing":
         return None
-    return "is paused already" if image.state == "paused" else _standing(image)
+    return "is paused already" if image.state == "paused" else _describe_state(image)
 
 
-def _not_paused(image: Image) -> str | None:
+def _find_resume_objection(image: Image) -> str | None:
     if image.state == "paused":
         return None
-    return "flows already" if image.state == "flowing" else _standing(image)
+    return "flows already" if image.state == "flowing" else _describe_state(image)
 
 
-def _not_retriable(image: Image) -> str | None:
+def _find_retry_objection(image: Image) -> str | None:
     if image.state == "halted" or (image.state == "flowing" and image.parked):
         return None
     if image.state == "paused":
         return "is paused: resume it first"
     if image.state != "flowing":
-        return _standing(image)
+        return _describe_state(image)
     if image.live or image.handled is not None:
         return "is being handled at this moment"
-    return "has nothing to retry: it is neither halted nor parked"
+    return "has nothing to retry: it is neither halted nor retrying"
 
 
-def not_halted(image: Image) -> str | None:
-    """Why the change of a partition cannot be skipped; None when it can."""
+def _find_skip_objection(token: str | None, image: Image) -> str | None:
+    if image.state == "halted" and (image.head is None or token_data(image.head["resumeToken"]) != token):
+        return "has halted at another change meanwhile: look at it, then repeat the command"
+    return not_halted(image)
+
+
+def _describe_state(image: Image) -> str:
     if image.state == "halted":
-        return None
-    return f"is {visible_state(image)}, not halted: only the change at which a partition halted can be skipped"
-
-
-def _standing(image: Image) -> str:
-    if image.state == "halted":
-        return "is halted at a change that failed: retry it, or set it aside"
+        return "is halted at a change that failed: retry it, or skip it"
     return f"is {image.state}: its handler was repartitioned; repeat the command"
-
-
-def _passing(token: str | None, name: str, write: Callable[[Partitions, Image, int], bool]) -> _Command:
-    def objection(image: Image) -> str | None:
-        if image.state == "halted" and (image.head is None or token_data(image.head["resumeToken"]) != token):
-            return "has halted at another change meanwhile: look at it, then repeat the command"
-        return not_halted(image)
-
-    return _Command(name, None, objection, write, "flowing")

@@ -316,8 +316,8 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, line: CommandLin
                 "history",
                 f"Handler {history.name} has lost its history: it stands at {history.place.as_datetime().isoformat()}, "
                 "and the oplog no longer reaches back so far. It stands still until somebody decides: "
-                f"`{line.changes('go-on', history.name, '--from', 'oldest')}` or "
-                f"`{line.changes('go-on', history.name, '--from', 'now')}`.",
+                f"`{line.changes('reset', history.name, '--to', 'oldest')}` or "
+                f"`{line.changes('reset', history.name, '--to', 'now')}`.",
             )
         elif share >= THRESHOLDS[0]:
             well = False

@@ -141,7 +141,7 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
 def _collections_of_listener(wiring: Wiring, scope: Scope) -> Right:
     """Which collection of its name it is; a snapshot of one that was dropped reads as if it were empty."""
     starts = [handler.start(wiring.options) for handler in wiring.handlers]
-    without = None if SNAPSHOT in starts else "`changes snapshot` fails, and says so"
+    without = None if SNAPSHOT in starts else "`changes snapshot start` fails, and says so"
     purpose = "snapshots: which collection it is that they read"
     return Right(scope.database or "", "", ("listCollections",), purpose, without)
 
@@ -152,7 +152,7 @@ def _oplog_of_listener(wiring: Wiring) -> Right:
     options = wiring.options
     starts = [handler.start(options) for handler in wiring.handlers]
     is_needed = "oldest" in (options.start_from, options.on_history_lost, *starts)
-    without = None if is_needed else "nothing warns before history is lost, and `go-on --from oldest` is refused"
+    without = None if is_needed else "nothing warns before history is lost, and `reset --to oldest` is refused"
     return Right(None, "", ("serverStatus",), purpose, without)
 
 
@@ -163,7 +163,7 @@ def _of_worker(state: str) -> list[Right]:
         Right(state, DROPS, ("insert", "update"), "counting dropped messages", "forged messages are dropped uncounted"),
         Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
         Right(state, "backlog", _UPSERT, "the stored changes of a run; the change at which a partition halts"),
-        Right(state, "dead_letters", _ALL, "changes that are set aside; those that are replayed go"),
+        Right(state, "dead_letters", _ALL, "changes that failed for good; those that are replayed go"),
         Right(
             state,
             "dead_letters",
@@ -183,20 +183,20 @@ def _keys_of_outboxes(wiring: Wiring) -> list[Right]:
 
 def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     state = options.database
-    stream = "`changes check` cannot try the change stream, and says so; tokens for `rewind` are refused"
+    stream = "`changes check` cannot try the change stream, and says so; tokens for `reset` are refused"
     found = [
         Right(state, "leases", _UPDATE, "status; whatever moves positions writes it"),
         Right(state, KEYS, _UPDATE, "`rotate-key`"),
         Right(state, DROPS, _FIND, "status: what workers have dropped"),
-        Right(state, "handlers", _FIND_UPDATE_REMOVE, "status; `go-on` and `rewind` write it, `forget` removes one"),
-        Right(state, "partitions", _FIND_UPDATE_REMOVE, "status; commands write it, `forget` removes some"),
-        Right(state, "backlog", _FIND_REMOVE, "`head`, `skip` and `set-aside` read a change; `forget` removes some"),
-        Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
+        Right(state, "handlers", _FIND_UPDATE_REMOVE, "status; `reset` writes it, `remove` removes one"),
+        Right(state, "partitions", _FIND_UPDATE_REMOVE, "status; commands write it, `remove` removes some"),
+        Right(state, "backlog", _FIND_REMOVE, "`skip` reads a change; `remove` removes some"),
+        Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` writes them; status counts them"),
         Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `forget` removes some"),
         Right(state, AUDIT, ("find", *_RECORD), "`history`; whatever changes the state leaves an audit record"),
-        Right(None, "", ("serverStatus",), "how far the oplog reaches back; `go-on --from oldest`, `rewind`"),
+        Right(None, "", ("serverStatus",), "how far the oplog reaches back; `reset`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
-        _watching(scope, "`changes check` and tokens for `rewind` open the change stream", stream),
+        _watching(scope, "`changes check` and tokens for `reset` open the change stream", stream),
     ]
     if any(image in _IMAGES for image in (options.full_document, options.full_document_before_change)):
         blind = "`changes check` cannot see which collections keep images, and says so"

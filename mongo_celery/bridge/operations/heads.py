@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from bson import json_util
 
 from mongo_celery.bridge.change import FLAGS, decode_event, describe, token_data
-from mongo_celery.bridge.operations.acts import reached
-from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
+from mongo_celery.bridge.operations.acts import reached, refuse_unknown
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.errors import CommandRefusedError
 
 if TYPE_CHECKING:
@@ -65,38 +65,62 @@ class Head:
     raw: str | None = None
 
 
-def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
+def choose(
+    wiring: Wiring, store: Store, handler: str | None, partition: int | None
+) -> tuple[Mapping[str, int], Sequence[Image]]:
     """
-    The change at which a partition stands.
+    Return the partitions that a command names, and the terms of their handlers' partitionings.
 
     Raises:
-        CommandRefusedError: nothing stands there, or nothing has that name.
+        CommandRefusedError: nothing has that name.
+    """
+    layouts = layouts_in_force(store.subscriptions.read_all())
+    if not layouts or (handler is not None and handler not in layouts):
+        raise refuse_unknown(wiring, handler or "", layouts)
+    if partition is not None and handler is None and len(layouts) != 1:
+        raise CommandRefusedError(f"Name the handler of partition {partition}: one of {', '.join(layouts)}.")
+    chosen = [handler] if handler is not None else list(layouts)
+    generations = {name: layouts[name].generation for name in chosen}
+    images = store.partitions.of(generations)
+    if partition is not None:
+        images = [image for image in images if image.index == partition]
+        if not images:
+            raise CommandRefusedError(
+                f"Handler {chosen[0]} has no partition {partition}: its partitions are 0 to "
+                f"{layouts[chosen[0]].partitions - 1}.",
+            )
+    return generations, sorted(images, key=lambda image: (image.subscription, image.index))
+
+
+def sentence_on(image: Image, text: str) -> str:
+    """Return a sentence on a partition."""
+    return f"Partition {image.index} of {image.subscription} {text}."
+
+
+def not_halted(image: Image) -> str | None:
+    """Return why the change of a partition cannot be skipped; None if it can."""
+    if image.state == "halted":
+        return None
+    return f"is {visible_state(image)}, not halted: only the change at which a partition halted can be skipped"
+
+
+def read_head(wiring: Wiring, handler: str, partition: int) -> Head:
+    """
+    Return the change at which a partition is blocked.
+
+    Raises:
+        CommandRefusedError: it is not blocked, or nothing has that name.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
-    image, change = _read(wiring, subscription, partition)
+    image, change = _read(wiring, handler, partition)
     if change is None and visible_state(image) == "flowing":
-        raise CommandRefusedError(sentence_on(image, "flows, and nothing of it is stored: it stands at no change"))
+        raise CommandRefusedError(sentence_on(image, "flows, and nothing of it is stored: no change blocks it"))
     return _head(image, change)
 
 
-def read_halted(wiring: Wiring, subscription: str | None, partition: int) -> Head:
+def read_halted(wiring: Wiring, handler: str, partition: int | None = None) -> list[Head]:
     """
-    The change that `skip` or `set-aside` would pass over.
-
-    Raises:
-        CommandRefusedError: the partition is not halted.
-        ServerUnavailableError, DeploymentError: as for the commands.
-    """
-    image, change = _read(wiring, subscription, partition)
-    objection = not_halted(image)
-    if objection or image.head is None:
-        raise CommandRefusedError(sentence_on(image, objection or "does not know its change: retry it once"))
-    return _head(image, change)
-
-
-def read_all_halted(wiring: Wiring, subscription: str, partition: int | None) -> list[Head]:
-    """
-    The changes at which partitions of a subscription have halted.
+    Return the changes at which partitions of a handler have halted.
 
     Args:
         partition: this one only.
@@ -106,21 +130,25 @@ def read_all_halted(wiring: Wiring, subscription: str, partition: int | None) ->
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     if partition is not None:
-        return [read_halted(wiring, subscription, partition)]
+        image, change = _read(wiring, handler, partition)
+        objection = not_halted(image)
+        if objection or image.head is None:
+            raise CommandRefusedError(sentence_on(image, objection or "does not know its change: retry it once"))
+        return [_head(image, change)]
     with reached(wiring) as store:
-        _, images = choose(store, wiring.name, subscription, None)
+        _, images = choose(wiring, store, handler, None)
     found = []
     for image in images:
         if image.state == "halted" and image.head is not None:
             with suppress(CommandRefusedError):  # it is halted no more
-                found.append(read_halted(wiring, subscription, image.index))
+                found += read_halted(wiring, handler, image.index)
     return found
 
 
-def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Image, StoredChange | None]:
+def _read(wiring: Wiring, handler: str, partition: int) -> tuple[Image, StoredChange | None]:
     """A partition, and what is stored where it stands; once more where it has moved on between the two."""
     with reached(wiring) as store:
-        generations, (image,) = choose(store, wiring.name, subscription, partition)
+        generations, (image,) = choose(wiring, store, handler, partition)
         partition_id = store.partitions.partition_id(image.subscription, generations[image.subscription], image.index)
         for _ in range(_ROUNDS):
             change = _change_at(store, partition_id, image)

@@ -436,9 +436,9 @@ class _Judge:
                         "history_lost",
                         f"{each.name} has lost its history before {moment(each.lost.oldest)}, and is stopped. Continue "
                         "at the oplog's oldest entry, or with "
-                        f"`{self._line.changes('go-on', each.name, '--from', 'now')}`. Repair what lies between "
+                        f"`{self._line.changes('reset', each.name, '--to', 'now')}`. Repair what lies between "
                         "manually.",
-                        self._line.changes("go-on", each.name, "--from", "oldest"),
+                        self._line.changes("reset", each.name, "--to", "oldest"),
                     )
                 )
             elif each.oplog_share is not None and each.oplog_share >= THRESHOLDS[0]:
@@ -501,7 +501,7 @@ class _Judge:
                     "backlog_unserved",
                     f"{count} of {each.name} {'is' if each.stored == 1 else 'are'} stored, and this app has no such "
                     f"handler. They take room under spill_bytes until it is back, or "
-                    f"`{self._line.changes('forget', each.name)}` removes them.",
+                    f"`{self._line.changes('remove', each.name)}` removes them.",
                 )
 
     def _largest(self) -> str:
@@ -534,7 +534,7 @@ class _Judge:
                     f"The snapshot of {snapshot.source} for {snapshot.handler} has ended after {snapshot.done} "
                     f"documents: {cut(snapshot.reason or 'no reason is recorded')}. The others are not "
                     f"delivered. {rest}",
-                    self._line.changes("snapshot", "--resume" if can_resume else "--stop", snapshot.id),
+                    self._line.changes("snapshot", "resume" if can_resume else "stop", snapshot.id),
                 )
         yield from self._dead_letters()
         yield from self._unregistered()
@@ -570,7 +570,7 @@ class _Judge:
             f"This app has no handler {listed([each.name for each in gone])}{stand}, of which positions are stored. "
             "Its changes are not handled. Import the module with the @bridge.on_change function. If you renamed the "
             f"function, write name={first!r} in the decorator{beside}: it keeps the position. If you removed it, run "
-            f"`{self._line.changes('forget', first)}`.",
+            f"`{self._line.changes('remove', first)}`.",
         )
 
     def _dropped(self) -> Iterator[Finding]:

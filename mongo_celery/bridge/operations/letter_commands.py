@@ -1,5 +1,5 @@
 """
-What a person does with the dead letters of a bridge: look at them, have them replayed, throw them away.
+An operator's work on the dead letters of a bridge: look at them, have them replayed, discard them.
 
 A replay is asked for here, and dispatched by the listener, so that it runs where the changes of its key run (see
 `state/replays.py`). What cannot be replayed is said in one sentence, and nothing is changed.
@@ -8,13 +8,15 @@ A replay is asked for here, and dispatched by the listener, so that it runs wher
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import wrap_event
-from mongo_celery.bridge.operations.acts import Act, audited, reached
+from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
 from mongo_celery.bridge.partitioning import document_hash
@@ -22,11 +24,14 @@ from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, STARTED, Letter,
 from mongo_celery.bridge.state.replays import REQUESTS_MAX
 from mongo_celery.bridge.state.subscriptions import Layout, layouts_in_force
 from mongo_celery.errors import CommandRefusedError, ConfigurationError
+from mongo_celery.plan import Plan, PlanResult
+from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
 
+_LEAST_ID = 18  # the time and the number of an oplog entry: only changes of one transaction need more
 _NOT_KEPT = "holds only the name of its change, which was too large to be kept: repair by hand, then discard it"
 _DAMAGED = "is damaged, so it can only be discarded: somebody else has written to the collection dead_letters"
 _WORN = f"has been started {REPLAYS_MAX} times: it can only be discarded"
@@ -37,7 +42,6 @@ _RUNS = (
 _MOVED_ON = "waits for a key that was just released: repeat the command"
 _ASKED = "is being replayed already"
 _OVERTAKES = "has a key that is parked: replay or discard first what waits for that"
-_QUOTED_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,7 @@ def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> 
         store = wiring.store
         names = _names(wiring)
         if selection.subscription is not None and selection.subscription not in names:
-            raise CommandRefusedError(
-                f"Bridge {wiring.name} has no subscription {selection.subscription[:_QUOTED_CHARS]!r}"
-                f"{nearest(selection.subscription, names)}; it has {', '.join(names) or 'none'}."
-            )
+            raise refuse_unknown(wiring, selection.subscription, names)
         for each in selection.ids:
             _check_id(wiring, replace(selection, ids=[each]), names)
         letters = store.dead_letters.find(selection, names, limit, skip=skip)
@@ -136,138 +137,243 @@ def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:
     return Found(count, letters, leads, store.dead_letters.list_parked_keys(letters))
 
 
-def replay(
-    wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_run: bool, reason: str | None = None
-) -> list[LetterResult]:
+def plan_replay(act: Act, found: Found, *, over_newer: bool) -> Plan:
+    """Plan to run the handler again for dead letters; see `Operations.replay_dead_letters`."""
+
+    def run(running: Act) -> PlanResult:
+        return _report(found, _replay(running, found.letters, over_newer), "requested", "are to be replayed")
+
+    with reached(act.wiring):
+        ahead = _replay(act, found.letters, over_newer, dry_run=True)
+    return _plan(act, found, ahead, "requested", "would be replayed", "Run the handler again?", run)
+
+
+def plan_discard(act: Act, found: Found) -> Plan:
+    """Plan to throw dead letters away; see `Operations.discard_dead_letters`."""
+
+    def run(running: Act) -> PlanResult:
+        return _report(found, _discard(running, found.letters), "discarded", "were discarded")
+
+    with reached(act.wiring):
+        ahead = _discard(act, found.letters, dry_run=True)
+    question = "Throw it away?" if len(found.letters) == 1 else "Throw them away?"
+    return _plan(act, found, ahead, "discarded", "would be discarded", question, run)
+
+
+def _plan(
+    act: Act,
+    found: Found,
+    ahead: Sequence[LetterResult],
+    result: str,
+    words: str,
+    question: str,
+    run: Callable[[Act], PlanResult],
+) -> Plan:
+    report = _report(found, ahead, result, words)
+    ids = short_ids([each.id for each in found.letters])
+    named = [f"{id_}  {each.subscription}  {each.key}" for id_, each in zip(ids, found.letters, strict=True)]
+    is_any = any(each.result == result for each in ahead)
+    return Plan(
+        command=act.command,
+        lines=[*named, *report.lines],
+        fields={"bridge": act.wiring.name, "count": found.count, "leads": found.leads, **report.fields},
+        refused=report.refused,
+        question=f"{number(len(found.letters), 'dead letter', 'dead letters')}. {question}",
+        seen=" ".join(each.document_id for each in found.letters),
+        act=partial(act.run, run) if is_any else None,
+    )
+
+
+def _report(found: Found, results: Sequence[LetterResult], result: str, words: str) -> PlanResult:
+    """Return what a plan and its result say of each dead letter."""
+    done = [each for each in results if each.result == result]
+    first_ones = {each.id for each in done} - {each.id for each in found.letters}  # of parked keys
+    count = number(found.count + len(first_ones), "dead letter", "dead letters")
+    lines = [each.reason for each in results if each.result == "unchanged" and each.reason]
+    lines.append(f"{len(done)} of {count} {words}")
+    follow = sum(each.follow for each in done)
+    lines += [f"{number(follow, 'dead letter', 'dead letters')} of their keys follow, in order"] if follow else []
+    if found.count > len(found.letters):
+        lines.append(f"{found.count - len(found.letters)} more were not read: repeat the command, or raise --limit")
+    if done and result == "requested" and not found.leads:
+        lines.append("No listener is running: they are replayed when one leads.")
+    return PlanResult(
+        lines=lines,
+        fields={result: len(done), "letters": [asdict(each) for each in results]},
+        refused=[each.reason for each in results if each.result == "refused"],
+    )
+
+
+def _replay(act: Act, letters: Sequence[Letter], over_newer: bool, *, dry_run: bool = False) -> list[LetterResult]:
     """
-    Ask for the replay of dead letters; those that cannot be replayed are refused, and the others are not kept by it.
+    Ask for the replay of dead letters; those that cannot be replayed are refused, and do not keep the others.
 
     One that waits for a parked key is replayed with all that wait for that, from the first of them on.
-
-    Args:
-        over_newer: let them write over what newer changes have written.
-        dry_run: only say what would be done.
-        reason: why, for the audit record.
     """
-    ids = [letter.id for letter in letters]
-    with audited(wiring, "dead-letters replay", id=ids, over_newer=over_newer, reason=reason, dry_run=dry_run) as act:
-        asking = _Asking(wiring, act, over_newer=over_newer, dry_run=dry_run)
-        keys = wiring.store.dead_letters.list_parked_keys(letters)
-        firsts: dict[str, LetterResult] = {}
-        results = []
-        for letter in letters:
-            key = None if letter.parked is None else keys.get((letter.subscription, letter.parked))
-            if key is None:
-                results.append(asking.ask(letter))
+    store = act.wiring.store
+    requests = _Requests(act, over_newer=over_newer, dry_run=dry_run)
+    keys = store.dead_letters.list_parked_keys(letters)
+    chosen = Counter((each.subscription, each.parked) for each in letters)
+    ids = {each.document_id for each in letters}
+    firsts: dict[str, LetterResult] = {}
+    results = []
+    for letter in letters:
+        key = None if letter.parked is None else keys.get((letter.subscription, letter.parked))
+        if key is None:
+            results.append(requests.add(letter))
+            continue
+        if key.first not in firsts:
+            first = letter if key.first == letter.document_id else store.dead_letters.header(key.first)
+            if first is None:
+                results.append(_result(letter, "refused", _MOVED_ON))
                 continue
-            if key.first not in firsts:
-                first = letter if key.first == letter.document_id else wiring.store.dead_letters.header(key.first)
-                if first is None:
-                    results.append(_result(letter, "refused", _MOVED_ON))
-                    continue
-                chosen = sum((each.subscription, each.parked) == (key.subscription, key.hash) for each in letters)
-                is_chosen = any(each.document_id == key.first for each in letters)
-                others = key.count - chosen - (not is_chosen)
-                firsts[key.first] = replace(asking.ask(first), follow=max(others, 0))
-                if not is_chosen:
-                    results.append(firsts[key.first])
-            first_result = firsts[key.first]
-            results.append(first_result if key.first == letter.document_id else _behind(letter, first_result))
+            is_chosen = key.first in ids
+            others = key.count - chosen[key.subscription, key.hash] - (not is_chosen)
+            firsts[key.first] = replace(requests.add(first), follow=max(others, 0))
+            if not is_chosen:
+                results.append(firsts[key.first])
+        first_result = firsts[key.first]
+        results.append(first_result if key.first == letter.document_id else _follow(letter, first_result))
     return results
 
 
-def _behind(letter: Letter, first: LetterResult) -> LetterResult:
-    """What becomes of a letter behind the first one that waits for its key."""
+def _follow(letter: Letter, first: LetterResult) -> LetterResult:
+    """Return what happens to a letter behind the first one that waits for its key."""
     if first.result != "refused":
         return _result(letter, first.result, "" if first.result == "requested" else _ASKED)
     return _result(letter, "refused", f"waits for its key behind {first.id}, which cannot be replayed")
 
 
-class _Asking:
-    """The requests of one command."""
+class _Requests:
+    """The replays that one command asks for."""
 
-    def __init__(self, wiring: Wiring, act: Act, *, over_newer: bool, dry_run: bool) -> None:
-        store = wiring.store
-        asked = store.replays.read()
+    def __init__(self, act: Act, *, over_newer: bool, dry_run: bool) -> None:
+        store = act.wiring.store
         self._act = act
-        self._wiring = wiring
+        self._wiring = act.wiring
         self._over_newer = over_newer
         self._dry_run = dry_run
-        self._room: dict[str, int] = {}
-        for each in asked:
-            self._room[each.subscription] = self._room.get(each.subscription, REQUESTS_MAX) - 1
+        self._asked = Counter(each.subscription for each in store.replays.read())
         self._layouts = layouts_in_force(store.subscriptions.read_all())
-        self._handlers = {handler.name: handler for handler in wiring.handlers}
-        self._parked: dict[str, frozenset[int]] = {}
+        self._handlers = {handler.name: handler for handler in act.wiring.handlers}
+        self._parked: dict[str, Collection[int]] = {}
 
-    def ask(self, letter: Letter) -> LetterResult:
+    def add(self, letter: Letter) -> LetterResult:
         """Ask for the replay of one letter."""
-        name, over_newer = letter.subscription, self._over_newer
-        found: _Request | str | None = None
-        if letter.replay is None or letter.replay.failed:
-            found = _request(self._wiring, letter, self._handlers.get(name), self._layouts.get(name))
-        if isinstance(found, _Request) and self._is_overtaking(letter, found):
-            found = _OVERTAKES
-        room = self._room.get(name, REQUESTS_MAX)
-        if room <= 0 and isinstance(found, _Request):
-            found = (
-                f"has to wait: {REQUESTS_MAX} dead letters of its handler are being replayed; repeat the command "
-                f"when `{self._wiring.line.changes('dead-letters', 'list')}` shows fewer"
-            )
-        result = _ask(self._wiring, letter, found, over_newer=over_newer, dry_run=self._dry_run)
-        if result.result == "requested":
-            self._room[name] = room - 1
-            self._act.count("dead_letters", name)
-        return result
-
-    def _is_overtaking(self, letter: Letter, request: _Request) -> bool:
-        """Whether targets would refuse what waits for a letter's key, since this one has a newer token."""
-        if letter.parked is not None or not self._over_newer:
-            return False
         name = letter.subscription
+        if letter.replay is not None and not letter.replay.failed:
+            return _result(letter, "unchanged", _ASKED)
+        try:
+            generation, partition, hash_ = self._place(letter)
+        except CommandRefusedError as error:
+            return _result(letter, "refused", str(error))
+        if self._asked[name] >= REQUESTS_MAX:
+            listed = self._act.line.changes("dead-letters", "list")
+            reason = f"has to wait: {REQUESTS_MAX} dead letters of its handler are being replayed"
+            return _result(letter, "refused", f"{reason}; repeat the command when `{listed}` shows fewer")
+        outcome = "done"
+        if not self._dry_run:
+            outcome = self._wiring.store.replays.request(
+                letter.document_id, generation=generation, partition=partition, hash_=hash_, over_newer=self._over_newer
+            )
+        if outcome != "done":
+            return _result(letter, "unchanged", "is gone already" if outcome == "gone" else _ASKED)
+        self._asked[name] += 1
+        self._act.count("dead_letters", name)
+        return _result(letter, "requested")
+
+    def _place(self, letter: Letter) -> tuple[int, int, int]:
+        """
+        Return where a letter is to be replayed: generation, partition, and hash of its key.
+
+        Raises:
+            CommandRefusedError: it cannot be.
+        """
+        name, place = letter.subscription, letter.place
+        handler, layout = self._handlers.get(name), self._layouts.get(name)
+        if handler is None or layout is None:
+            raise CommandRefusedError(UNSERVED)
+        if letter.kept == "name":
+            raise CommandRefusedError(_NOT_KEPT)
+        if letter.token is None or letter.bytes is None or place is None:
+            raise CommandRefusedError(_DAMAGED)
+        if letter.replays >= REPLAYS_MAX:
+            raise CommandRefusedError(_WORN)
+        if place.generation == layout.generation:
+            found = layout.generation, place.partition, place.hash
+        elif letter.parked is not None:
+            found = layout.generation, letter.parked % layout.partitions, letter.parked
+        else:
+            hash_ = _hash_again(self._wiring, letter, handler, layout)
+            found = layout.generation, hash_ % layout.partitions, hash_
+        if letter.parked is None and self._over_newer and found[2] in self._parked_hashes(name, layout.generation):
+            raise CommandRefusedError(_OVERTAKES)  # targets would refuse those that wait: this one has a newer token
+        return found
+
+    def _parked_hashes(self, name: str, generation: int) -> Collection[int]:
         if name not in self._parked:
-            self._parked[name] = self._wiring.store.partitions.collect_parked_hashes(name, request.generation)
-        return request.hash in self._parked[name]
+            self._parked[name] = self._wiring.store.partitions.collect_parked_hashes(name, generation)
+        return self._parked[name]
 
 
-def discard(
-    wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool, reason: str | None = None
-) -> list[LetterResult]:
+def _hash_again(wiring: Wiring, letter: Letter, handler: Handler, layout: Layout) -> int:
+    """Return the hash of a letter's key in a partitioning that came after it."""
+    found = wiring.store.dead_letters.read(letter.document_id)
+    if found is None or found[1] is None:
+        raise CommandRefusedError(_DAMAGED)
+    rule = layout.key.partition(":")[2]
+    try:
+        partitioner = handler.partitioner_named(rule, wiring.options, wiring.handlers)
+    except ConfigurationError:
+        raise CommandRefusedError(
+            f"belongs to a partition by {rule!r}, a rule that this app does not have: repeat the command when `status` "
+            "shows the partitioning by the new one"
+        ) from None
+    event = wrap_event(found[1])
+    try:
+        return partitioner.hash(event)
+    except Exception:  # noqa: BLE001 - a user's function, on whatever bytes
+        return document_hash(event)
+
+
+def _discard(act: Act, letters: Sequence[Letter], *, dry_run: bool = False) -> list[LetterResult]:
     """
     Throw dead letters away, also damaged ones; not while they are being replayed.
 
     Where the first letter that waits for a parked key goes, and not all of them, the others are replayed. So the last
     one of a key goes first: none of those that are to go may be replayed in between.
-
-    Args:
-        reason: why, for the audit record.
     """
-    ids = [letter.id for letter in letters]
-    with audited(wiring, "dead-letters discard", id=ids, reason=reason, dry_run=dry_run) as act:
-        store = wiring.store
-        keys = store.dead_letters.list_parked_keys(letters)
-        layouts = layouts_in_force(store.subscriptions.read_all())
-        results: dict[str, LetterResult] = {}
-        gone: dict[tuple[str, int], int] = {}
-        for letter in sorted(letters, key=lambda each: each.order, reverse=True):
-            layout = layouts.get(letter.subscription)
-            outcome = "done" if dry_run else store.replays.discard(letter.document_id, layout)
-            result = _discarded(letter, outcome)
-            if result.result == "discarded":
-                act.count("dead_letters", letter.subscription)
+    store = act.wiring.store
+    keys = store.dead_letters.list_parked_keys(letters)
+    layouts = layouts_in_force(store.subscriptions.read_all())
+    results: dict[str, LetterResult] = {}
+    gone: Counter[tuple[str, int]] = Counter()
+    for letter in sorted(letters, key=lambda each: each.order, reverse=True):
+        layout = layouts.get(letter.subscription)
+        outcome = "done" if dry_run else store.replays.discard(letter.document_id, layout)
+        if outcome == "running":
+            result = _result(letter, "refused", _RUNS)
+        elif outcome == "gone":
+            result = _result(letter, "unchanged", "is gone already")
+        else:
+            result = _result(letter, "discarded")
+            act.count("dead_letters", letter.subscription)
             key = None if letter.parked is None else keys.get((letter.subscription, letter.parked))
-            if key is not None and result.result == "discarded":
-                count = gone[key.subscription, key.hash] = gone.get((key.subscription, key.hash), 0) + 1
+            if key is not None:
+                gone[key.subscription, key.hash] += 1
                 if key.first == letter.document_id and layout is not None:
-                    result = replace(result, follow=key.count - count)
-            results[letter.document_id] = result
+                    result = replace(result, follow=key.count - gone[key.subscription, key.hash])
+        results[letter.document_id] = result
     return [results[each.document_id] for each in letters]
 
 
-def _discarded(letter: Letter, outcome: str) -> LetterResult:
-    if outcome == "running":
-        return _result(letter, "refused", _RUNS)
-    return _result(letter, "unchanged", "is gone already") if outcome == "gone" else _result(letter, "discarded")
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """Return the beginnings by which these can be told from each other."""
+    length = _LEAST_ID
+    for first, second in pairwise(sorted(set(ids))):
+        common = next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
+        length = max(length, (min(len(first), len(second)) if common is None else common) + 1)
+    return [each[:length] for each in ids]
 
 
 def change_of(wiring: Wiring, letter: Letter) -> dict[str, Any]:
@@ -319,77 +425,6 @@ def _state(asked: ReplayRequest | None) -> str | None:
     if asked.state == STARTED:
         return "running"
     return "waiting" if asked.due_in > 0 else "requested"
-
-
-# -- inside ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    generation: int
-    partition: int
-    hash: int
-
-
-def _ask(
-    wiring: Wiring, letter: Letter, found: _Request | str | None, *, over_newer: bool, dry_run: bool
-) -> LetterResult:
-    if found is None:
-        return _result(letter, "unchanged", _ASKED)
-    if isinstance(found, str):
-        return _result(letter, "refused", found)
-    outcome = "done"
-    if not dry_run:
-        outcome = wiring.store.replays.request(
-            letter.document_id,
-            generation=found.generation,
-            partition=found.partition,
-            hash_=found.hash,
-            over_newer=over_newer,
-        )
-    if outcome == "done":
-        return _result(letter, "requested")
-    return _result(letter, "unchanged", "is gone already" if outcome == "gone" else _ASKED)
-
-
-def _request(wiring: Wiring, letter: Letter, handler: Handler | None, layout: Layout | None) -> _Request | str:
-    """Where a letter is to be replayed, or why it cannot be."""
-    place = letter.place
-    reasons = [
-        (handler is None or layout is None, UNSERVED.replace("; then retry", "; then repeat the command")),
-        (letter.kept == "name", _NOT_KEPT),
-        (letter.token is None or letter.bytes is None or place is None, _DAMAGED),
-        (letter.replays >= REPLAYS_MAX, _WORN),
-    ]
-    reason = next((reason for is_so, reason in reasons if is_so), None)
-    if reason is not None or handler is None or layout is None:
-        return reason or UNSERVED
-    if place is not None and place.generation == layout.generation:
-        return _Request(layout.generation, place.partition, place.hash)
-    if letter.parked is not None:
-        return _Request(layout.generation, letter.parked % layout.partitions, letter.parked)
-    return _placed_anew(wiring, letter, handler, layout)
-
-
-def _placed_anew(wiring: Wiring, letter: Letter, handler: Handler, layout: Layout) -> _Request | str:
-    """The partition of a letter's key in a layout that came after it."""
-    found = wiring.store.dead_letters.read(letter.document_id)
-    if found is None or found[1] is None:
-        return _DAMAGED
-    rule = layout.key.partition(":")[2]
-    try:
-        partitioner = handler.partitioner_named(rule, wiring.options, wiring.handlers)
-    except ConfigurationError:
-        return (
-            f"belongs to a partition by {rule!r}, a rule that this app does not have: repeat the command when `status` "
-            "shows the layout by the new one"
-        )
-    event = wrap_event(found[1])
-    try:
-        hash_ = partitioner.hash(event)
-    except Exception:  # noqa: BLE001 - a user's function, on whatever bytes
-        hash_ = document_hash(event)
-    return _Request(layout.generation, hash_ % layout.partitions, hash_)
 
 
 def _result(

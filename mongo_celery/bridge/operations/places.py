@@ -234,8 +234,8 @@ def place_of(wiring: Wiring, asked: Asked, reach: Reach, option: str) -> StreamP
 def _is_in_stream(wiring: Wiring, data: str, time: Timestamp) -> bool:
     """Whether the stream of a bridge has a change with this token, or the server would give it for this time."""
     _, scope = wiring.stream()
-    # What users filter or project away, and what is looked up, is of no interest: a change is one all the same.
-    bare = replace(scope, options={}, flags={}, given=())
+    # What is looked up and matched is of no interest: a change is one all the same.
+    bare = replace(scope, options={}, flags={})
     with closing(read_from(wiring, bare, time)) as items:
         for item in items:
             found = str(item["_id"]["_data"])
@@ -268,7 +268,7 @@ def read_from(
     until = monotonic() + seconds
     client = wiring.stream_client(_SOCKET_SECONDS)
     try:
-        fitting = replace(scope, given=(*scope.given, WITHOUT_OVERSIZED))
+        fitting = scope.add_stage(WITHOUT_OVERSIZED)
         with open_cursor(client, fitting, Position(None, time)) as cursor:
             for item in _items(cursor):
                 yield item

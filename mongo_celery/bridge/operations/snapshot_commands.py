@@ -7,8 +7,9 @@ one that the handler does not watch, a condition that the server cannot judge.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp, json_util
@@ -16,16 +17,17 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import is_number, nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, find_collections, read_facts
-from mongo_celery.bridge.operations.acts import audited, reached
+from mongo_celery.bridge.operations.acts import Act, reached
 from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
-from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
+from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING, STOPPED, Snapshot
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.stream.filter import find_objection
 from mongo_celery.bridge.stream.source import parse_source
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import with_majority
 from mongo_celery.mongo.verdicts import Verdict, brief, judge_error
+from mongo_celery.plan import Plan, PlanResult
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
@@ -35,10 +37,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class PlannedSnapshot:
     """
-    A snapshot that is, or would be, asked for.
+    A snapshot that is, or would be, started.
 
     Attributes:
-        id: its `_id`; None where nothing was asked for.
+        id: its `_id`; None where it is only planned.
         estimated: how many documents there are; None where nobody could say.
     """
 
@@ -48,87 +50,86 @@ class PlannedSnapshot:
     estimated: int | None
 
 
-def start(
-    wiring: Wiring,
-    name: str | None,
-    *,
-    sources: Sequence[str] = (),
-    match: str | None = None,
-    rate: float | None = None,
-    dry_run: bool = False,
-    reason: str | None = None,
-) -> list[PlannedSnapshot]:
-    """
-    Have a handler be given the documents that exist, one snapshot a collection. They begin when a listener leads.
-
-    Args:
-        name: of the handler; None where only one can be meant.
-        sources: collections that it watches; all of them by default.
-        match: a condition on events, as extended JSON.
-        rate: documents a second at most.
-        dry_run: only say what would be asked for.
-        reason: why, for the audit record.
-
-    Raises:
-        CommandRefusedError: something of it cannot be; then nothing is asked for.
-        ServerUnavailableError, DeploymentError: as for the commands.
-    """
+def plan_start(act: Act, handler: str | None, *, sources: Sequence[str], match: str | None, rate: float | None) -> Plan:
+    """Plan to give a handler the documents that exist; see `Operations.start_snapshot`."""
     if rate is not None and not (is_number(rate) and rate > 0):
         raise CommandRefusedError(f"rate={rate!r} must be a number of documents a second.")
-    with audited(
-        wiring, "snapshot", name, source=sources, match=match, rate=rate, reason=reason, dry_run=dry_run
-    ) as act:
-        handler = _handler(wiring, name)
+    wiring = act.wiring
+    with reached(wiring):
+        chosen = _handler(wiring, handler)
         condition = _condition(match)
-        found = _facts(wiring, handler, sources)
+        found = _facts(wiring, chosen, sources)
         for source in found:
             if condition is not None:
                 _judge(wiring, source, condition)
-        _refuse_running(wiring, handler, found)
-        store, asked = wiring.store.snapshots, []
-        for source, facts in found.items():
-            planned = PlannedSnapshot(
-                None if dry_run else store.make_id(handler.name), handler.name, source, estimate(wiring.client, source)
-            )
-            asked.append(planned)
-            if not dry_run:
-                store.insert([_record(planned, facts, condition, rate, act.by)])
-                act.count("snapshots", handler.name)
-        if not dry_run:
-            store.remove_ended(handler.name)
-    return asked
+        _refuse_running(act, chosen, found)
+        planned = [PlannedSnapshot(None, chosen.name, each, estimate(wiring.client, each)) for each in found]
+
+    def run(running: Act) -> PlanResult:
+        _refuse_running(act, chosen, found)
+        store, started = wiring.store.snapshots, []
+        for each in planned:
+            started.append(replace(each, id=store.make_id(chosen.name)))
+            store.insert([_record(started[-1], found[each.source], condition, rate, running.by)])
+            running.count("snapshots", chosen.name)
+        store.remove_ended(chosen.name)
+        return PlanResult(
+            lines=[*map(_line, started), "They come when a listener leads. `status --watch` shows their progress."],
+            fields={"snapshots": [asdict(each) for each in started]},
+        )
+
+    return Plan(
+        command=act.command,
+        lines=[*map(_line, planned)],
+        fields={"bridge": wiring.name, "snapshots": [asdict(each) for each in planned]},
+        question="Start it?" if len(planned) == 1 else "Start them?",
+        act=partial(act.run, run),
+    )
 
 
-def stop(wiring: Wiring, snapshot_id: str, *, reason: str | None = None) -> dict[str, Any]:
-    """
-    Let a snapshot begin no chunk any more; how far it is.
+def _line(each: PlannedSnapshot) -> str:
+    count = "an unknown number of" if each.estimated is None else f"about {each.estimated}"
+    name = f"{each.id.rpartition('/')[2]}  " if each.id is not None else ""
+    return f"{name}{each.source} for {each.handler}: {count} documents"
 
-    What is under way is delivered, unless its listener ends before: then `resume` brings it.
 
-    Raises:
-        CommandRefusedError: there is none of this id, or several, or it does not run.
-    """
-    with audited(wiring, "snapshot", stop=snapshot_id, reason=reason) as act:
+def plan_stop(act: Act, snapshot_id: str) -> Plan:
+    """Plan that a snapshot reads no more; see `Operations.stop_snapshot`."""
+    after = "What was delivered stays. What is in flight is delivered, unless its listener ends before."
+    return _plan_change(act, snapshot_id, "stopped", [RUNNING, FAILED, GONE], act.wiring.store.snapshots.stop, after)
+
+
+def plan_resume(act: Act, snapshot_id: str) -> Plan:
+    """Plan that a snapshot continues; see `Operations.resume_snapshot`."""
+    after = "It continues when a listener leads."
+    return _plan_change(act, snapshot_id, "resumed", [STOPPED, FAILED], act.wiring.store.snapshots.resume, after)
+
+
+def _plan_change(
+    act: Act, snapshot_id: str, done: str, states: Sequence[str], write: Callable[[str], bool], after: str
+) -> Plan:
+    wiring = act.wiring
+    with reached(wiring):
         found = _one(wiring, snapshot_id)
-        if not wiring.store.snapshots.stop(found.id):
-            raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: there is nothing to stop.")
-        act.count("snapshots", found.subscription)
-        return progress_of(_one(wiring, found.id), _around(wiring))
+        progress = progress_of(found, _around(wiring))
+    refusal = f"Snapshot {found.id} is {found.state}, so it cannot be {done}."
+    if found.state not in states:
+        raise CommandRefusedError(refusal)
 
+    def run(running: Act) -> PlanResult:
+        if not write(found.id):
+            raise CommandRefusedError(refusal)
+        running.count("snapshots", found.subscription)
+        now = progress_of(_one(wiring, found.id), _around(wiring))
+        return PlanResult(lines=[f"{name}: {done}. {after}"], fields={"snapshots": [now]})
 
-def resume(wiring: Wiring, snapshot_id: str, *, reason: str | None = None) -> dict[str, Any]:
-    """
-    Let a snapshot that was stopped, or has failed, go on where it is; how far that is.
-
-    Raises:
-        CommandRefusedError: there is none of this id, or several, or it is neither.
-    """
-    with audited(wiring, "snapshot", resume=snapshot_id, reason=reason) as act:
-        found = _one(wiring, snapshot_id)
-        if found.state not in (STOPPED, FAILED) or not wiring.store.snapshots.resume(found.id):
-            raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: it cannot be resumed.")
-        act.count("snapshots", found.subscription)
-        return progress_of(_one(wiring, found.id), _around(wiring))
+    name = f"{found.source} for {found.subscription}"
+    return Plan(
+        command=act.command,
+        lines=[f"{name}: would be {done}"],
+        fields={"bridge": wiring.name, "snapshots": [progress]},
+        act=partial(act.run, run),
+    )
 
 
 def listed(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
@@ -221,7 +222,7 @@ def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
 def _judge(wiring: Wiring, source: str, condition: str) -> None:
     """The server judges a condition on one document: what it cannot read at all would fail on each of them."""
     database, _, name = source.partition(".")
-    shape = build_shape(source, Timestamp(1, 1), [json_util.loads(condition)], ())
+    shape = build_shape(source, Timestamp(1, 1), [json_util.loads(condition)])
     try:
         list(with_majority(wiring.client[database][name]).aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:
@@ -230,14 +231,14 @@ def _judge(wiring: Wiring, source: str, condition: str) -> None:
         raise CommandRefusedError(f"The server cannot judge --match on {source}: {brief(error)}.") from error
 
 
-def _refuse_running(wiring: Wiring, handler: Handler, found: Mapping[str, object]) -> None:
-    known = wiring.store.snapshots.read()
+def _refuse_running(act: Act, handler: Handler, found: Mapping[str, object]) -> None:
+    known = act.wiring.store.snapshots.read()
     for each in known:
         if each.state == RUNNING and each.subscription == handler.name and each.source in found:
             name = short_names(one.id for one in known)[each.id]
             raise CommandRefusedError(
                 f"A snapshot of {each.source} for {handler.name} runs already: wait for it, or stop it with "
-                f"--stop {name}."
+                f"`{act.line.changes('snapshot', 'stop', name)}`."
             )
 
 
@@ -262,7 +263,7 @@ def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:
     found = [each for each in known if named(each.id, snapshot_id)]
     if not found:
         raise CommandRefusedError(
-            f"Bridge {wiring.name} has no snapshot {snapshot_id!r}; see `{wiring.line.changes('snapshot', '--list')}`."
+            f"Bridge {wiring.name} has no snapshot {snapshot_id!r}; see `{wiring.line.changes('snapshot', 'list')}`."
         )
     if len(found) > 1:
         names = short_names(each.id for each in known)

@@ -153,7 +153,12 @@ class Facts:
 
 
 def read_snapshot(
-    wiring: Wiring, line: CommandLine | None = None, *, ask: bool = False, counting: float = GLANCE_SECONDS
+    wiring: Wiring,
+    line: CommandLine | None = None,
+    *,
+    ask: bool = False,
+    counting: float = GLANCE_SECONDS,
+    groups: bool = True,
 ) -> BridgeSnapshot:
     """
     Read a bridge, and judge it.
@@ -164,6 +169,7 @@ def read_snapshot(
         line: beginning of the commands that findings print.
         ask: ask broker and workers, too, for some seconds.
         counting: seconds that counting stored changes may take.
+        groups: read dead letters, too, and group them.
 
     Raises:
         ServerUnavailableError: MongoDB did not answer.
@@ -173,7 +179,7 @@ def read_snapshot(
     client = wiring.reach()
     try:
         with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
-            found = shape(read_facts(client, wiring, line, counting))
+            found = shape(read_facts(client, wiring, line, counting, groups=groups))
     except PyMongoError as error:
         raise to_user_error(error, wiring.state_concern) from error
     if not ask:
@@ -182,7 +188,9 @@ def read_snapshot(
     return judge(replace(found, workers=workers), line, findings)
 
 
-def read_facts(client: MongoClient[dict[str, Any]], wiring: Wiring, line: CommandLine, counting: float) -> Facts:
+def read_facts(
+    client: MongoClient[dict[str, Any]], wiring: Wiring, line: CommandLine, counting: float, *, groups: bool = True
+) -> Facts:
     """Read the state of a bridge."""
     options, store, handlers = wiring.options, wiring.store, wiring.handlers
     lease = store.leases.read()
@@ -210,7 +218,7 @@ def read_facts(client: MongoClient[dict[str, Any]], wiring: Wiring, line: Comman
         images=images,
         layouts=layouts,
         dead_letters=dead_letters,
-        dead_letter_groups=_group_dead_letters(store, counting) if dead_letters else (),
+        dead_letter_groups=_group_dead_letters(store, counting) if dead_letters and groups else (),
         oversized=store.dead_letters.read_oversized_error() if dead_letters else None,
         snapshots=store.snapshots.read(),
         without_runs=frozenset(each.name for each in handlers if not _takes_runs(wiring, each)),

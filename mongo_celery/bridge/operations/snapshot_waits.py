@@ -68,7 +68,7 @@ class Surroundings:
     def _standing(self, name: str) -> str | None:
         """It is led, and stands."""
         if name in self.lost:
-            oldest, now = (self.line.changes("go-on", name, "--from", place) for place in ("oldest", "now"))
+            oldest, now = (self.line.changes("reset", name, "--to", place) for place in ("oldest", "now"))
             return f"its handler has lost its history: decide (`{oldest}` or `{now}`)"
         images = [image for image in self.images if image.subscription == name]
         states = Counter(map(visible_state, images))

@@ -115,7 +115,7 @@ def _unserved(status: Mapping[str, Any], line: CommandLine) -> Iterator[Finding]
                 "spill_unserved",
                 f"{'Changes' if count is None else number(count, 'change', 'changes')} of {each['name']} "
                 f"{'is' if count == 1 else 'are'} stored, which has no handler in this app. What is stored waits for "
-                f"one, or until `{line.changes('forget', each['name'])}` removes it. It takes room under "
+                f"one, or until `{line.changes('remove', each['name'])}` removes it. It takes room under "
                 "spill_bytes meanwhile.",
             )
 

@@ -66,12 +66,12 @@ def _snapshots(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
         if each["state"] not in ("failed", "source gone"):
             continue
         can_go_on = each["state"] == "failed"
-        rest = "It goes on where it is when it is resumed." if can_go_on else "`--stop` acknowledges it."
+        rest = "It continues where it is when it is resumed." if can_go_on else "To acknowledge it, stop it."
         yield failing(
             "snapshot_failed",
             f"The snapshot of {each['source']} for {each['handler']} has ended after {each['done']} documents: "
             f"{cut(each['sentence'] or 'no reason is recorded')}. What it has not read is not delivered. {rest}",
-            line.changes("snapshot", "--resume" if can_go_on else "--stop", each["id"]),
+            line.changes("snapshot", "resume" if can_go_on else "stop", each["id"]),
         )
 
 
@@ -114,7 +114,7 @@ def _halt(subscription: Subscription, halted: Sequence[Partition], line: Command
     return failing(
         "halted",
         f"{where(subscription, indexes)} {has} {_key(first)}: {reason}. {its} later changes wait. "
-        f"`{line.changes('head', name, str(indexes[0]))}` shows the change, `{line.on('set-aside', name, indexes)}` "
+        f"`{line.changes('head', name, str(indexes[0]))}` shows the change, `{line.on('skip', name, indexes)}` "
         f"moves {it} to the dead letters. To run {it} again, fix the cause and retry {it}.",
         line.on("retry", name, indexes),
     )
@@ -128,7 +128,7 @@ def _lost_halt(subscription: Subscription, halted: Sequence[Partition], line: Co
         f"{where(subscription, indexes)} {has} {_key(halted[0])}, whose history is lost: unless "
         f"`{line.changes('head', name, str(indexes[0]))}` has its bytes, it cannot run any more. "
         "Repair what it stands for manually, then skip it.",
-        line.changes("skip", name, "--partition", str(indexes[0])),
+        line.changes("skip", name, str(indexes[0])),
     )
 
 
@@ -236,9 +236,9 @@ def _lost(subscription: Subscription, line: CommandLine) -> Reason:
     name, lost = subscription["name"], subscription["lost"]
     return failing(
         "history_lost",
-        f"{name} has lost its history before {moment(lost['oldest'])} and stands still. Go on with the oldest entry of "
-        f"the oplog, or with `{line.changes('go-on', name, '--from', 'now')}`, and repair what lies between manually.",
-        line.changes("go-on", name, "--from", "oldest"),
+        f"{name} has lost its history before {moment(lost['oldest'])} and is blocked. Continue with the oldest entry "
+        f"of the oplog, or with `{line.changes('reset', name, '--to', 'now')}`, and repair what lies between manually.",
+        line.changes("reset", name, "--to", "oldest"),
     )
 
 
@@ -357,5 +357,5 @@ def _unregistered(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reas
             f"{listed(sorted(gone))} {'is' if len(gone) == 1 else 'are'} stored{stand}, but without a handler in this "
             "app: nobody handles these changes. Import the module with the @bridge.on_change function. If you renamed "
             f"the function, write name={first!r} in the decorator{beside}: it keeps the position. If you removed the "
-            f"handler, run `{line.changes('forget', first)}`, which removes everything that is stored of it.",
+            f"handler, run `{line.changes('remove', first)}`, which removes everything that is stored of it.",
         )

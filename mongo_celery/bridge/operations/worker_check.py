@@ -10,7 +10,7 @@ from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.judgement import listed
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
-from mongo_celery.broker.workers import WorkerReplies, ask_workers, count_slots, list_queues, list_tasks
+from mongo_celery.broker.workers import WorkerReplies, ask_workers, count_slots
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import collect_findings
@@ -85,15 +85,15 @@ def judge_workers(needed: Mapping[str, Collection[str]], said: WorkerReplies, li
             "answer.)",
         )
         return
-    consumed = list_queues(said)
+    consumed = said.queues
     concerned = {worker: names & needed.keys() for worker, names in sorted(consumed.items()) if names & needed.keys()}
     yield ok(
         "workers",
         f"{len(concerned)} of {len(said.queues)} that answered consume this bridge's queues.",
         count_slots(said, concerned) if concerned else None,
     )
-    yield _missing_consumers(needed, consumed, sorted({*said.tasks, *said.pools} - said.queues.keys()), line)
-    yield from _missing_tasks(concerned, needed, list_tasks(said))
+    yield _missing_consumers(needed, consumed, sorted({*said.tasks, *said.slots} - said.queues.keys()), line)
+    yield from _missing_tasks(concerned, needed, said.tasks)
 
 
 def _missing_consumers(

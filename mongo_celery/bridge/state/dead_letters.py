@@ -13,8 +13,8 @@ that was handled after it was set aside (see `replays`).
 
 | field | |
 |---|---|
-| `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside`, |
-|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
+| `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `parked` |
+|         | (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
 | `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
 | `kept` | `event`: `change` is all of it. `bytes`: it is in `raw`, as the server sent it, since it is too large or no |
 |        | client can decode it, and `change` names it. `name`: that alone |
@@ -56,7 +56,7 @@ CHANGE_BYTES = 15 << 20
 REPLAYS_MAX = 1 << 14
 """Fencing tokens that are kept free for the replays of one dead letter."""
 
-FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
+FAILED, SKIPPED = "failed", "skipped"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
 REQUESTED, STARTED, REPLAY_FAILED = "requested", "started", "failed"
 ASKED: Mapping[str, Any] = {"replay.state": {"$in": [REQUESTED, STARTED, REPLAY_FAILED]}}

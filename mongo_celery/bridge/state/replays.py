@@ -48,6 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from bson import ObjectId
@@ -154,7 +155,8 @@ class Replays:
         if found.replay is not None and self._is_running(found.replay):
             return "running"
         guard = {"_id": letter, **_as_seen(found)}
-        if found.parked is None:
+        parked = found.parked
+        if parked is None:
             with self._table.limit():
                 is_removed = self._dead_letters.delete_one(guard).deleted_count
             return "done" if is_removed else "running"
@@ -163,7 +165,8 @@ class Replays:
             gone, first = self._remove_letter(guard, session)
             if gone is None:
                 return "running"
-            self._request_next_after_discard(gone, first, layout, session)
+            to = (layout.generation, parked % layout.partitions) if first and layout is not None else None
+            self._release_key(gone, to, session, over_newer=False)
             return "done"
 
         with self._table.session() as session:
@@ -222,7 +225,9 @@ class Replays:
         def remove(session: ClientSession) -> None:
             gone, _ = self._remove_letter({"_id": letter}, session)
             if gone is not None and gone.parked is not None:
-                self._request_next_after_success(gone, claim, session)
+                generation, partition = map(int, claim.partition_id.split("/")[-2:])
+                over_newer = gone.replay is not None and gone.replay.over_newer
+                self._release_key(gone, (generation, partition), session, over_newer=over_newer)
 
         if session is not None:
             return self._end(claim, remove, session)
@@ -247,7 +252,7 @@ class Replays:
             "cause": {"$cond": [is_behind, PARKED, "$cause"]},
             "replay": {"state": REPLAY_FAILED, "error": literal(error), "fencingToken": REMOVED},
         }
-        return self._record(claim, replay.letter, change)
+        return self._settle(claim, partial(self._dead_letters.update_one, {"_id": replay.letter}, [{"$set": change}]))
 
     def retry_later(
         self, claim: Claim, letter: str, error: str, *, delay: float | None, not_before: datetime | None
@@ -291,30 +296,19 @@ class Replays:
         return self._settle(claim, ask)
 
     def _postpone(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
-        return self._settle(
-            claim,
-            lambda session: self._dead_letters.update_one(
-                {"_id": letter}, _build_postponement(change), session=session
-            ),
-        )
+        return self._settle(claim, partial(self._dead_letters.update_one, {"_id": letter}, _build_postponement(change)))
 
-    def _record(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
-        """Write an outcome into a dead letter, together with the end of the claim."""
-        return self._settle(
-            claim, lambda session: self._dead_letters.update_one({"_id": letter}, [{"$set": change}], session=session)
-        )
-
-    def _settle(self, claim: Claim, write: Callable[[ClientSession], object]) -> bool:
+    def _settle(self, claim: Claim, write: Callable[..., object]) -> bool:
         with self._table.session() as session:
             named = record_session(self._partitions, claim, session)
             return named and session.with_transaction(
                 lambda _: self._end(claim, write, session) or _abort_transaction(session)
             )
 
-    def _end(self, claim: Claim, write: Callable[[ClientSession], object], session: ClientSession) -> bool:
+    def _end(self, claim: Claim, write: Callable[..., object], session: ClientSession) -> bool:
         ended = self._partitions.collection.update_one(claim_filter(claim), {"$unset": {"claim": ""}}, session=session)
         if ended.matched_count:
-            write(session)
+            write(session=session)
         return bool(ended.matched_count)
 
     # -- parked keys -------------------------------------------------------------------------------
@@ -329,40 +323,27 @@ class Replays:
             return None, False
         return found, first is not None and first.document_id == found.document_id
 
-    def _request_next_after_success(self, gone: Letter, claim: Claim, session: ClientSession) -> None:
-        """After a replayed dead letter of a parked key: ask for the next one, or release the key."""
-        assert gone.parked is not None, "it waited for its key"
-        following = self._letters.first_waiting(gone.subscription, gone.parked, session)
-        self._count_removed(gone, session, is_last=following is None)
-        if following is None:
-            return
-        generation, partition = map(int, claim.partition_id.split("/")[-2:])
-        over_newer = gone.replay is not None and gone.replay.over_newer
-        self._ask_next(following, generation, partition, session, over_newer=over_newer)
-
-    def _request_next_after_discard(
-        self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession
+    def _release_key(
+        self, gone: Letter, to: tuple[int, int] | None, session: ClientSession, *, over_newer: bool
     ) -> None:
-        """As `_request_next_after_success`, of one that was discarded."""
+        """
+        After a removed dead letter of a parked key: ask for the next one, or release the key if it was the last.
+
+        Each removal writes where the key is parked, so that two of them meet.
+
+        Args:
+            to: term and index of the partition in which the next one is to run. None if it goes on waiting.
+        """
         assert gone.parked is not None, "it waited for its key"
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
-        self._count_removed(gone, session, is_last=following is None)
-        if following is not None and first and layout is not None:
-            self._ask_next(following, layout.generation, gone.parked % layout.partitions, session, over_newer=False)
-
-    def _holding(self, letter: Letter) -> dict[str, Any]:
-        """Match the partition in which the key of a letter is parked."""
-        assert letter.parked is not None, "it waits for its key"
-        mine = ids_under(f"{self._bridge}/{letter.subscription}")
-        return {"_id": mine, "parkedKeys.hash": Int64(to_signed(letter.parked))}
-
-    def _count_removed(self, gone: Letter, session: ClientSession, *, is_last: bool) -> None:
-        """Write where the key of a letter is parked. Behind its last letter it is released."""
-        holding = self._holding(gone)
+        hash_ = Int64(to_signed(gone.parked))
         change: dict[str, Any] = {"$inc": {"removed": Int64(1)}}
-        if is_last:
-            change["$pull"] = {"parkedKeys": {"hash": holding["parkedKeys.hash"]}}
+        if following is None:
+            change["$pull"] = {"parkedKeys": {"hash": hash_}}
+        holding = {"_id": ids_under(f"{self._bridge}/{gone.subscription}"), "parkedKeys.hash": hash_}
         self._partitions.collection.update_many(holding, change, session=session)
+        if following is not None and to is not None:
+            self._ask_next(following, *to, session, over_newer=over_newer)
 
     def _ask_next(
         self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool

@@ -22,8 +22,7 @@ idempotency records of `once`, transactions of two-phase commit, and its receipt
 
 All this is fixed by the oplog, so that the server may leave it out and every token remains one to resume from. The
 server does so where that is cheap and leaves out much: in collections with an outbox, unless a handler wants to know.
-The listener leaves out the rest. A handler is given an update that cannot be judged, since a pipeline has removed or
-changed its description.
+The listener leaves out the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bson import ObjectId, json_util
+from bson import ObjectId
 
 from mongo_celery.bridge.fenced.fence import FIELD as FENCE
 from mongo_celery.bridge.raw_event import RawEvent
@@ -89,7 +88,6 @@ _OF_RECEIPTS = RECEIPTS.encode() + b"\0\0"
 
 _DESCRIPTION = b"\x03updateDescription\0"
 _WHOLE = {"updatedFields", "removedFields"}
-_ALTERING = frozenset({"$redact"})
 
 
 @dataclass(frozen=True)
@@ -110,14 +108,8 @@ class Bookkeeping:
         """One of these is in each description that is bookkeeping."""
         return [name.encode() for name in set(_FORMS).union(*self.outboxes.values())]
 
-    def covers_event(self, event: Mapping[str, Any], namespace: str | None = None) -> bool:
-        """
-        Return True if an event is an update that touches nothing else. False if that cannot be judged. Never raises.
-
-        Args:
-            event: of whatever operation.
-            namespace: of its collection, if that is known without it.
-        """
+    def covers_event(self, event: Mapping[str, Any]) -> bool:
+        """Return True if an event is an update that touches nothing else. Never raises."""
         if isinstance(event, RawEvent):  # most updates need no further look
             # Where a value looks like a description, the rest may be too little; then the update is given.
             begin = event.raw.rfind(_DESCRIPTION)
@@ -128,9 +120,9 @@ class Bookkeeping:
                 return False
             description = event[DESCRIPTION]
             touched = _group_by_field(list_touched(description)) if description.keys() >= _WHOLE else {}
-            namespace = namespace or f"{event['ns']['db']}.{event['ns']['coll']}"
+            namespace = f"{event['ns']['db']}.{event['ns']['coll']}"
             return bool(touched) and _find_ours(touched, self.outboxes.get(namespace, ())) == touched.keys()
-        except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+        except Exception:  # noqa: BLE001 - whatever bytes do to a decoder
             return False
 
 
@@ -146,7 +138,7 @@ def is_receipt(event: Mapping[str, Any]) -> bool:
     try:
         key = event["documentKey"]["_id"]
         return event["ns"]["coll"] == RECEIPTS and set(key) == _RECEIPT_PARTS and isinstance(key["t"], ObjectId)
-    except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+    except Exception:  # noqa: BLE001 - whatever bytes do to a decoder
         return False
 
 
@@ -187,7 +179,7 @@ def find_touched_fields(description: Mapping[str, Any]) -> set[str]:
     """Return the fields at the top of a document that an update has touched. None if that cannot be judged."""
     try:
         return {_find_field(path) for path, _ in list_touched(description)}
-    except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+    except Exception:  # noqa: BLE001 - whatever bytes do to a decoder
         return set()
 
 
@@ -234,7 +226,7 @@ def hide_fields(event: Mapping[str, Any], name: str, outboxes: Collection[str], 
             ours.add(MARKERS)
         hidden = {each for each in ours if not asks_for(each)}
         return {each: _drop_paths(value[each], hidden) for each in value} if hidden else value
-    except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+    except Exception:  # noqa: BLE001 - whatever bytes do to a decoder
         return value
 
 
@@ -253,20 +245,6 @@ def _drop_paths(paths: Any, hidden: set[str]) -> Any:
 
 
 # -- what judges them ------------------------------------------------------------------------------
-
-
-def keeps_descriptions(pipeline: Sequence[Mapping[str, Any]]) -> bool:
-    """
-    Return True if a user's pipeline leaves the descriptions of updates as they are, so that these can be judged.
-
-    A description that lacks the user's own fields would look like bookkeeping.
-    """
-    return not any(_may_alter(stage) for stage in pipeline)
-
-
-def _may_alter(stage: Mapping[str, Any]) -> bool:
-    ((operator, body),) = stage.items()
-    return operator != "$match" and (operator in _ALTERING or DESCRIPTION in json_util.dumps(body, default=repr))
 
 
 def exclusion_stages(outboxes: Collection[tuple[str, str]]) -> list[Mapping[str, Any]]:

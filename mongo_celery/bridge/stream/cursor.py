@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
 from bson.codec_options import DatetimeConversion
-from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.source import Scope
@@ -108,20 +107,9 @@ def limit_batch(cursor: CommandCursor[RawBSONDocument], count: int) -> None:
 
 
 def token_of(event: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return the event's own resume token.
-
-    Raises:
-        InvalidOperation: the pipeline has removed it.
-    """
-    if isinstance(event, RawEvent):
-        token = event.token
-    else:
-        found = event.get("_id")
-        token = None if found is None else dict(found)
-    if token is None:
-        raise InvalidOperation("The event has no resume token: the pipeline has removed its _id.")
-    return token
+    """Return the event's own resume token."""
+    token: Any = event.token if isinstance(event, RawEvent) else event["_id"]
+    return dict(token)
 
 
 def _beginning(start: Position) -> dict[str, Any]:

@@ -45,7 +45,7 @@ TAKES_DOCUMENTS = frozenset({"insert", "update", "replace"})
 
 _SNAPSHOT = (
     "operation 'snapshot' is none of the stream's: existing documents come to a handler with start_from='snapshot', or "
-    "by `celery -A APP changes snapshot HANDLER`, whatever operations it asks for. Leave it out."
+    "by `celery -A APP changes snapshot start HANDLER`, whatever operations it asks for. Leave it out."
 )
 _ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*' or operations={'*'}."
 

@@ -101,10 +101,10 @@ class EventIsolator:
 
     def read_events(self, start: Position, last_stand_in: str = "") -> Iterator[Reread | Token]:
         """
-        Read the next events that our own filters let through, with as much as the server can give of each.
+        Read the next events that the filters let through, with as much as the server can give of each.
 
-        An event that the user's pipeline leaves out comes as its token, and so does the place at the end. The iterator
-        ends when there are no more events for now, and after events that are too large to be read.
+        The place at the end comes as its token. The iterator ends when there are no more events for now, and after
+        events that are too large to be read.
 
         Args:
             last_stand_in: comparable part of the token of the last stand-in that was read. Empty for none.
@@ -134,7 +134,7 @@ class EventIsolator:
 
     def _bare(self, *stages: Mapping[str, Any]) -> Scope:
         """Return the scope with our own filters and some stages, without images."""
-        return replace(self._scope.without_images, selection=(*self._scope.selection, *stages), flags={}, given=())
+        return replace(self._scope.without_images, selection=(*self._scope.selection, *stages), flags={}, last=())
 
     def _find_oversized(self, start: Position, after: str, until: Token) -> RawBSONDocument | None:
         """Return the stand-in of the next event between two places that is too large. None if there is none."""
@@ -147,7 +147,7 @@ class EventIsolator:
 
     def _read(self, candidate: RawBSONDocument) -> Reread | Token:
         """
-        Return the event with as much as the server can give, or its token if the user's pipeline leaves it out.
+        Return the event with as much as the server can give, or its token if it is gone by now.
 
         Raises:
             PyMongoError: the event is not the reason.
@@ -162,7 +162,7 @@ class EventIsolator:
 
     def _read_with_less(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread:
         scope = self._scope
-        explained: ReadError | None = _explain(error, has_pipeline=bool(scope.given))
+        explained: ReadError | None = _explain(error)
         steps: list[tuple[Scope, ReadError | None]] = []
         if scope.flags and self._try(candidate, scope.with_flags(())) is not None:
             failed = self._find_failed(candidate, sorted(scope.flags))  # none if a look-up finds something else by now
@@ -214,7 +214,7 @@ class EventIsolator:
             return None
 
     def _try(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
-        """Read this event alone. None if that fails because of the event, or the pipeline leaves it out."""
+        """Read this event alone. None if that fails because of the event."""
         try:
             return self._read_alone(candidate, scope)
         except PyMongoError as error:
@@ -224,7 +224,7 @@ class EventIsolator:
 
     def _read_alone(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
         """
-        Read this event alone. None if the pipeline leaves it out.
+        Read this event alone. None if it is gone by now.
 
         A server closes the connection if the event fits into an answer and its token does not. If it is asked for a
         second event, which does not come, it reads to the end of the oplog, and the token there is short.
@@ -280,7 +280,7 @@ def find_refused_matches(make_client: ClientFactory, scope: Scope) -> dict[str, 
     """
     if not scope.flags:
         return {}
-    bare = replace(scope, selection=(), options={}, given=())
+    bare = replace(scope, selection=(), options={})
     with make_client(_REFUSAL_SECONDS) as client, pymongo.timeout(_REFUSAL_SECONDS):
         if _find_refusal(client, bare) is None:
             return {}
@@ -303,12 +303,12 @@ def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | N
     handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
     sentence = (
         f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
-        f"$type or $convert. Then rewind the handler to before this change, or skip it. {quote(error)}"
+        f"$type or $convert. Then reset the handler to before this change, or skip it. {quote(error)}"
     )
     return ReadError(sentence, only_match=True)
 
 
-def _explain(error: PyMongoError, *, has_pipeline: bool) -> ReadError:
+def _explain(error: PyMongoError) -> ReadError:
     """Return the reason why an event was read with less than was asked for, with what to do."""
     verdict = judge_error(error)
     if verdict is Verdict.TOO_LARGE:
@@ -320,11 +320,6 @@ def _explain(error: PyMongoError, *, has_pipeline: bool) -> ReadError:
         sentence = (
             "A required image of this change is missing, and it was read without look-up and images. Let the "
             "collection keep pre- and post-images, and for longer, or ask for 'whenAvailable'."
-        )
-    elif has_pipeline:
-        sentence = (
-            "The bridge's `pipeline` failed on this change, which was read without some of it. Make the pipeline hold "
-            "for every event."
         )
     else:
         sentence = "This change could not be read as it was asked for, and was read without its documents."

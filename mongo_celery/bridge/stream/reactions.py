@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pymongo.errors import AutoReconnect, ConnectionFailure, InvalidOperation, OperationFailure, WTimeoutError
+from pymongo.errors import AutoReconnect, ConnectionFailure, OperationFailure, WTimeoutError
 from pymongo.errors import ConfigurationError as ClientConfigurationError
 
 from mongo_celery.errors import (
@@ -75,8 +75,6 @@ def classify_error(error: BaseException, *, opening: bool) -> Reaction:
     """
     if isinstance(error, OperationFailure) and not isinstance(error, WTimeoutError):
         return _classify_failure(error, opening=opening)
-    if isinstance(error, InvalidOperation) and "resume token" in str(error):
-        return Reaction.REFUSED
     if isinstance(error, ClientConfigurationError):
         return Reaction.REFUSED
     if isinstance(error, ConnectionFailure):
@@ -86,12 +84,10 @@ def classify_error(error: BaseException, *, opening: bool) -> Reaction:
 
 def concerns_an_event(error: BaseException) -> bool:
     """
-    Return True if one event may be the reason: its size, an image, an expression or the user's pipeline.
+    Return True if one event may be the reason: its size, an image, or an expression.
 
     Only a try shows whether it has.
     """
-    if getattr(error, "code", None) == Code.ChangeStreamFatalError:
-        return False  # a pipeline that takes tokens away leaves nothing to go on from
     return isinstance(error, OperationFailure) and classify_error(error, opening=False) in _ABOUT_AN_EVENT
 
 
@@ -106,10 +102,6 @@ def closes_connection(error: BaseException) -> bool:
 
 def _classify_failure(error: OperationFailure, *, opening: bool) -> Reaction:
     reaction = _REACTIONS.get(judge_error(error))
-    if reaction is Reaction.REOPEN_BY_TIME:
-        # The code also says that the pipeline removed or changed `_id`, which is the pipeline's fault.
-        text = str(error)
-        return Reaction.REFUSED if "_id" in text and "modif" in text else reaction
     resumable = error.has_error_label(_RESUMABLE)
     if reaction is Reaction.REFUSED and resumable and not opening:
         return Reaction.REOPEN  # what was accepted once is not wrong; the server knows better
@@ -141,7 +133,7 @@ def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCe
     elif reaction is Reaction.UNKNOWN:
         sentence = (
             f"The change stream on {scope} failed again and again in a way that is not known to pass. Look for the "
-            "cause in the bridge's pipeline and in the server's log, and start the listener again; nothing is lost as "
+            "cause in the server's log, and start the listener again; nothing is lost as "
             "long as the oplog reaches back."
         )
     else:

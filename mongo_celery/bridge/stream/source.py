@@ -31,7 +31,6 @@ from mongo_celery.bridge.stream.bookkeeping import (
     Bookkeeping,
     exclusion_stages,
     is_receipt,
-    keeps_descriptions,
     list_touched,
     may_be_receipt,
 )
@@ -39,7 +38,6 @@ from mongo_celery.bridge.stream.filter import (
     ALL,
     DOCUMENT_OPERATIONS,
     MOVES,
-    WITH_NAMESPACE,
     Filter,
 )
 from mongo_celery.errors import ConfigurationError
@@ -165,55 +163,28 @@ class Selector:
     The sources and the filter of one handler, which choose its events.
 
     Attributes:
-        is_single_collection: the stream is open on the one collection that is the source, so that every event of it
-            belongs here, whatever the bridge's pipeline has made of the namespace.
         bookkeeping: of the app. None for a handler that asks for it.
-        can_judge_updates: whether updates have their descriptions, by which bookkeeping is known, and no `fields`.
     """
 
     name: str
     sources: tuple[Source, ...]
     filter: Filter
-    is_single_collection: bool = False
     bookkeeping: Bookkeeping | None = None
-    can_judge_updates: bool = True
 
     def selects(self, event: Mapping[str, Any]) -> bool:
-        """
-        Return True if an event belongs to this subscription.
-
-        Raises:
-            ConfigurationError: the bridge's pipeline has removed what this is judged by. To pass over the
-                event would be a silent loss.
-        """
+        """Return True if an event belongs to this subscription."""
         return self.wants(event) and not self.is_bookkeeping(event)
 
     def wants(self, event: Mapping[str, Any]) -> bool:
-        """
-        Return True if an event belongs to this subscription unless it is bookkeeping.
-
-        Raises:
-            ConfigurationError: as there.
-        """
-        if not self._may_want(event):
-            return False
-        missing = self._find_missing(event)
-        if missing:
-            raise ConfigurationError(
-                f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
-                "chosen; keep these fields, or leave out the projection. Then rewind the handler to before this "
-                "change.",
-            )
-        return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
+        """Return True if an event belongs to this subscription unless it is bookkeeping."""
+        return self._may_want(event) and (self.filter.match is None or bool(event[FLAGS].get(self.name, False)))
 
     def is_bookkeeping(self, event: Mapping[str, Any]) -> bool:
         """Return True if an event is about nothing but bookkeeping, which is not asked for. Never raises."""
         if self.bookkeeping is None:
             return False
-        if self.can_judge_updates:
-            namespace = str(self.sources[0]) if self.is_single_collection else None
-            if self.bookkeeping.covers_event(event, namespace):
-                return True
+        if self.filter.fields is None and self.bookkeeping.covers_event(event):  # else these decide which updates count
+            return True
         return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
 
     def may_be_bookkeeping(self, event: Mapping[str, Any]) -> bool:
@@ -230,10 +201,8 @@ class Selector:
         return self._may_want(event) and not self.is_bookkeeping(event)
 
     def _may_want(self, event: Mapping[str, Any]) -> bool:
-        operation = event.get("operationType")
-        if isinstance(operation, str) and not self.filter.wants_operation(operation):
-            return False
-        if not (self.is_single_collection or self._covers(event)):
+        operation = event["operationType"]
+        if not (self.filter.wants_operation(operation) and self._covers(event)):
             return False
         fields = self.filter.fields
         return fields is None or operation != "update" or DESCRIPTION not in event or _touches(event, fields)
@@ -252,28 +221,6 @@ class Selector:
             for at in places
             for source in self.sources
         )
-
-    def _find_missing(self, event: Mapping[str, Any]) -> list[str]:
-        """Return what a pipeline has removed of the paths by which the event is judged."""
-        operation = event.get("operationType")
-        if not isinstance(operation, str):
-            return ["operationType"]
-        is_of_document = operation in DOCUMENT_OPERATIONS
-        needed = ["documentKey"] if is_of_document else []
-        if operation in WITH_NAMESPACE and not self.is_single_collection:
-            needed.append("ns.db" if any(source.database for source in self.sources) else "ns")
-            if is_of_document and any(source.collection for source in self.sources):
-                needed.append("ns.coll")  # which an event of a whole collection may lack
-        if self.filter.fields is not None and operation == "update":
-            needed.append(DESCRIPTION)
-        if self.filter.match is not None:
-            needed.append(FLAGS)
-        return [path for path in needed if not _has_path(event, path)]
-
-
-def _has_path(event: Any, path: str) -> bool:
-    name, _, rest = path.partition(".")
-    return isinstance(event, Mapping) and name in event and (not rest or _has_path(event[name], rest))
 
 
 def _touches(event: Mapping[str, Any], fields: frozenset[str]) -> bool:
@@ -295,7 +242,7 @@ class Scope:
         selection: stages of ours that filter. They look at nothing but what the oplog fixes.
         options: those of the stage `$changeStream` that are not the server's default.
         flags: the expressions of `match`, by handler.
-        given: the user's stages, after ours.
+        last: stages of ours after these, by which an event is read with less.
     """
 
     database: str | None
@@ -303,13 +250,13 @@ class Scope:
     selection: tuple[Mapping[str, Any], ...]
     options: Mapping[str, str | bool]
     flags: Mapping[str, Any] = field(default_factory=dict)
-    given: tuple[Mapping[str, Any], ...] = ()
+    last: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def pipeline(self) -> tuple[Mapping[str, Any], ...]:
         """All stages."""
         flags: tuple[Mapping[str, Any], ...] = ({"$addFields": {FLAGS: self.flags}},) if self.flags else ()
-        return (*self.selection, *flags, *self.given)
+        return (*self.selection, *flags, *self.last)
 
     @property
     def without_images(self) -> Scope:
@@ -321,8 +268,8 @@ class Scope:
         return replace(self, flags={name: self.flags[name] for name in names})
 
     def add_stage(self, stage: Mapping[str, Any]) -> Scope:
-        """Return the same stream with one stage more after the user's."""
-        return replace(self, given=(*self.given, stage))
+        """Return the same stream with one stage more."""
+        return replace(self, last=(*self.last, stage))
 
     def find_target(self, client: MongoClient[Any]) -> Any:
         """Return the client, database or collection to `watch`."""
@@ -348,7 +295,6 @@ def make_scope(
     selectors: Sequence[Selector],
     *,
     state_database: str,
-    pipeline: Sequence[Mapping[str, Any]] = (),
     full_document: str | None = None,
     before_change: str | None = None,
     expanded: bool = False,
@@ -360,7 +306,6 @@ def make_scope(
     Args:
         selectors: of all subscriptions.
         state_database: of the bridge.
-        pipeline: the user's stages.
         full_document: as the option of that name.
         before_change: as the option `full_document_before_change`.
         expanded: as the option `show_expanded_events`.
@@ -386,23 +331,12 @@ def make_scope(
     )
     asked = {"fullDocument": full_document, "fullDocumentBeforeChange": before_change, "showExpandedEvents": expanded}
     options = {name: value for name, value in asked.items() if value and value not in _DEFAULTS}
-    return Scope(database, collection, selection, options, _make_flags(selectors, opened), tuple(pipeline))
+    return Scope(database, collection, selection, options, _make_flags(selectors, opened))
 
 
-def resolve_selectors(
-    selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None
-) -> list[Selector]:
-    """Return the selectors of a bridge as its scope and its bookkeeping make them."""
-    can_judge = keeps_descriptions(scope.given)
-    return [
-        replace(
-            selector,
-            is_single_collection=scope.collection is not None,
-            bookkeeping=None if selector.filter.bookkeeping else bookkeeping,
-            can_judge_updates=can_judge and selector.filter.fields is None,
-        )
-        for selector in selectors
-    ]
+def resolve_selectors(selectors: Iterable[Selector], bookkeeping: Bookkeeping) -> list[Selector]:
+    """Return the selectors of a bridge with the bookkeeping that its handlers do not ask for."""
+    return [each if each.filter.bookkeeping else replace(each, bookkeeping=bookkeeping) for each in selectors]
 
 
 def _find_unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] |
     Celery turns an exception in here into a line of its log and starts the worker, which would then
     consume no partition: only `SystemExit` gets through.
     """
-    from mongo_celery.broker.queues import declare_queues
+    from mongo_celery.broker.connection import declare_queues
 
     if instance is None:
         return

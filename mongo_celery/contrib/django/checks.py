@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from django.apps import apps
 from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004 - Django's name
 from django.db import connections, router
 
-from mongo_celery.broker.connection import write_connection
 from mongo_celery.command_line import CommandLine
-from mongo_celery.contrib.django.project import celery_app, place_of, project_settings
+from mongo_celery.contrib.django.project import app_address, celery_app
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import short, without_credentials
 
@@ -31,8 +29,6 @@ TAG = "mongo_celery"
 """`manage.py check --tag mongo_celery` looks at nothing else."""
 
 _LABEL = "mongo_celery"
-_IN_MEMORY = "memory"
-_BEAT_APP = "django_celery_beat"
 _PREFIX = "CELERY_MONGO_CELERY_"
 _PORT = "27017"
 
@@ -48,9 +44,9 @@ def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMess
     if not _is_asked_for(app_configs):
         return []
     try:
-        where = project_settings().app
+        where = app_address()
     except ConfigurationError as error:
-        return [Error(str(error), hint="docs/django.md has its keys.", id="mongo_celery.E001")]
+        return [Error(str(error), id="mongo_celery.E001")]
     try:
         app = celery_app()
     except Exception as error:  # noqa: BLE001 - a module may raise whatever it likes, and `check` shows what it can
@@ -59,11 +55,10 @@ def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMess
             Error(
                 without_credentials(text),
                 hint=f"Try `celery -A {where} report`, which imports the same modules.",
-                obj=place_of(error),
                 id="mongo_celery.E002",
             )
         ]
-    parts = (_check_app, _check_broker, _check_beat, _check_bridges)
+    parts = (_check_app, _check_beat, _check_bridges)
     return [message for part in parts for message in part(app)]
 
 
@@ -112,39 +107,14 @@ def _check_app(app: Celery) -> Iterator[CheckMessage]:
         )
 
 
-def _check_broker(app: Celery) -> Iterator[CheckMessage]:
-    given = app.conf.broker_write_url or app.conf.broker_url
-    if not given:
-        yield Warning(
-            "No broker is set: Celery takes a RabbitMQ on this machine, with its guest.",
-            hint="Set CELERY_BROKER_URL.",
-            id="mongo_celery.W006",
-        )
-    try:
-        with write_connection(app) as connection:
-            kind = connection.transport.driver_type
-    except Exception as error:  # noqa: BLE001 - every transport raises its own
-        yield Error(
-            f"The broker's URL cannot be used: {without_credentials(short(error))}.",
-            hint="Correct CELERY_BROKER_URL, or install what its transport needs.",
-            id="mongo_celery.E007",
-        )
-        return
-    if kind == _IN_MEMORY:
-        yield Warning(
-            "The broker is in the memory of one process: no worker gets what a listener or an outbox sends.",
-            hint="Set CELERY_BROKER_URL to one of Redis or RabbitMQ.",
-            id="mongo_celery.W008",
-        )
-
-
 def _check_beat(app: Celery) -> Iterator[CheckMessage]:
     from mongo_celery.bridge.wiring import BRIDGES
     from mongo_celery.outbox.health import is_scheduled
     from mongo_celery.outbox.registry import OUTBOXES
     from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 
-    beat = CommandLine.of(app).celery("beat")
+    line = CommandLine.of(app)
+    beat, recover = line.celery("beat"), line.celery("transactions", "recover")
     if OUTBOXES.of(app) and not is_scheduled(app):
         names = ", ".join(_name_of(each) for each in OUTBOXES.of(app))
         yield Warning(
@@ -158,15 +128,8 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
         yield Warning(
             f"Beat is not asked to recover the transactions of {', '.join(idle)}: what a process leaves that dies "
             "stays as it is.",
-            hint=f"Make them with recover_every=..., and run `{beat}`; or run `python manage.py transactions recover`.",
+            hint=f"Make them with recover_every=..., and run `{beat}`; or run `{recover}`.",
             id="mongo_celery.W010",
-        )
-    if _BEAT_APP in str(app.conf.beat_scheduler) and not apps.is_installed(_BEAT_APP):
-        yield Error(
-            f"Beat's scheduler is {app.conf.beat_scheduler}, and {_BEAT_APP} is not in INSTALLED_APPS: beat cannot "
-            "start.",
-            hint=f"Add {_BEAT_APP!r} to INSTALLED_APPS and migrate, or unset CELERY_BEAT_SCHEDULER.",
-            id="mongo_celery.E011",
         )
 
 
@@ -262,7 +225,7 @@ def _asked_bridges(app: Celery) -> Iterator[CheckMessage]:
 
     bridges = BRIDGES.of(app)
     for wiring in bridges:
-        line = CommandLine(project_settings().app, wiring.name if len(bridges) > 1 else None)
+        line = CommandLine(app_address(), wiring.name if len(bridges) > 1 else None)
         yield from _told(check(wiring, line), f"bridge {wiring.name}", "E101", "W102")
 
 

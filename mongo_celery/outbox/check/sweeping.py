@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from celery import Celery
 
-from mongo_celery.broker.workers import WorkerReplies, ask_workers, list_queues, list_tasks
+from mongo_celery.broker.workers import WorkerReplies, ask_workers
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.redaction import short
@@ -87,13 +87,13 @@ def _cure(sweeping: Sweeping, said: WorkerReplies | str | None) -> str:
         return f"{beat}, and a worker of it."
     if not said.tasks and not said.queues:
         return f"No worker has answered: run one of this app. {beat}, too."
-    knowing = {worker for worker, tasks in list_tasks(said).items() if SWEEP_TASK in tasks}
+    knowing = {worker for worker, tasks in said.tasks.items() if SWEEP_TASK in tasks}
     if not knowing:
         return (
             f"No worker knows the task {SWEEP_TASK}: let its app import the module that makes this outbox, for "
             "example with include=[...]."
         )
-    consuming = {worker for worker, queues in list_queues(said).items() if sweeping.queue in queues}
+    consuming = {worker for worker, queues in said.queues.items() if sweeping.queue in queues}
     if not knowing & consuming:
         return f"No worker that knows it consumes the queue {sweeping.queue}; add it to a worker's -Q."
     return (
@@ -104,8 +104,8 @@ def _cure(sweeping: Sweeping, said: WorkerReplies | str | None) -> str:
 
 def _lacking(queue: str, said: WorkerReplies) -> Iterator[Finding]:
     """Workers that take the sweep from its queue, and drop it."""
-    known = list_tasks(said)
-    for worker, queues in sorted(list_queues(said).items()):
+    known = said.tasks
+    for worker, queues in sorted(said.queues.items()):
         if queue in queues and worker in known and SWEEP_TASK not in known[worker]:
             yield failing(
                 "sweep_task",

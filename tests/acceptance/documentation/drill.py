@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mongo_celery.embedded.ports import free_port
+from mongo_celery.embedded.server import free_port
 from tests.acceptance.documentation.pages import ROOT
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 

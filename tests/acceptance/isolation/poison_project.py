@@ -1,4 +1,4 @@
-"""A project that meets poison: handlers by failure policy, and a partition rule and a pipeline that fail on some."""
+"""A project that meets poison: handlers by failure policy, and a partition rule that fails on some."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ bridge = Bridge(
     name="poison",
     database=f"{NAME}_state",
     autodiscover=False,
-    pipeline=json.loads(os.environ.get("POISON_PIPELINE", "[]")),
     lease_ttl=2,
     claim_ttl=4,
     dispatch_grace=3,

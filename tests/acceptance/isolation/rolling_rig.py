@@ -10,8 +10,8 @@ from typing import Any
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import APP, Chain
+from tests.chaos.history import Due
 from tests.fixtures.mongo import sparse
 from tests.fixtures.process import ProjectProcess, wait_for
 

@@ -12,9 +12,9 @@ import psutil  # type: ignore[import-untyped]
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.demo.history import Due, Effect, Fact, Kept, Stored, Wrote, beyond_prefix, going_back, went_back
 from mongo_celery.mongo.oplog import operation_time
 from tests.acceptance.isolation.rolling_rig import Rolling
+from tests.chaos.history import Due, Effect, Fact, Kept, Stored, Wrote, beyond_prefix, going_back, went_back
 from tests.fixtures.process import ProjectProcess, wait_for
 
 Document = dict[str, Any]

@@ -14,8 +14,8 @@ from pymongo import MongoClient
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import wait_for

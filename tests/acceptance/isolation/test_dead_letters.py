@@ -15,8 +15,8 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX
 from mongo_celery.bridge.worker.replay_subject import OUTDATED
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import SHORT_TIMES, Chain
+from tests.chaos.history import Due
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 
 Document = dict[str, Any]
@@ -290,13 +290,13 @@ def test_what_has_halted_is_set_aside_and_replayed(make_chain: MakeChain) -> Non
     bad = chain.write("halted", "bad", 1, act="raise", times=1)
     behind = chain.write("halted", "behind", 1)
     chain.wait_state(bad, lambda state: state["state"] == "halted")
-    seen = chain.changes("set-aside", "halted", "--dry-run")
-    assert (seen["set_aside"], [each["index"] for each in seen["halted"]]) == (0, [0])
-    done = chain.changes("set-aside", "halted", "--yes")
-    assert (done["set_aside"], done["refused"]) == (1, [])
+    seen = chain.changes("skip", "halted", "--dry-run")
+    assert (seen["skipped"], [each["index"] for each in seen["halted"]]) == (0, [0])
+    done = chain.changes("skip", "halted", "--yes")
+    assert (done["skipped"], done["refused"]) == (1, [])
     wait_for(lambda: _copy_of(chain, "halted", "behind") == 1)
     (letter,) = chain.letters("halted")
-    assert (letter["cause"], letter["error"], letter["attempts"]) == ("set_aside", "WantedError: as asked", 1)
+    assert (letter["cause"], letter["error"], letter["attempts"]) == ("skipped", "WantedError: as asked", 1)
     assert letter["change"]["fullDocument"]["n"] == 1
     assert chain.starts(behind)[0].fence > letter["fencingToken"] + REPLAYS_MAX
     _letters(chain, "replay", "--id", letter["resumeToken"]["_data"][:40], "--yes")
@@ -311,7 +311,7 @@ def test_skip_keeps_what_it_skips_unless_it_is_told_otherwise(make_chain: MakeCh
     for number, more in enumerate(([], ["--discard"])):
         bad = chain.write("halted", f"bad{number}", 1, act="raise", times=9)
         chain.wait_state(bad, lambda state: state["state"] == "halted")
-        assert chain.changes("skip", "halted", "--partition", "0", "--yes", *more)["skipped"] == 1
+        assert chain.changes("skip", "halted", "0", "--yes", *more)["skipped"] == 1
         chain.wait_state(bad, lambda state: state["state"] == "flowing")
     assert [(each["cause"], each["change"]["documentKey"]["_id"]) for each in chain.letters("halted")] == [
         ("skipped", "bad0")

@@ -70,16 +70,16 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     chain.wait_done(handlers=["plain"])
     unread = chain.write("halting", chain.key_beside(bad), 1)
 
-    again.wait_for_output("handler halting has lost its history.* go-on halting --from oldest")
+    again.wait_for_output("handler halting has lost its history.* reset halting --to oldest")
     assert chain.shown() == {"halting": "history_lost", "plain": "flowing"}
     assert chain.starts(unread) == []
 
-    done = chain.command("go-on", "halting", "--from", "oldest", "--yes")
+    done = chain.command("reset", "halting", "--to", "oldest", "--yes")
     assert done.returncode == 0, done.text
     chain.wait_started(unread)
     assert chain.of(bad)["state"] == "halted", "its partitions stay as they are"
     assert [gap["policy"] for gap in chain.subscription("halting")["gaps"]] == ["oldest"]
-    where = ("halting", "--partition", str(chain.partition_of("halting", bad.key)))
+    where = ("halting", str(chain.partition_of("halting", bad.key)))
     begun = len(chain.starts(chain.allow(bad)))
     back = chain.command("retry", *where)
     assert back.returncode == 0, back.text
@@ -127,10 +127,10 @@ def test_what_is_buffered_outlives_the_oplog_and_a_listener_warns_before(make_ro
     chain.wait_read(2)
     chain.roll(beside="plain")
 
-    listener.wait_for_output(r"handler halting .*partition 0.*halted.*changes retry halting --partition 0")
-    assert chain.command("retry", "halting", "--partition", "0").returncode == 0
+    listener.wait_for_output(r"handler halting .*partition 0.*halted.*changes retry halting 0")
+    assert chain.command("retry", "halting", "0").returncode == 0
     chain.wait_state(bad, lambda state: state["state"] == "halted" and state["retry"])
-    assert chain.command("retry", "halting", "--partition", "0").returncode == 0
+    assert chain.command("retry", "halting", "0").returncode == 0
 
     chain.wait_done()
     assert len(chain.starts(behind)) == 1

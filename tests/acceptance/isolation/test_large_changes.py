@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import Due
 from mongo_celery.embedded import RedisServer
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import wait_for
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]

@@ -1,5 +1,5 @@
 """
-P12: a document, a function or a pipeline that spoils one change stops at most the partition of that change.
+P12: a document or a function that spoils one change stops at most the partition of that change.
 
 Each test is a real bridge that must never be started again to go on, and that starts again at any time.
 """
@@ -28,7 +28,7 @@ from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.partitioning import document_hash, partition_hash
 from mongo_celery.bridge.state.backlog import unpack_event
 from mongo_celery.embedded import RedisServer
-from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty, sparse
+from tests.fixtures.mongo import empty, sparse
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -303,7 +303,7 @@ def test_a_match_that_fails_on_one_document_halts_its_partition_alone(rig: Rig) 
     rig.wait_ids("matched", {good})
     rig.wait_ids("skip", {"beside"})
     assert rig.partitions("matched")[1]["retry"]["error"].startswith("RefusedChangeError: ")
-    rig.command("skip", "matched", "--partition", "1", "--yes")
+    rig.command("skip", "matched", "1", "--yes")
     rig.wait_halted("matched", set())
 
 
@@ -374,16 +374,16 @@ def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_lose
         rig.wait_halted("halt", {0, 1})
         rig.wait_letters("dead_letter", 3)
         fence = rig.partitions("halt")[0]["fencingToken"]
-        rig.command("retry", "halt", "--partition", "0")
+        rig.command("retry", "halt", "0")
         wait_for(lambda: rig.partitions("halt")[0]["fencingToken"] > fence + 1)
         rig.wait_halted("halt", {0, 1})
-        rig.command("skip", "halt", "--partition", "1", "--yes")
+        rig.command("skip", "halt", "1", "--yes")
         rig.wait_ids("halt", {"after 1"})
 
         # The corrected rule: what was refused runs where it stood.
         assert listener.terminate() == 0
         rig.listener(POISON_CURED="1")
-        rig.command("retry")
+        rig.command("retry", "--yes")
         rig.wait_ids("halt", {*poison["halt"][:2], "after 0"})
         every: dict[str, set[Any]] = {policy: set(words) for policy in policies}
         every["halt"] |= {"later", *poison["halt"][:2]}
@@ -392,59 +392,6 @@ def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_lose
         rig.wait_halted("halt", set())
         ran = [fact["partition"] for fact in rig.handled("halt") if bson.decode(fact["key"])[""] in poison["halt"]]
         assert ran == [0, 0]
-
-
-def test_a_field_that_the_pipeline_takes_from_some_events_halts_their_partitions_alone(
-    make_replica_set: MakeReplicaSet, make_client: MakeClient, tmp_path: Path
-) -> None:
-    """
-    I4, P12, P16: under every policy, for the configuration is wrong; a rewind brings it back to those who get it.
-
-    An event without its database may concern all handlers. One without flags concerns only those with a `match`.
-    """
-    own = make_replica_set()
-    poisoned = {"$eq": ["$fullDocument.poison", "ns"]}
-    flagless = {"$eq": ["$fullDocument.poison", "flags"]}
-    pipeline = [
-        {"$set": {"ns": {"$cond": [poisoned, {"coll": "$ns.coll"}, "$ns"]}}},
-        {"$set": {"_mongoCelery": {"$cond": [flagless, "$$REMOVE", "$_mongoCelery"]}}},
-    ]
-    with Rig(make_client(own.url), own.url, tmp_path / "pipeline") as rig:
-        listener = rig.listener(POISON_PIPELINE=json.dumps(pipeline))
-        rig.worker()
-        before = datetime.now(UTC).isoformat(timespec="seconds")
-        key = _key(rig, "skip", 0, database=None)
-        flags = _key(rig, "matched", 1)
-        rig.insert("skip", key, poison="ns", customer=1)
-        rig.insert("matched", flags, poison="flags", good=True)
-        for number in range(4):
-            rig.insert("skip", f"beside {number}", customer=_customer(number))
-        good = _key(rig, "matched", 2)
-        rig.insert("matched", good, good=True)
-        for handler in ("halt", "dead_letter", "skip", "odd"):
-            rig.wait_halted(handler, {0})
-        rig.wait_halted("matched", {0, 1})
-        rig.wait_ids("skip", {"beside 1", "beside 2", "beside 3"})
-        rig.wait_ids("matched", {good})
-        error = rig.partitions("skip")[0]["retry"]["error"]
-        assert "the bridge's pipeline removes ns.db from events, by which handler skip is chosen" in error
-        assert "beside 0" not in rig.ids("skip")
-        assert listener.running
-
-        assert listener.terminate() == 0
-        for handler in ("skip", "matched"):
-            rig.command("rewind", handler, "--to", before, "--yes")
-        rig.listener()
-        rig.wait_ids("skip", {key, "beside 0"})
-        rig.wait_ids("matched", {flags})
-        for handler in ("halt", "dead_letter", "odd", "matched"):  # what was none of theirs
-            rig.wait_halted(handler, {0})
-            rig.command("skip", handler, "--partition", "0", "--yes")
-        for handler in ("halt", "dead_letter", "skip", "odd", "matched"):
-            rig.wait_halted(handler, set())
-        rig.insert("dead_letter", "flows", customer=_customer(0))
-        rig.wait_ids("dead_letter", {"flows"})
-        assert set(rig.ids("skip")) == {key, *(f"beside {number}" for number in range(4))}
 
 
 # -- every poison, with every policy -----------------------------------------------------------------
@@ -534,11 +481,11 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
 
         # A retry makes nothing better and nothing worse; what is skipped lets the others pass.
         fences = [each["fencingToken"] for each in rig.partitions("picky_halt")]
-        rig.command("retry")
+        rig.command("retry", "--yes")
         for index in guilty["picky"]:
             wait_for(lambda index=index: rig.partitions("picky_halt")[index]["fencingToken"] > fences[index])  # type: ignore[misc]
         rig.wait_halted("picky_halt", {*guilty["picky"]})
-        skips = [rig.run("changes", "skip", "picky_halt", "--partition", str(i), "--yes") for i in guilty["picky"]]
+        skips = [rig.run("changes", "skip", "picky_halt", str(i), "--yes") for i in guilty["picky"]]
         assert [skip.wait() for skip in skips] == [0] * len(skips)
         _wait_updates(rig, "picky_halt", flows["picky"])
         rig.wait_halted("picky_halt", set())

@@ -63,7 +63,7 @@ def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_re
     listener.wait()
 
     token = chain.partition("copied", 0)["resumeToken"]["_data"]
-    moved = chain.changes("rewind", "copied", "--to", "oldest", "--reason", "a wrong sum", "--yes")
+    moved = chain.changes("reset", "copied", "--to", "oldest", "--reason", "a wrong sum", "--yes")
     assert (moved["moved"], [each["running"] for each in moved["partitions"]]) == ([0, 1], [True, False])
     assert chain.partition("copied", 0)["resumeToken"]["_data"] < token
     chain.listener("again")
@@ -81,4 +81,4 @@ def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_re
         assert all(earlier["fence"] < later["fence"] for earlier, later in pairwise(second))
     assert _copies(chain) == {keys[0]: 4, keys[1]: 3}
     (act,) = chain.changes("history")["audit_records"]
-    assert (act["act"], act["reason"]) == ("rewind", "a wrong sum")
+    assert (act["act"], act["reason"]) == ("reset", "a wrong sum")

@@ -13,11 +13,11 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations.lease_commands import rotate_key
+from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.state import signing
-from mongo_celery.demo.history import Due
 from mongo_celery.errors import CommandRefusedError
 from tests.acceptance.chain_rig import Chain
+from tests.chaos.history import Due
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 
@@ -180,9 +180,9 @@ def test_a_key_is_exchanged_under_load_without_a_drop(
         assert before is not None
         monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
         operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
-        rotate_key(operator.wiring, overlap=600)
+        Operations(operator.wiring).rotate_key(overlap=600).run()
         with pytest.raises(CommandRefusedError, match="announced already"):
-            rotate_key(operator.wiring, overlap=60)
+            Operations(operator.wiring).rotate_key(overlap=60).run()
         operator.client.close()
 
         def exchanged() -> bool:

@@ -18,9 +18,9 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.demo.history import Due, Kept
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.isolation.spill_rig import SpillRig, spill_rigs
+from tests.chaos.history import Due, Kept
 from tests.fixtures.election import Elections
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import ProjectProcess, wait_for

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import Kept
 from tests.acceptance.isolation.spill_rig import SpillRig, spill_rigs
+from tests.chaos.history import Kept
 from tests.fixtures.process import ProjectProcess, wait_for
 
 Document = dict[str, Any]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.demo.history import Due
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.isolation.rolling_rig import Rolling, rollings
+from tests.chaos.history import Due
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 
 Document = dict[str, Any]
@@ -100,7 +100,7 @@ def a_halted_partition(chain: Rolling, rounds: int) -> None:
     write_around(chain, "halting", 3, first=rounds + 1)
     wait_committed(chain, but=bad, patience=patience)
     assert chain.of(bad)["state"] == "halted"
-    done = chain.command("retry", "halting", "--partition", str(chain.partition_of("halting", "bad")))
+    done = chain.command("retry", "halting", str(chain.partition_of("halting", "bad")))
     assert done.returncode == 0, done.text
     wait_committed(chain, patience=patience)
     wait_removed(chain)
@@ -134,7 +134,7 @@ def test_a_retry_of_an_hour_waits_outside_of_memory(make: Make) -> None:
     assert list(stored_reasons(chain).values()) in (["retrying"], ["oplog"])
     assert listener.terminate() == 0
     chain.listener("again")
-    done = chain.command("retry", "plain", "--partition", str(chain.partition_of("plain", "parked")))
+    done = chain.command("retry", "plain", str(chain.partition_of("plain", "parked")))
     assert done.returncode == 0, done.text
     wait_committed(chain)
     wait_removed(chain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -10,9 +10,7 @@ from urllib.parse import urlencode
 from django.http import HttpRequest, QueryDict
 from django.urls import reverse
 
-from mongo_celery.bridge.operations import commands, heads
 from mongo_celery.bridge.operations.overview import overview
-from mongo_celery.bridge.operations.reasons import cut
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
 from mongo_celery.bridge.wiring import BRIDGES
@@ -22,27 +20,27 @@ from mongo_celery.contrib.django.admin.operations_admin import (
     Confirmation,
     OperationsAdmin,
     PageAction,
+    ask_for,
     chosen,
     each_of,
+    operations_of,
+    reason_in,
     refuse,
+    run_plan,
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, line_in_project, one_in_project
-from mongo_celery.contrib.django.admin.words import document, shown
+from mongo_celery.contrib.django.admin.words import shown
 from mongo_celery.contrib.django.models import ChangeDeadLetter
-from mongo_celery.quantities import duration, moment, number
+from mongo_celery.quantities import duration, moment
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.operations.commands import CommandResult
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.plan import Plan
 
 _NAMES = ("bridge", "handler", "partition")
-_DOES: Mapping[str, tuple[str, str, str]] = {
-    "pause": ("Pause", "paused", "No new handler starts; those that run may finish, and nothing is lost."),
-    "resume": ("Resume", "resumed", "Paused partitions flow again."),
-    "retry": ("Retry", "retried", "Halted and parked changes run again at once, and their attempts count anew."),
-}
+_DOES = {"pause": "Pause", "resume": "Resume", "retry": "Retry"}
 _CURES: Mapping[str, Sequence[tuple[str, str]]] = {
-    "halted": (("retry", "Retry"), ("set_aside", "Set aside")),
+    "halted": (("retry", "Retry"), ("skip", "Skip")),
     "retrying": (("retry", "Retry"),),
     "paused": (("resume", "Resume"),),
 }
@@ -103,7 +101,7 @@ class BridgeAdmin(OperationsAdmin):
                 ],
                 "handlers": [_handler(each, letters) for each in seen["handlers"]],
                 "standing": [_partition(each) for each in seen["attention"]],
-                "does": [(name, label) for name, (label, _, _) in _DOES.items()],
+                "does": [*_DOES.items()],
             },
         )
 
@@ -117,45 +115,20 @@ class BridgeAdmin(OperationsAdmin):
         return f"{page}?{urlencode({'bridge': bridge})}&"
 
     def page_actions(self) -> Mapping[str, PageAction]:
-        """As `changes pause`, `resume`, `retry` and `set-aside`."""
-        found = {
+        """As `changes pause`, `resume`, `retry` and `skip`."""
+        return {
             name: PageAction(
                 label=label,
                 names=_NAMES,
                 target=_target,
-                ask=partial(self._ask, name),
-                run=partial(_run, getattr(commands, name), past),
+                ask=partial(self._ask, name, label),
+                run=partial(_run, name),
             )
-            for name, (label, past, _) in _DOES.items()
-        }
-        return {
-            **found,
-            "set_aside": PageAction(
-                label="Set aside",
-                names=_NAMES,
-                target=_target,
-                ask=self._ask_about_head,
-                run=_set_aside,
-            ),
+            for name, label in {**_DOES, "skip": "Skip"}.items()
         }
 
-    def _ask(self, name: str, request: HttpRequest) -> Confirmation:
-        label, _, note = _DOES[name]
-        one_in_project(BRIDGES, chosen(request, "bridge"))
-        return Confirmation(question=f"{label}?", about=[_target(request.POST)], notes=[note])
-
-    def _ask_about_head(self, request: HttpRequest) -> Confirmation:
-        """With the change itself, for who may see it; the form keeps which one it is."""
-        wiring, handler, partition = _place(request)
-        head = heads.read_halted(wiring, handler, _index(partition))
-        contents = document(head.event) if head.event is not None and self.may_see_contents(request) else ""
-        return Confirmation(
-            question="Move this change to the dead letters, and let its partition go on?",
-            about=[f"{head.subscription} {head.index}: {head.key}"],
-            notes=[f"It halted with {cut(head.error)}.", "Nothing is thrown away: it can be replayed later."],
-            keeps=[("token", head.token or "")],
-            contents=contents,
-        )
+    def _ask(self, name: str, label: str, request: HttpRequest) -> Confirmation:
+        return ask_for(request, _plan(name, request), self, label=label, about=[_target(request.POST)])
 
 
 def _listener(listener: Mapping[str, Any] | None) -> str:
@@ -187,42 +160,18 @@ def _target(form: QueryDict) -> str:
     return f"{form.get('bridge', '')}: {where}"
 
 
-def _place(request: HttpRequest) -> tuple[Wiring, str | None, str]:
-    wiring = one_in_project(BRIDGES, chosen(request, "bridge"))
-    return wiring, chosen(request, "handler") or None, chosen(request, "partition")
+def _run(name: str, request: HttpRequest) -> ActionOutcome:
+    return run_plan(request, _plan(name, request))
+
+
+def _plan(name: str, request: HttpRequest) -> Plan:
+    operations = operations_of(request, one_in_project(BRIDGES, chosen(request, "bridge")))
+    handler, partition = chosen(request, "handler") or None, chosen(request, "partition")
+    plan: Plan = getattr(operations, name)(handler, _index(partition) if partition else None, reason=reason_in(request))
+    return plan
 
 
 def _index(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or len(text) > len(str(1 << 16)):
         raise refuse(f"{text!r} is no partition.")
     return int(text)
-
-
-def _run(
-    command: Callable[[Wiring, str | None, int | None], list[CommandResult]], past: str, request: HttpRequest
-) -> ActionOutcome:
-    wiring, handler, partition = _place(request)
-    results = command(wiring, handler, _index(partition) if partition else None)
-    return _told(past, results)
-
-
-def _set_aside(request: HttpRequest) -> ActionOutcome:
-    wiring, handler, partition = _place(request)
-    token = chosen(request, "token") or None
-    return _told("set aside", [commands.set_aside(wiring, handler, _index(partition), token=token)])
-
-
-def _told(past: str, results: Sequence[CommandResult]) -> ActionOutcome:
-    """As the commands say it."""
-    done = [each for each in results if each.result == "done"]
-    left = [
-        each.reason
-        for each in results
-        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "retrying"})
-    ]
-    if not done:
-        looked = number(len(results), "partition was", "partitions were")
-        return ActionOutcome(said=f"Nothing to do: {looked} looked at, and none had to be {past}.", refused=left)
-    names = sorted({each.subscription for each in done})
-    places = [f"{name} {', '.join(str(each.index) for each in done if each.subscription == name)}" for name in names]
-    return ActionOutcome(said=f"{past.capitalize()}: {'; '.join(places)}.", refused=left)

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from django.http import HttpRequest, QueryDict
 
 from mongo_celery.bridge.operations import letter_commands as commands
 from mongo_celery.bridge.operations.keys import keys_of
+from mongo_celery.bridge.operations.letter_commands import short_ids
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.cli.dead_letters_view import parked_line, passed_line, replay_line, short_ids
+from mongo_celery.cli.dead_letters_view import parked_line, passed_line, replay_line
 from mongo_celery.contrib.django.admin.operations_admin import (
-    ActionOutcome,
     Confirmation,
     OperationsAdmin,
     PageAction,
+    ask_for,
     chosen,
     chosen_letters,
-    listed,
+    operations_of,
     page_of,
+    reason_in,
     refuse,
+    run_plan,
 )
 from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in_project
 from mongo_celery.contrib.django.admin.words import block, document, shown
 from mongo_celery.quantities import moment, number, size
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.operations.letter_commands import Found, LetterResult
+    from mongo_celery.bridge.operations.letter_commands import Found
     from mongo_celery.bridge.state.dead_letters import Letter
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.plan import Plan
 
 _NAMES = ("bridge", "letter")
 
@@ -85,9 +90,31 @@ class DeadLetterAdmin(OperationsAdmin):
     def page_actions(self) -> Mapping[str, PageAction]:
         """As `changes dead-letters replay` and `discard`."""
         return {
-            "replay": PageAction(label="Replay", names=_NAMES, target=_target, ask=_ask_to_replay, run=_replay),
-            "discard": PageAction(label="Discard", names=_NAMES, target=_target, ask=_ask_to_discard, run=_discard),
+            "replay": PageAction(
+                label="Replay",
+                names=_NAMES,
+                target=_target,
+                ask=self._ask_to_replay,
+                run=lambda request: run_plan(request, _plan_replay(request)),
+            ),
+            "discard": PageAction(
+                label="Discard",
+                names=_NAMES,
+                target=_target,
+                ask=lambda request: ask_for(
+                    request, _plan_discard(request), self, label="Discard", about=_about(request)
+                ),
+                run=lambda request: run_plan(request, _plan_discard(request)),
+            ),
         }
+
+    def _ask_to_replay(self, request: HttpRequest) -> Confirmation:
+        choices = [("over_newer", "Let them overwrite what newer changes have written through fenced().")]
+        plan = _plan_replay(request)
+        return replace(ask_for(request, plan, self, label="Replay", about=_about(request)), choices=choices, ready=True)
+
+    def _ask_to_discard(self, request: HttpRequest) -> Confirmation:
+        return ask_for(request, _plan_discard(request), self, label="Discard", about=_about(request))
 
 
 def _row(letter: Letter, found: Found) -> dict[str, Any]:
@@ -129,57 +156,19 @@ def _target(form: QueryDict) -> str:
     return names[0] if len(names) == 1 else f"{form.get('bridge', '')}: {len(names)} dead letters"
 
 
-def _ask_to_replay(request: HttpRequest) -> Confirmation:
-    wiring, found, letters = _named(request)
-    ahead = commands.replay(wiring, letters, over_newer=False, dry_run=True)
-    notes = [each.reason for each in ahead if each.reason]
-    notes += _followers(ahead, "requested")
-    notes += [] if found.leads else ["No listener leads: they are replayed as soon as one does."]
-    return Confirmation(
-        question=f"Run the handler again for {number(len(letters), 'dead letter', 'dead letters')}?",
-        about=_lines(letters),
-        notes=["Cure what they failed of first. One goes when its handler has succeeded.", *notes],
-        choices=[("over_newer", "Let them write over what newer changes have written through fenced().")],
-    )
+def _plan_replay(request: HttpRequest) -> Plan:
+    wiring, found, _ = _named(request)
+    ids = [each.document_id for each in found.letters]
+    over_newer, reason = "over_newer" in request.POST, reason_in(request)
+    return operations_of(request, wiring).replay_dead_letters(ids=ids, over_newer=over_newer, reason=reason)
 
 
-def _ask_to_discard(request: HttpRequest) -> Confirmation:
-    wiring, _, letters = _named(request)
-    ahead = commands.discard(wiring, letters, dry_run=True)
-    notes = [each.reason for each in ahead if each.reason]
-    return Confirmation(
-        question=f"Throw {number(len(letters), 'dead letter', 'dead letters')} away for good?",
-        about=_lines(letters),
-        notes=["Their changes will never be handled.", *notes, *_followers(ahead, "discarded")],
-        ready=any(each.result == "discarded" for each in ahead),
-    )
+def _plan_discard(request: HttpRequest) -> Plan:
+    wiring, found, _ = _named(request)
+    ids = [each.document_id for each in found.letters]
+    return operations_of(request, wiring).discard_dead_letters(ids=ids, reason=reason_in(request))
 
 
-def _replay(request: HttpRequest) -> ActionOutcome:
-    wiring, _, letters = _named(request)
-    results = commands.replay(wiring, letters, over_newer="over_newer" in request.POST, dry_run=False)
-    return _told(results, "requested", "to be replayed")
-
-
-def _discard(request: HttpRequest) -> ActionOutcome:
-    wiring, _, letters = _named(request)
-    return _told(commands.discard(wiring, letters, dry_run=False), "discarded", "discarded")
-
-
-def _told(results: Sequence[LetterResult], result: str, past: str) -> ActionOutcome:
-    done = [each.id for each in results if each.result == result]
-    count = number(len(done), "dead letter is", "dead letters are")
-    named = f": {listed(short_ids(done))}" if done else ""
-    said = " ".join([f"{count} {past}{named}.", *_followers(results, result)])
-    return ActionOutcome(said=said, refused=[each.reason for each in results if each.reason])
-
-
-def _followers(results: Sequence[LetterResult], result: str) -> list[str]:
-    follow = sum(each.follow for each in results if each.result == result)
-    if not follow:
-        return []
-    return [f"{number(follow, 'dead letter', 'dead letters')} behind {'it' if follow == 1 else 'them'} are replayed."]
-
-
-def _lines(letters: Sequence[Letter]) -> list[str]:
+def _about(request: HttpRequest) -> list[str]:
+    _, _, letters = _named(request)
     return [f"{each.subscription}: {each.key} ({each.error})" for each in letters]

@@ -29,12 +29,14 @@ from django.urls import path, reverse
 from django.views.decorators.clickjacking import xframe_options_deny
 
 from mongo_celery.app import Registry
-from mongo_celery.bridge.operations.acts import on_behalf_of
+from mongo_celery.bridge.operations.operations import Operations
+from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.cli.apps import sentence_for
-from mongo_celery.contrib.django.admin.words import line, shown
+from mongo_celery.contrib.django.admin.words import block, line, shown
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.plan import Plan
 from mongo_celery.visible import visible
 
 S = TypeVar("S")
@@ -322,12 +324,11 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
         target = line(action.target(request.POST))  # databases refuse some of what is hidden
         several = _several(request.POST, action.names)
-        reason = request.POST.get("reason", "").strip() or None
+        reason = reason_in(request)
         several += f" Reason: {line(reason)}" if reason else ""
         entry = self._begun(request, name, target, several)
         try:
-            with on_behalf_of(f"{request.user.get_username()} (Django)", reason):
-                outcome, sentence = self._told(request, lambda: action.run(request))
+            outcome, sentence = self._told(request, lambda: action.run(request))
         except BaseException as error:
             self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.{several}")
             raise
@@ -358,6 +359,45 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     def _ended(self, entry: Any, message: str) -> None:
         """Only what was said of it: who, when and what stand as they were written first."""
         LogEntry.objects.filter(pk=entry.pk).update(change_message=message)
+
+
+def operations_of(request: HttpRequest, wiring: Wiring) -> Operations:
+    """Return the commands of a bridge, on behalf of the user."""
+    return Operations(wiring, f"{request.user.get_username()} (Django)")
+
+
+def reason_in(request: HttpRequest) -> str | None:
+    """Return the reason that the user gives, for the audit record."""
+    return str(request.POST.get("reason", "")).strip() or None
+
+
+def ask_for(
+    request: HttpRequest, plan: Plan, page: OperationsAdmin, *, label: str, about: Sequence[str]
+) -> Confirmation:
+    """Return the confirmation of a plan; its form names what was seen."""
+    return Confirmation(
+        question=plan.question or f"{label}?",
+        about=about,
+        notes=[*plan.refused, *plan.lines],
+        keeps=[("seen", plan.seen)],
+        contents=block("\n".join(plan.contents)) if page.may_see_contents(request) else "",
+        ready=plan.act is not None,
+    )
+
+
+def run_plan(request: HttpRequest, plan: Plan) -> ActionOutcome:
+    """
+    Run a plan that the user has confirmed.
+
+    Raises:
+        CommandRefusedError: it is about something else than the user has seen, or as of the plan.
+    """
+    if plan.seen != chosen(request, "seen"):
+        raise refuse("This has changed since you looked at it: look again, then repeat the command.")
+    if plan.act is None:
+        return ActionOutcome(said=". ".join(plan.lines), refused=plan.refused)
+    result = plan.run()
+    return ActionOutcome(said=". ".join(result.lines), refused=result.refused)
 
 
 def chosen(request: HttpRequest, name: str) -> str:

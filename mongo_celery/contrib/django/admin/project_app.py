@@ -7,7 +7,7 @@ from typing import TypeVar
 from mongo_celery.app import Named, Registry
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.command_line import CommandLine
-from mongo_celery.contrib.django.project import celery_app, project_settings
+from mongo_celery.contrib.django.project import app_address, celery_app
 from mongo_celery.errors import CommandRefusedError
 
 T = TypeVar("T", bound=Named)
@@ -40,4 +40,4 @@ def one_in_project(registry: Registry[T], name: str) -> T:
 def line_in_project(bridge: str) -> CommandLine:
     """How commands on a bridge are typed in this project."""
     several = len(BRIDGES.of(celery_app())) > 1
-    return CommandLine(project_settings().app, bridge if several else None)
+    return CommandLine(app_address(), bridge if several else None)

@@ -1,0 +1,66 @@
+"""Values that requests read from servers, so that a server that hangs delays one request at most, and not for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import pymongo
+
+from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.mongo.redaction import short, without_credentials
+
+T = TypeVar("T")
+
+_OLD_SECONDS = 5.0
+
+
+class Recent(Generic[T]):
+    """
+    A value that is read once in `keep` seconds at most, by a thread that asks for it.
+
+    Others get the value before. If that is older by some seconds, they wait.
+
+    Args:
+        read: return the value.
+        explain: return the value for an error, from a sentence on it.
+        keep: seconds.
+    """
+
+    def __init__(self, read: Callable[[], T], explain: Callable[[str], T], keep: float = 1.0) -> None:
+        self._read, self._explain = read, explain
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._value: T
+        self._at = float("-inf")
+
+    def __call__(self) -> T:
+        """Return the value."""
+        age = time.monotonic() - self._at
+        if age > self._keep and self._lock.acquire(blocking=age > self._keep + _OLD_SECONDS):
+            try:
+                if time.monotonic() - self._at > self._keep:
+                    self._value = self._try()
+                    self._at = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._value
+
+    def _try(self) -> T:
+        try:
+            with pymongo.timeout(ANSWER_SECONDS):
+                return self._read()
+        except MongoCeleryError as error:
+            return self._explain(without_credentials(str(error)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, others get their answers
+            return self._explain(f"{type(error).__name__}: {short(error)}.")
+
+
+def call_all(reads: Sequence[Callable[[], T]]) -> list[T]:
+    """Call functions at the same time: one that waits for its server does not delay the others."""
+    with ThreadPoolExecutor(len(reads)) as threads:
+        return list(threads.map(lambda read: read(), reads))

@@ -1,0 +1,76 @@
+"""The removal of a handler that is gone from the code: everything that is stored of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+
+from mongo_celery.bridge.fenced.fence import FIELD
+from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
+from mongo_celery.bridge.operations.resets import leader_in
+from mongo_celery.bridge.state.positions import Holdings
+from mongo_celery.bridge.state.subscriptions import parse_name
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.plan import Plan, PlanResult
+from mongo_celery.quantities import number
+
+
+def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[str]) -> Plan:
+    """Plan to remove everything that is stored of a handler; see `Operations.remove`."""
+    wiring = act.wiring
+    if handler in {each.name for each in wiring.handlers}:
+        raise CommandRefusedError(
+            f"{handler} is a handler of this app: only one that is gone from it can be removed. Take it out of the "
+            "code, leave the bridge in it, and repeat the command.",
+        )
+    for each in stamps:
+        if not all(each.partition(".")):
+            raise CommandRefusedError(f"--stamps {each} is no collection: write DATABASE.COLLECTION.")
+    with reached(wiring) as store:
+        leader = leader_in(store.leases.read() or {})
+        known = {parse_name(document) for document in store.subscriptions.read_all()}
+        holdings = store.positions.holdings(handler)
+    if handler not in known and not holdings.any and not stamps:  # else a part of them may be left
+        raise refuse_unknown(wiring, handler, known)
+    if holdings.letters and not dead_letters:
+        raise CommandRefusedError(
+            f"{number(holdings.letters, 'dead letter', 'dead letters')} of {handler} are left. Look at them with "
+            f"`{act.line.changes('dead-letters', 'list', handler)}`, discard them, or repeat the command with "
+            "--dead-letters.",
+        )
+
+    def run(running: Act) -> PlanResult:
+        store = wiring.store
+        term = store.positions.forget(handler, running.record(handler, **asdict(holdings)))
+        if term is None:
+            raise CommandRefusedError(
+                f"The listener that leads ({leader or 'it has just begun'}) serves {handler}: nothing is changed. "
+                "Deploy the code without the handler there, then repeat the command.",
+            )
+        stamp = f"{FIELD}.{wiring.name}/{handler}"
+        for namespace in stamps:
+            database, _, collection = namespace.partition(".")
+            targets = wiring.client[database][collection]
+            targets.update_many({stamp: {"$exists": True}}, {"$unset": {stamp: ""}})
+        removed = sum(store.positions.remove(handler, term, letters=dead_letters))
+        return PlanResult(lines=[f"{handler}: removed"], fields={"removed": removed})
+
+    return Plan(
+        command=act.command,
+        lines=[_describe(handler, holdings)],
+        fields={"bridge": wiring.name, "subscription": handler, "leader": leader, **asdict(holdings)},
+        question="Remove all of it?",
+        act=partial(act.run, run),
+    )
+
+
+def _describe(handler: str, holdings: Holdings) -> str:
+    found = [
+        number(holdings.partitions, "partition", "partitions"),
+        number(holdings.stored, "document of stored changes", "documents of stored changes"),
+        number(holdings.letters, "dead letter", "dead letters"),
+        number(holdings.replays, "replay", "replays"),
+        number(holdings.snapshots, "snapshot", "snapshots"),
+    ]
+    return f"{handler} has {', '.join(found)}"

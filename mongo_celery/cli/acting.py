@@ -1,0 +1,104 @@
+"""The one way by which commands change something: they show a plan, ask, run it, and report the result."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mongo_celery.cli.apps import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge, one_sentence_errors, say
+from mongo_celery.plan import Plan
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.operations import Operations
+
+HANDLER = click.argument("handler")
+PARTITION = click.argument("partition", type=click.IntRange(min=0), required=False)
+
+
+def acting_on(
+    name: str, option: Callable[[Any], Any], choose: Callable[[click.Context, str | None], Any]
+) -> Callable[[Callable[..., Plan]], Callable[..., None]]:
+    """
+    Return a decorator that makes a function a command with `--yes`, `--dry-run`, `--json` and the option that chooses.
+
+    The function takes what is chosen and its own options, and returns a plan. The command ends with status 1 if
+    something was refused.
+
+    Args:
+        name: of the option that chooses what the command acts on.
+        option: that one.
+        choose: returns that.
+    """
+
+    def decorate(make_plan: Callable[..., Plan]) -> Callable[..., None]:
+        @YES
+        @DRY_RUN
+        @option
+        @JSON
+        @click.pass_context
+        @functools.wraps(make_plan)
+        def command(ctx: click.Context, /, **given: Any) -> None:
+            how = {name: given.pop(name) for name in ("yes", "dry_run", "as_json")}
+            chosen = choose(ctx, given.pop(name))
+            with one_sentence_errors():
+                plan = make_plan(chosen, **given)
+            carry_out(ctx, plan, **how)
+
+        made: Callable[..., None] = command
+        return made
+
+    return decorate
+
+
+def _choose_operations(ctx: click.Context, name: str | None) -> Operations:
+    from mongo_celery.bridge.operations.operations import Operations
+    from mongo_celery.cli.health import line_of
+
+    wiring = one_bridge(ctx, name)
+    return Operations(wiring, line=line_of(ctx, wiring))
+
+
+def acting(make_plan: Callable[..., Plan]) -> Callable[..., None]:
+    """Make a function from a bridge's operations and options to a plan a command, with `--reason` and `--bridge`."""
+    return REASON(acting_on("bridge", BRIDGE, _choose_operations)(make_plan))
+
+
+def carry_out(
+    ctx: click.Context,
+    plan: Plan,
+    *,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """
+    Show a plan, ask, run it and print the result; end with status 1 if something was refused.
+
+    What is asked about goes to standard error, also with `--yes`: it may be the only trace of what is given up.
+    """
+    is_run = plan.act is not None and not dry_run
+    if not is_run and as_json:
+        click.echo(json.dumps(plan.plain()))
+    elif plan.question is not None or not is_run:
+        for sentence in plan.refused:
+            say(f"Error: {sentence}", err=True)
+        for line in (*plan.lines, *plan.contents):
+            say(line, err=is_run)
+    result = None
+    if is_run:
+        if plan.question is not None and not yes:
+            click.confirm(plan.question, abort=True, err=True)
+        with one_sentence_errors():
+            result = plan.run()
+        if as_json:
+            click.echo(json.dumps(plan.plain(result)))
+        else:
+            for sentence in result.refused:
+                say(f"Error: {sentence}", err=True)
+            for line in result.lines:
+                say(line)
+    ctx.exit(1 if (plan if result is None else result).refused else 0)

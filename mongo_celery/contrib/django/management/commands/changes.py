@@ -1,7 +1,0 @@
-"""`manage.py changes`."""
-
-from __future__ import annotations
-
-from mongo_celery.contrib.django.management.celery_command import command
-
-Command = command("changes")

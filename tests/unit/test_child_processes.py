@@ -1,0 +1,121 @@
+"""The processes of a run: what is signalled, what is left, and how all of it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from mongo_celery.embedded.processes import ChildProcess, Supervisor
+from tests.fixtures.process import wait_for
+
+READY = "print('ready', flush=True); signal.pause()"
+POLITE = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); {READY}"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY}"
+PARENT = f"""
+import signal, subprocess, sys
+child = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"]
+children = [subprocess.Popen(child).pid for _ in range(2)]
+{READY}
+"""
+
+
+def supervisor(directory: Path, grace: float = 10.0) -> Supervisor[ChildProcess]:
+    return Supervisor(directory, ChildProcess, grace=grace)
+
+
+def ready(crew: Supervisor[ChildProcess], program: str) -> ChildProcess:
+    """A process that has come so far that a signal meets its handlers."""
+    process = crew.python("program", "-c", program)
+    wait_for(lambda: "ready" in process.text, message=lambda: process.text)
+    return process
+
+
+def gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_the_polite_end_regularly_and_the_deaf_are_killed(tmp_path: Path) -> None:
+    """All share one bound; a paused one is woken, so that it can answer."""
+    with supervisor(tmp_path, grace=2.0) as crew:
+        polite, deaf, paused = (ready(crew, program) for program in (POLITE, DEAF, POLITE))
+        paused.pause()
+
+    assert [polite.returncode, deaf.returncode, paused.returncode] == [3, -signal.SIGKILL, 3]
+
+
+def test_without_grace_nothing_is_asked(tmp_path: Path) -> None:
+    """What a test started is not worth waiting for."""
+    with supervisor(tmp_path, grace=0.0) as crew:
+        process = ready(crew, POLITE)
+
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_process_started_ends_with_it(tmp_path: Path, killed: bool) -> None:
+    """Also what a killed process has left behind: its group is its own until it is taken notice of."""
+    with supervisor(tmp_path) as crew:
+        process = ready(crew, PARENT)
+        children = process.children()
+        assert len(children) == 2
+        assert children == sorted(children, key=lambda pid: psutil.Process(pid).create_time())
+        if killed:
+            process.kill()
+            assert process.returncode == -signal.SIGKILL
+            assert not any(gone(child) for child in children)
+
+    wait_for(lambda: all(gone(child) for child in children), message="the children have ended")
+
+
+def test_a_process_that_has_ended_keeps_its_number_until_it_is_taken_notice_of(tmp_path: Path) -> None:
+    """A signal that comes too late can hit nobody else."""
+    with supervisor(tmp_path) as crew:
+        process = ready(crew, POLITE)
+        process.send(signal.SIGTERM)
+        assert process.ends_within(60.0)
+        assert process.returncode == 3
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        process.send(signal.SIGTERM)
+        process.send_group(signal.SIGTERM)
+
+        crew.release(process)
+
+        assert not psutil.pid_exists(process.pid)
+        assert process.returncode == 3
+        process.send(signal.SIGTERM)
+        assert crew.started == []
+
+
+def test_one_that_failed_is_found_and_one_that_was_killed_on_purpose_is_not(tmp_path: Path) -> None:
+    """Its last words are quoted in messages."""
+    with supervisor(tmp_path) as crew:
+        done = crew.python("done", "-c", "pass")
+        victim = ready(crew, POLITE)
+        victim.kill()
+        assert done.ends_within(60.0)
+        assert crew.failed() is None
+
+        failing = crew.python("failing", "-c", "raise SystemExit('out of orders')")
+        wait_for(lambda: not failing.running)
+
+        assert crew.failed() is failing
+        assert failing.last_words == "out of orders"
+
+
+def test_each_process_has_its_own_file_and_the_given_environment(tmp_path: Path) -> None:
+    """Two of one name do not write into one file; variables are added to those of all."""
+    program = "import os; print(os.environ['ALL'], os.environ.get('ONE'))"
+    environment = {**os.environ, "ALL": "all"}
+    with Supervisor(tmp_path, ChildProcess, environment=environment) as crew:
+        both = [crew.python("same", "-c", program, environment=added) for added in ({}, {"ONE": "one"})]
+        assert all(each.ends_within(60.0) for each in both)
+
+    assert [each.text.split() for each in both] == [["all", "None"], ["all", "one"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-same.log", "2-same.log"]
