@@ -277,7 +277,7 @@ class Partition:
             return False
         if image.claim is not None or image.due_in > 0 or self.image.due_in > 0 or not self.won:
             return False
-        return bool(_essence(image) == self._essence)
+        return image is self.image or bool(_essence(image) == self._essence)
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""

@@ -133,6 +133,7 @@ class PartitionPoller:
         self.is_blind = False
         self.began_at = self.read_at = 0.0
         self._fairness: Fairness | None = None
+        self._known: Mapping[bytes, Image] = {}
         self._wiring = wiring
         self._partitions = wiring.store.partitions
         self._session = session
@@ -196,11 +197,11 @@ class PartitionPoller:
     def _sweep(self, now: float, reopenings: int) -> list[Image]:
         self.times.swept_at = self.times.polled_at = now
         generations = {name: led.plan.layout.generation for name, led in self._led.items()}
-        images = self._partitions.of(generations, self._session)
+        self._known = self._partitions.sweep(generations, self._session, self._known)
         for subscription in self._led.values():
             self._activity.of(subscription.name).add_counts(subscription.counted)
         self._activity.note_sweep(reopenings)
-        return images
+        return list(self._known.values())
 
     def _read_changed(self, now: float) -> list[Image]:
         """Read the partitions with a run in flight of which the server knows something new."""
