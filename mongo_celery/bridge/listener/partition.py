@@ -200,9 +200,10 @@ class Partition:
     @property
     def is_blocked(self) -> bool:
         """Return True if its next change waits for a person, or for its retry time."""
-        if self.image.state == "halted":
-            return True
-        return self.has_next and (self.image.state != "flowing" or self.image.parked)
+        image = self.image
+        if image.state == "flowing" and image.due_in <= 0:
+            return False
+        return image.state == "halted" or self.has_next
 
     def is_secured(self, data: str) -> bool:
         """Return True if all up to a token is committed, or stored and marked by this term."""

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.listener.partition import Step
+from mongo_celery.bridge.listener.partition import Partition, Step
 from mongo_celery.bridge.listener.takeover import LockedPartitions
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.opening import renew_connections
@@ -184,7 +184,7 @@ class PartitionPoller:
                 images = self._read_changed(now)
             self.is_blind = False
             self.began_at, self.read_at = began_at, time.monotonic()
-            late = [image for image in images if self._observe(image, self.read_at) is Step.COMMIT]
+            late = self._observe(images, self.read_at)
             if late:
                 self._commit_late(late)
         except PyMongoError as error:
@@ -213,11 +213,19 @@ class PartitionPoller:
         times.polled_at = now
         return self._partitions.list_changed(seen, self._session)
 
-    def _observe(self, image: Image, now: float) -> Step | None:
-        subscription = self._led[image.subscription]
-        partition = subscription.partitions.get(image.index)
-        if partition is None or partition.is_unchanged(image):  # none: read before its handler was repartitioned
-            return None
+    def _observe(self, images: Iterable[Image], now: float) -> list[Image]:
+        """Take in images. Return those of partitions that are to be committed."""
+        late = []
+        for image in images:
+            subscription = self._led[image.subscription]
+            partition = subscription.partitions.get(image.index)
+            if partition is None or partition.is_unchanged(image):  # none: read before its handler was repartitioned
+                continue
+            if self._observe_partition(subscription, partition, image, now) is Step.COMMIT:
+                late.append(image)
+        return late
+
+    def _observe_partition(self, subscription: Subscription, partition: Partition, image: Image, now: float) -> Step:
         self._activity.of(image.subscription).observe(partition, image, now)
         run = partition.in_flight
         is_held = run is not None and run.left_at is None
@@ -242,8 +250,7 @@ class PartitionPoller:
     def _win_locked(self, now: float) -> None:
         """Take over, one by one, what an open transaction had kept from the take-over."""
         try:
-            for image in self.locked.win(now):
-                self._observe(image, time.monotonic())
+            self._observe(self.locked.win(now), time.monotonic())
         except PyMongoError as error:  # all others are polled all the same
             self._note_failure(error)
 
