@@ -23,7 +23,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout, parse_layout, parse_name
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.samples import event, first_token, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
 
@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 NAME = "record"
 KEYS = 10
-CONCERN = Concern("the state", "read")
+CONCERN = ErrorContext("the state", "read")
 _START = Timestamp(1, 1)
 
 

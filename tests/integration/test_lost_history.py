@@ -31,7 +31,7 @@ from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, sparse
 from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
@@ -64,7 +64,7 @@ class Bridge:
             self.rig.options,
             decision=decision,
             fingerprint=STREAM,
-            concern=Concern("state", "readWrite"),
+            concern=ErrorContext("state", "readWrite"),
         )
 
     def go_on(self, decision: str) -> Position | None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.stream.source import Source
     from mongo_celery.bridge.wiring import Wiring
 
-ROWS = 1000
+ROWS = 2000
 """Documents of a chunk: few enough that what workers have to do for others in between does not wait for long."""
 
 READ_SECONDS = 10.0

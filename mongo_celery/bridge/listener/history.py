@@ -48,7 +48,7 @@ from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import HistoryLostError, LeaseLostError
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
-from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
+from mongo_celery.mongo.verdicts import ErrorContext, brief, raise_if_final
 from mongo_celery.quantities import moment
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class LostHistory:
         *,
         decision: str,
         fingerprint: str,
-        concern: Concern,
+        concern: ErrorContext,
         line: CommandLine = ANY_APP,
     ) -> None:
         self._store = store

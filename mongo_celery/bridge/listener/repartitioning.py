@@ -39,7 +39,7 @@ from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
+from mongo_celery.mongo.verdicts import ErrorContext, brief, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.snapshotting import Snapshotting
@@ -108,7 +108,7 @@ class Repartitioning:
         self,
         store: Store,
         options: BridgeOptions,
-        concern: Concern,
+        concern: ErrorContext,
         watermarks: Watermarks,
         storing: Storing,
         line: CommandLine = ANY_APP,

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, explain_error
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import ErrorContext, explain_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
@@ -33,7 +35,7 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _POLL_SECONDS = 1.0
 _PAUSE_SECONDS = 5.0
-_INDEX_PAUSE_SECONDS = 600.0
+_INDEX_PAUSES = Pauses(first=600.0, longest=600.0)
 
 
 class Replaying:
@@ -48,14 +50,12 @@ class Replaying:
         due_at: monotonic time of the next turn.
     """
 
-    def __init__(self, replays: Replays, concern: Concern, line: CommandLine = ANY_APP) -> None:
+    def __init__(self, replays: Replays, concern: ErrorContext, line: CommandLine = ANY_APP) -> None:
         self._line = line
         self._replays = replays
         self._concern = concern
         self.due_at = 0.0
-        self._index_at = 0.0
-        self._indexing: threading.Thread | None = None
-        self._has_said = False
+        self._indexing = RetryGate(_INDEX_PAUSES)
 
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
         """Read the requests: every second, and immediately if something has ended in a partition that has more."""
@@ -64,7 +64,9 @@ class Replaying:
             for partition in each.partitions.values():
                 partition.replay = None
                 partition.is_replaying = partition.is_replaying and partition.in_flight is not None
-        self._begin_index(now)
+        if self._indexing.is_open(now):  # it may take long, and requests are read without it, too
+            self._indexing.note_failure()
+            threading.Thread(target=self._create_index, name="mongo_celery-replays-index", daemon=True).start()
         try:
             self._read(subscriptions)
             self.due_at = now + _POLL_SECONDS
@@ -76,28 +78,19 @@ class Replaying:
                 extra={"event": "replays_unread"},
             )
 
-    def _begin_index(self, now: float) -> None:
-        """Have the index created, in a thread of its own: it may take long, and requests are read without it, too."""
-        if now < self._index_at or (self._indexing is not None and self._indexing.is_alive()):
-            return
-        self._index_at = now + _INDEX_PAUSE_SECONDS
-        self._indexing = threading.Thread(target=self._create_index, name="mongo_celery-replays-index", daemon=True)
-        self._indexing.start()
-
     def _create_index(self) -> None:
         try:
             self._replays.ensure_index()
-            self._index_at = math.inf
+            self._indexing.opens_at = math.inf
         except PyMongoError as error:
-            if not self._has_said:
+            if self._indexing.failures == 1:
                 logger.warning(
                     "the collection dead_letters has no index for replays, so each search for them reads all of it. "
                     "The listener tries again to create the index after %.0f s: %s",
-                    _INDEX_PAUSE_SECONDS,
+                    _INDEX_PAUSES.longest,
                     explain_error(error, self._concern) or short(error),
                     extra={"event": "replays_unindexed"},
                 )
-            self._has_said = True
 
     def _read(self, subscriptions: Mapping[str, Subscription]) -> None:
         waiting: dict[str, list[ReplayRequest]] = {}

@@ -57,7 +57,7 @@ from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, brief, explain_error, raise_if_final, storable
+from mongo_celery.mongo.verdicts import ErrorContext, brief, explain_error, raise_if_final, storable
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -103,7 +103,7 @@ class Storing:
         self,
         store: Store,
         options: BridgeOptions,
-        concern: Concern,
+        concern: ErrorContext,
         share_behind: Callable[[Subscription], float],
         line: CommandLine = ANY_APP,
     ) -> None:
