@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from mongo_celery.app import Named, Registry
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.command_line import CommandLine
     from mongo_celery.mongo.verdicts import ErrorContext
 
 T = TypeVar("T", bound="Named")
@@ -64,6 +65,23 @@ JSON = json_option("bridge")
 YES = click.option("--yes", is_flag=True, help="Skip the confirmation prompt.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 REASON = click.option("--reason", metavar="TEXT", help="Why, for the audit record in `changes history`.")
+
+
+def bridges_of(ctx: click.Context, name: str | None) -> list[Wiring]:
+    """Return the bridge of that name, or all of the app."""
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    return all_of(ctx, BRIDGES, name)
+
+
+def line_of(ctx: click.Context, wiring: Wiring) -> CommandLine:
+    """Return the beginning of a command of the same bridge, as whoever typed this one would type it."""
+    from mongo_celery.bridge.wiring import BRIDGES
+    from mongo_celery.command_line import CommandLine
+
+    given = ctx.find_root().params.get("app")
+    bridge = wiring.name if len(BRIDGES.of(wiring.app)) > 1 else None
+    return CommandLine(given, bridge) if isinstance(given, str) else CommandLine(bridge=bridge)
 
 
 def one_bridge(ctx: click.Context, name: str | None) -> Wiring:

@@ -6,11 +6,14 @@ Rules 1 to 4 are those of `mongo_celery/bridge/state/leases.py`; P4 and P10 thos
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -346,3 +349,17 @@ def test_a_state_of_another_schema_is_neither_read_nor_taken(
         leases.read()
     assert leases.acquire(IDENTITY) is None
     assert stored(documents) == before
+
+
+def test_standbys_are_the_others_that_have_waited_lately(leases: Leases, documents: Collection[Document]) -> None:
+    """P16: each process once, for 15 s; the one that leads is none, and a term leaves them alone."""
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    documents.update_one({}, {"$set": {"standbys": [{"host": "gone", "pid": 1, "at": long_ago}]}})
+    for _ in range(2):
+        leases.note_standby()
+    me = {"host": socket.gethostname(), "pid": os.getpid()}
+    (found,) = (leases.read() or {})["standbys"]
+    assert {name: found[name] for name in me} == me
+    documents.update_one({}, {"$push": {"standbys": {"host": "two", "pid": 7, "at": datetime.now(UTC)}}})
+    acquired(leases)
+    assert [each["host"] for each in (leases.read() or {})["standbys"]] == ["two"]

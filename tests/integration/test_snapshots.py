@@ -27,8 +27,9 @@ from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations import snapshot_commands as commands
+from mongo_celery.bridge.operations.bridge_snapshot import to_plain
 from mongo_celery.bridge.operations.operations import Operations
-from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import OWED
@@ -600,7 +601,7 @@ def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_i
     later.until(lambda: len(world.seen) >= before["done"])
     end = DocumentId.of(bson.encode({"_id": 99}))
     assert end is not None
-    assert not store.move(before["_id"], term.leader.snapshots._thread._version, before["begun"], end, 5)
+    assert not store.move(before["_id"], term.leader.snapshots.thread._version, before["begun"], end, 5)
     assert world.record["lastId"] == before["lastId"]
     assert store.resume(before["_id"])
     later.finish()
@@ -697,7 +698,7 @@ def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
     term.finish()
     (shown,) = commands.listed(term.wiring, HANDLER)
     assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
-    assert shown in read_status(term.wiring)["snapshots"]
+    assert shown in to_plain(read_snapshot(term.wiring).snapshots)
     with pytest.raises(CommandRefusedError, match=r"has no snapshot.*changes snapshot list"):
         stop_one(term.wiring, "nothing")
     with pytest.raises(CommandRefusedError, match="cannot be resumed"):

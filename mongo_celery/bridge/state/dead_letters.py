@@ -286,8 +286,8 @@ class DeadLetters(StateCollection):
         return self.headers([row["_id"] for row in self._table.aggregate([*stages, {"$project": {"_id": 1}}])])
 
     def list_errors(self, limit: int) -> list[dict[str, Any]]:
-        """Return handler, error and time of the newest dead letters, the newest first. By an index."""
-        fields = dict.fromkeys(("handler", "error", "at"), 1)
+        """Return handler, error, time and token of the newest dead letters, the newest first. By an index."""
+        fields = dict.fromkeys(("handler", "error", "at", "resumeToken"), 1)
         with self._table.limit():
             keys = [("at", -1), ("_id", -1)]
             return list(

@@ -48,6 +48,7 @@ from mongo_celery.mongo.expressions import REMOVED, SHIFT, after, literal, milli
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
 
+_STANDBY_SECONDS = 15.0
 _TRUST = 0.9
 """Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
 
@@ -184,16 +185,25 @@ class Leases(StateCollection):
         change = {"$set": {"report": dict(report)}, "$currentDate": {"reportedAt": True}}
         return self._table.update(self._mine(term), change)
 
+    def note_standby(self) -> None:
+        """Record that this process waits for the lease. It counts for 15 s, in `status` alone."""
+        host, pid = socket.gethostname(), os.getpid()
+        me = {"host": literal(host), "pid": literal(pid), "at": "$$NOW"}
+        change = {"standbys": {"$concatArrays": [_others("$standbys", host, pid), [me]]}}
+        self._table.update({"_id": self._bridge}, [{"$set": change}])
+
     def read(self) -> dict[str, Any] | None:
         """
         The lease document, or None before the first start.
 
         Verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
-        since the listener's last report, and what workers have dropped, see `Drops`.
+        since the listener's last report, and what workers have dropped, see `Drops`. `standbys` are those of the last
+        15 s.
         """
         verdicts = {
             "live": {"$gt": ["$expiresAt", "$$NOW"]},
             "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
+            "standbys": _others("$standbys", "$host", "$pid"),
         }
         found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
         if found:
@@ -202,6 +212,13 @@ class Leases(StateCollection):
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.number}
+
+
+def _others(standbys: str, host: object, pid: object) -> dict[str, Any]:
+    """Return the standbys of the last seconds, without one process."""
+    is_recent = {"$gt": ["$$this.at", {"$subtract": ["$$NOW", millis(_STANDBY_SECONDS)]}]}
+    is_other = {"$or": [{"$ne": ["$$this.host", host]}, {"$ne": ["$$this.pid", pid]}]}
+    return {"$filter": {"input": {"$ifNull": [standbys, []]}, "as": "this", "cond": {"$and": [is_recent, is_other]}}}
 
 
 def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
