@@ -468,7 +468,7 @@ def test_a_snapshot_that_waits_for_its_handler_hurries_nobody(world: World) -> N
     world.orders.insert_one({"_id": 1, "v": 1})
     ask(world, term)
     snapshots = term.leader.snapshots
-    term.until(lambda: snapshots.is_active)
+    term.until(lambda: snapshots.thread.records)
     term.step()
     assert not snapshots.is_busy
 
@@ -600,7 +600,7 @@ def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_i
     later.until(lambda: len(world.seen) >= before["done"])
     end = DocumentId.of(bson.encode({"_id": 99}))
     assert end is not None
-    assert not store.move(before["_id"], term.leader.snapshots._thread._version, before["begun"], end, 5)
+    assert not store.move(before["_id"], term.leader.snapshots.thread._version, before["begun"], end, 5)
     assert world.record["lastId"] == before["lastId"]
     assert store.resume(before["_id"])
     later.finish()
