@@ -35,7 +35,7 @@ exclude_patterns = sorted(
 )
 
 myst_heading_anchors = 4
-# A reason of `changes health` has its heading on one level, whichever page it stands on.
+# A reason of `changes status --ask` has its heading on one level, whichever page it stands on.
 suppress_warnings = ["myst.header"]
 
 nitpicky = True

@@ -31,12 +31,11 @@ class Finding:
     severity: Severity
     sentence: str
     command: str | None = None
-    amount: int | None = None
 
 
-def ok(code: str, sentence: str, amount: int | None = None) -> Finding:
+def ok(code: str, sentence: str) -> Finding:
     """Return a finding that needs no action."""
-    return Finding(code, "ok", sentence, amount=amount)
+    return Finding(code, "ok", sentence)
 
 
 def degraded(code: str, sentence: str, command: str | None = None) -> Finding:

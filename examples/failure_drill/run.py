@@ -77,7 +77,7 @@ class Shop(AbstractContextManager["Shop"]):
     def leader(self) -> "subprocess.Popen[bytes] | None":
         """The listener that leads, if one does."""
         status = self.changes("status")
-        pid = status["listener"]["pid"] if status.get("state") == "leading" else None
+        pid = status["leader"]["pid"] if status.get("state") == "leading" else None
         return next((each for each in self.listeners if each.pid == pid), None)
 
     def order(self, count: int, **more: Any) -> int:

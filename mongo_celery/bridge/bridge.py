@@ -169,8 +169,7 @@ class Bridge:
 
         Args:
             sources: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
-                collection, a Django model or a MongoEngine document class; or a lambda without arguments that
-                returns one of these when the listener starts, such as `lambda: mongo.db.orders`.
+                collection, a Django model or a MongoEngine document class.
             name: of the subscription; by default the function's. Its position is kept under this name.
             operations: operation types, or `"*"` for all; by default insert, update, replace and delete. `drop`,
                 `rename`, `dropDatabase` and `invalidate`, and with `show_expanded_events` `create`, `modify` ...,

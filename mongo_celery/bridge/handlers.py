@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any, cast
 
 from celery import Celery, Task
@@ -200,9 +200,7 @@ class Handler:
             return True  # of a module that was loaded again
         is_closure = mine is not theirs and mine.__closure__
         names = {each.name for each in fields(self)} - {"function"}
-        return not is_closure and all(
-            _comparable(getattr(self, name)) == _comparable(getattr(other, name)) for name in names
-        )
+        return not is_closure and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def name_fix(self, known: Handler) -> str:
         """Return the fix for another handler of this name, in an error's words."""
@@ -318,11 +316,11 @@ def _is_complete(target: object) -> bool:
     """
     Return True if a source can be checked now.
 
-    A bare collection waits for the URL's database, a model class for its framework, and a function until it can answer.
+    A bare collection waits for the URL's database, and a model class for its framework.
     """
     if isinstance(target, str):
         return "." in target or target == "*"
-    return not isinstance(target, type | FunctionType)
+    return not isinstance(target, type)
 
 
 def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None:
@@ -331,12 +329,10 @@ def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None
 
     Judged by the type alone: a collection has every attribute, and a task's proxy may not be ready to be asked.
     A model is a class, and PyMongo's collections, and those that others derive of them, are callable only to say that
-    they are not. A lambda cannot be what was to be decorated: without arguments it gives the source when it is asked.
+    they are not.
     """
     for source in sources:
         kind = type(source)
-        if kind is FunctionType and _is_without_arguments(source):
-            continue
         of_pymongo = any(each.__module__.startswith("pymongo.") for each in kind.__mro__)
         if callable(source) and not issubclass(kind, type) and not of_pymongo:
             written = decorator if decorator.startswith("shared") else f"bridge.{decorator}"
@@ -344,11 +340,6 @@ def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None
                 f"{decorator} was given a function, and needs a source: write "
                 f'@{written}("db.collection") above the function.',
             )
-
-
-def _is_without_arguments(function: Any) -> bool:
-    """Return True if a function is a lambda without arguments."""
-    return function.__name__ == "<lambda>" and not inspect.signature(function).parameters
 
 
 def check_task_options(given: Mapping[str, Any]) -> None:
@@ -403,13 +394,6 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
 def _is_task(function: object) -> bool:
     """Return True for a task, and for what a bridge without an app gives in its place."""
     return type(function) is Proxy or hasattr(function, "apply_async")
-
-
-def _comparable(value: Any) -> Any:
-    """Return the code of a lambda, which is another object each time; a source that cannot be compared stays itself."""
-    if isinstance(value, tuple):
-        return tuple(map(_comparable, value))
-    return value.__code__ if isinstance(value, FunctionType) else value
 
 
 def _place(function: Callable[..., Any]) -> tuple[str, int]:

@@ -38,7 +38,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, to_user_error
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.outbox import Outbox
 from mongo_celery.outbox.idempotency import IDEMPOTENCY_STORES, IdempotencyStore
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
@@ -126,25 +126,21 @@ class Wiring:
 
     @property
     def name(self) -> str:
-        """Of the bridge; `UNNAMED` while neither a name nor an app was given."""
-        if self.given_name is not None:
-            return self.given_name
-        return UNNAMED if self.bound is None else self.resolve_name(self.bound)
-
-    def resolve_name(self, app: Celery) -> str:
         """
-        Return the name that the bridge has in an app: its own, or the app's.
+        Of the bridge: its own, or the app's; `UNNAMED` while neither a name nor an app was given.
 
         Raises:
             ConfigurationError: no name was given, and the app's own cannot serve.
         """
         if self.given_name is not None:
             return self.given_name
-        name = app_name(app)
+        if self.bound is None:
+            return UNNAMED
+        name = app_name(self.bound)
         if name is None or not NAME.fullmatch(name):
             raise ConfigurationError(
-                f"the app's own name, {app.main!r}, cannot name its bridge; give Bridge a name='...' of letters, "
-                "digits, '_' and '-', which no other app on this MongoDB or broker uses, and keep it: the "
+                f"the app's own name, {self.bound.main!r}, cannot name its bridge; give Bridge a name='...' of "
+                "letters, digits, '_' and '-', which no other app on this MongoDB or broker uses, and keep it: the "
                 "positions are stored under it.",
             )
         return name
@@ -163,20 +159,11 @@ class Wiring:
             self._options = merge_options({**self.given, "name": self.name}, _settings(self.app))
         return self._options
 
-    def build_with_options(self, make: Callable[[BridgeOptions | None], T]) -> T:
-        """
-        Build with the options known so far; load the app's settings only if validation failed without them.
-
-        It builds without options if these depend on the settings of an app, and there is none yet.
-        """
-        known = self._options or self._early
-        if known is None:
-            return make(self.options if self.bound is not None else None)
+    def build_with_options(self, make: Callable[[BridgeOptions], T]) -> T:
+        """Build with the options known so far; load the app's settings only if validation failed without them."""
         try:
-            return make(known)
+            return make(self._options or self._early or self.options)
         except ConfigurationError:
-            if self._options is not None or self.bound is None:
-                raise
             return make(self.options)
 
     @property
@@ -303,9 +290,9 @@ class Wiring:
         return CommandLine.of(self.bound, self.name if several else None)
 
     @property
-    def state_concern(self) -> Concern:
+    def state_concern(self) -> ErrorContext:
         """Whom an error of the state database concerns, for the sentences about it."""
-        return Concern(
+        return ErrorContext(
             f"the state database {self.options.database} of bridge {self.name}",
             f"readWrite there, or the role that {self.line.changes('grants')} prints",
         )

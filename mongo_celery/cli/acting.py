@@ -56,7 +56,7 @@ def acting_on(
 
 def _choose_operations(ctx: click.Context, name: str | None) -> Operations:
     from mongo_celery.bridge.operations.operations import Operations
-    from mongo_celery.cli.health import line_of
+    from mongo_celery.cli.apps import line_of
 
     wiring = one_bridge(ctx, name)
     return Operations(wiring, line=line_of(ctx, wiring))

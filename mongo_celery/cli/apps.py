@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from mongo_celery.app import Named, Registry
     from mongo_celery.bridge.wiring import Wiring
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.command_line import CommandLine
+    from mongo_celery.mongo.verdicts import ErrorContext
 
 T = TypeVar("T", bound="Named")
 
@@ -64,6 +65,23 @@ JSON = json_option("bridge")
 YES = click.option("--yes", is_flag=True, help="Skip the confirmation prompt.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 REASON = click.option("--reason", metavar="TEXT", help="Why, for the audit record in `changes history`.")
+
+
+def bridges_of(ctx: click.Context, name: str | None) -> list[Wiring]:
+    """Return the bridge of that name, or all of the app."""
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    return all_of(ctx, BRIDGES, name)
+
+
+def line_of(ctx: click.Context, wiring: Wiring) -> CommandLine:
+    """Return the beginning of a command of the same bridge, as whoever typed this one would type it."""
+    from mongo_celery.bridge.wiring import BRIDGES
+    from mongo_celery.command_line import CommandLine
+
+    given = ctx.find_root().params.get("app")
+    bridge = wiring.name if len(BRIDGES.of(wiring.app)) > 1 else None
+    return CommandLine(given, bridge) if isinstance(given, str) else CommandLine(bridge=bridge)
 
 
 def one_bridge(ctx: click.Context, name: str | None) -> Wiring:
@@ -126,7 +144,7 @@ class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phr
         concern: gives whom an error of MongoDB concerns; it is asked only after the server has answered.
     """
 
-    def __init__(self, concern: Callable[[], Concern] | None = None) -> None:
+    def __init__(self, concern: Callable[[], ErrorContext] | None = None) -> None:
         self._concern = concern
 
     def __enter__(self) -> None:
@@ -138,7 +156,7 @@ class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phr
             raise click.ClickException(visible_lines(sentence, "  ")) from None
 
 
-def sentence_for(error: BaseException | None, concern: Callable[[], Concern] | None = None) -> str | None:
+def sentence_for(error: BaseException | None, concern: Callable[[], ErrorContext] | None = None) -> str | None:
     """What to tell the user about an error; None where it has to go its own way. Arguments as above."""
     if error is None or isinstance(error, click.ClickException):
         return None
@@ -147,14 +165,14 @@ def sentence_for(error: BaseException | None, concern: Callable[[], Concern] | N
     from mongo_celery.errors import MongoCeleryError
     from mongo_celery.mongo.opening import to_user_error
     from mongo_celery.mongo.redaction import short, without_credentials
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.mongo.verdicts import ErrorContext
 
     if isinstance(error, PyMongoError):
         # Whatever else is raised may come from opening what the concern would name.
         if concern is not None and isinstance(error, OperationFailure):
             known = to_user_error(error, concern())
         else:
-            known = to_user_error(error, Concern("what this command needs", "readWrite there"))
+            known = to_user_error(error, ErrorContext("what this command needs", "readWrite there"))
         if known is error:
             return f"MongoDB refused: {short(error)}. Check the URL and the server."
         error = known

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pymongo import MongoClient
 
     from mongo_celery.locking.holders import OpenTransaction
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.mongo.verdicts import ErrorContext
     from mongo_celery.plan import Plan, PlanResult
 
     Found = tuple[MongoClient[Any], OpenTransaction]
@@ -104,10 +104,10 @@ def free(chosen: tuple[click.Context, str | None], ids: Sequence[str], *, dead: 
 # -- inside ----------------------------------------------------------------------------------------
 
 
-def _concern() -> Concern:
-    from mongo_celery.mongo.verdicts import Concern
+def _concern() -> ErrorContext:
+    from mongo_celery.mongo.verdicts import ErrorContext
 
-    return Concern("the open transactions", "inprog and killAnySession on the cluster")
+    return ErrorContext("the open transactions", "inprog and killAnySession on the cluster")
 
 
 def _clients(ctx: click.Context, url: str | None) -> list[MongoClient[Any]]:

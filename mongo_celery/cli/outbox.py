@@ -107,9 +107,9 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
             found = [asdict(finding) for finding in findings]
             click.echo(json.dumps({"outbox": each.name, "ok": not wrong, "findings": found}))
         else:
-            from mongo_celery.cli.check_view import check_view
+            from mongo_celery.cli.findings_view import findings_view
 
-            console_of(ctx).print(check_view(each.name, findings), crop=False)
+            console_of(ctx).print(findings_view(each.name, findings), crop=False)
     ctx.exit(1 if failed else 0)
 
 

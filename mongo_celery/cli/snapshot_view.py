@@ -17,11 +17,11 @@ def progress_line(each: Mapping[str, Any]) -> str:
         share = min(each["done"] / each["estimated"], 1.0)
         amount = f"{each['done']} of {each['estimated']} read ({share:.0%})"
     facts = [each["state"], amount]
-    if each["state"] == "running" and each["rate"]:
-        facts.append(f"{each['rate']:.0f}/s")
+    if each["state"] == "running" and each["per_second"]:
+        facts.append(f"{each['per_second']:.0f}/s")
     if each["remaining_seconds"] is not None:
         facts.append(f"{duration(each['remaining_seconds'])} left")
-    said = f": {each['sentence']}" if each["sentence"] else ""
+    said = f": {each['reason']}" if each["reason"] else ""
     return f"{each['source']} for {each['handler']}: {', '.join(facts)}{said}"
 
 

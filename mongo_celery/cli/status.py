@@ -1,30 +1,61 @@
-"""`celery -A app changes status`: how a bridge stands, and the verdict on it."""
+"""`celery -A app changes status` and `check`: how bridges are, what is wrong, and what to type."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from mongo_celery.cli.apps import BRIDGE, FiniteRange, console_of, json_option
-from mongo_celery.cli.health import UnreadableError, bridges_of, line_of, told, unreadable_errors, worst
+from mongo_celery.cli.apps import BRIDGE, JSON, FiniteRange, bridges_of, console_of, line_of, sentence_for
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from mongo_celery.bridge.operations.verdict import BridgeVerdict
+    from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.findings import Finding
+
+T = TypeVar("T")
 
 _WATCH_SECONDS = 2.0
 
 
+class UnreadableError(click.ClickException):
+    """A bridge that cannot be read: one sentence, and the exit status of what is failing."""
+
+    exit_code = 2
+
+
+class failing_errors:  # noqa: N801 - a context manager that reads as a phrase
+    """
+    End a command whose exit status is a verdict with 2 after any error: 1 would be "degraded".
+
+    An unexpected one, such as an ImportError of a task module, keeps its traceback.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, click.exceptions.Exit | click.Abort) or not isinstance(error, Exception):
+            return
+        if isinstance(error, click.ClickException):
+            if error.exit_code == 1:
+                raise UnreadableError(error.message) from None
+            return
+        from mongo_celery.mongo.redaction import short
+
+        raise UnreadableError(f"{''.join(traceback.format_exception(error))}{type(error).__name__}: {short(error)}")
+
+
 @click.command()
 @BRIDGE
-@json_option("bridge")
-@click.option("--all", "everything", is_flag=True, help="Show all handlers and partitions, not only some.")
+@JSON
+@click.option("--all", "everything", is_flag=True, help="Show all handlers and partitions.")
+@click.option("--ask", is_flag=True, help="Ask broker and workers, too, for some seconds.")
 @click.option(
     "--watch",
     is_flag=False,
@@ -35,56 +66,71 @@ _WATCH_SECONDS = 2.0
     help="Repeat until Ctrl-C, by default every 2 seconds.",
 )
 @click.pass_context
-def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bool, watch: float | None) -> None:
+def status(
+    ctx: click.Context, bridge: str | None, as_json: bool, everything: bool, ask: bool, watch: float | None
+) -> None:
     """
-    Show the leader, the lag, what is blocked, and what to do.
+    Show health, problems and fixes.
 
-    The lag is the time from the position up to which all is done to MongoDB's latest operation. Numbers
-    of changes under way come from the listener's last report, a few seconds old.
+    The lag is the age of the oldest change that is not handled, also of what is blocked.
 
-    Ends as `health` does, with status 0 where all is healthy, 1 where something is degraded, and 2 where something is
-    failing, or MongoDB does not answer; but broker and workers are not asked. With --watch it ends with status 0.
-    """
-    with unreadable_errors():
+    \b
+    Exit status:
+      0  healthy
+      1  degraded: it ends automatically, was asked for, or can wait
+      2  failing: blocked until somebody acts, about to be lost, or not readable
+    With --watch it is 0.
+    """  # noqa: D301 - \b is click's, and no part of the text
+    with failing_errors():
         bridges = bridges_of(ctx, bridge)
         if watch is not None:
-            _watch(ctx, bridges, as_json, everything, watch)
+            _watch(ctx, bridges, as_json, everything, ask, watch)
             return
-        found = [_read_or_error(ctx, each) for each in bridges]
-        if len(found) == 1 and found[0][0]["state"] == "unknown":
-            raise UnreadableError(found[0][0]["error"])
-        _show(console_of(ctx), found, as_json, everything)
-        ctx.exit(worst(verdict for _, verdict in found))
+        from mongo_celery.bridge.operations.snapshot_reader import LOOK_SECONDS
+
+        found = [_read(ctx, each, ask=ask, counting=LOOK_SECONDS) for each in bridges]
+        _show(ctx, found, as_json, everything)
+        ctx.exit(max((each.exit_code for each in found), default=0))
 
 
-Told = tuple[dict[str, Any], "BridgeVerdict"]
+def _read(ctx: click.Context, wiring: Wiring, *, ask: bool, counting: float) -> BridgeSnapshot:
+    from mongo_celery.bridge.operations.bridge_snapshot import unreadable
+    from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
+
+    found, sentence = _try(lambda: read_snapshot(wiring, line_of(ctx, wiring), ask=ask, counting=counting))
+    return unreadable(wiring.name, sentence) if found is None else found
 
 
-def _read(ctx: click.Context, wiring: Wiring) -> Told:
-    from mongo_celery.bridge.operations.amounts import LOOK_SECONDS
-    from mongo_celery.bridge.operations.status import read_status
-    from mongo_celery.bridge.operations.verdict import judge
+def _try(read: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what is read; or None, and the sentence on an error that users can fix."""
+    try:
+        return read(), ""
+    except Exception as error:
+        sentence = sentence_for(error)
+        if sentence is None:
+            raise
+        return None, sentence
 
-    found = read_status(wiring, LOOK_SECONDS)
-    return found, judge(found, line=line_of(ctx, wiring))
 
-
-def _show(console: Console, found: Sequence[Told], as_json: bool, everything: bool) -> None:
+def _show(ctx: click.Context, found: Sequence[BridgeSnapshot], as_json: bool, everything: bool) -> None:
     if as_json:
-        for each, verdict in found:
-            click.echo(json.dumps({**each, **verdict.plain()}))
+        for each in found:
+            click.echo(json.dumps(each.plain()))
         return
     from mongo_celery.cli.status_view import status_view
 
-    console.print(status_view(found, everything=everything), crop=False)  # a command must not be cut
+    console_of(ctx).print(status_view(found, everything=everything), crop=False)  # a command must not be cut
 
 
-def _watch(ctx: click.Context, bridges: Sequence[Wiring], as_json: bool, everything: bool, seconds: float) -> None:
+def _watch(
+    ctx: click.Context, bridges: Sequence[Wiring], as_json: bool, everything: bool, ask: bool, seconds: float
+) -> None:
     """Repeat until interrupted; a MongoDB that does not answer is shown, and asked again."""
     from threading import Event
 
     from rich.live import Live
 
+    from mongo_celery.bridge.operations.snapshot_reader import GLANCE_SECONDS
     from mongo_celery.cli.status_view import status_view
 
     console = console_of(ctx)
@@ -95,20 +141,46 @@ def _watch(ctx: click.Context, bridges: Sequence[Wiring], as_json: bool, everyth
             live = stack.enter_context(Live(console=console, auto_refresh=False, screen=False))
         try:
             while True:
-                found = [_read_or_error(ctx, each) for each in bridges]
+                found = [_read(ctx, each, ask=ask, counting=GLANCE_SECONDS) for each in bridges]
                 if live is not None:
                     live.update(status_view(found, everything=everything, folded=True), refresh=True)
                 else:
-                    _show(console, found, as_json, everything)
+                    _show(ctx, found, as_json, everything)
                 pause.wait(seconds)
         except KeyboardInterrupt:
             return
 
 
-def _read_or_error(ctx: click.Context, wiring: Wiring) -> Told:
-    from mongo_celery.bridge.operations.verdict import unreadable
+@click.command()
+@BRIDGE
+@JSON
+@click.pass_context
+def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
+    """
+    Check configuration, servers, workers and current state.
 
-    read, sentence = told(lambda: _read(ctx, wiring))
-    if read is not None:
-        return read
-    return {"bridge": wiring.name, "state": "unknown", "error": sentence}, unreadable(wiring.name, sentence)
+    Takes some seconds and changes nothing. Problems come first. Exit status as of `status`.
+    """
+    from mongo_celery.bridge.operations.preflight import check as preflight
+    from mongo_celery.findings import failing, worst_severity
+
+    severities = []
+    with failing_errors():
+        for each in bridges_of(ctx, bridge):
+            found, sentence = _try(lambda each=each: preflight(each, line_of(ctx, each)))  # type: ignore[misc]
+            findings = [failing("state_unreadable", sentence)] if found is None else found
+            severities.append(worst_severity(findings))
+            _show_findings(ctx, each.name, findings, as_json)
+        ctx.exit(max((("ok", "degraded", "failing").index(each) for each in severities), default=0))
+
+
+def _show_findings(ctx: click.Context, name: str, findings: Sequence[Finding], as_json: bool) -> None:
+    if as_json:
+        from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
+
+        verdict = BridgeSnapshot(bridge=name, findings=tuple(findings)).verdict
+        click.echo(json.dumps({"bridge": name, "verdict": verdict, "findings": [asdict(each) for each in findings]}))
+        return
+    from mongo_celery.cli.findings_view import findings_view
+
+    console_of(ctx).print(findings_view(name, findings), crop=False)

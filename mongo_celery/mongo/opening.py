@@ -19,7 +19,14 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.errors import ConfigurationError, MongoCeleryError, ServerUnavailableError
 from mongo_celery.findings import Finding, failing
 from mongo_celery.mongo.redaction import short, without_credentials
-from mongo_celery.mongo.verdicts import Concern, brief, explain_error, is_logged_out, is_refused_session, is_unanswered
+from mongo_celery.mongo.verdicts import (
+    ErrorContext,
+    brief,
+    explain_error,
+    is_logged_out,
+    is_refused_session,
+    is_unanswered,
+)
 
 DEFAULT_DATABASE = "mongo_celery"
 """The database of the state unless an option names another one."""
@@ -147,7 +154,7 @@ def ping(client: MongoClient[Any]) -> None:
         client.admin.command("ping")
 
 
-def to_user_error(error: PyMongoError, concern: Concern) -> Exception:
+def to_user_error(error: PyMongoError, concern: ErrorContext) -> Exception:
     """Return our error for one that ends a command; the error itself if there is no better text."""
     if is_unanswered(error):
         return ServerUnavailableError(
@@ -157,13 +164,13 @@ def to_user_error(error: PyMongoError, concern: Concern) -> Exception:
     return explain_error(error, concern) or error
 
 
-def error_sentence(error: PyMongoError, concern: Concern) -> str:
+def error_sentence(error: PyMongoError, concern: ErrorContext) -> str:
     """Return the text of `to_user_error`; an error without a better text is cut to name, code and sentence."""
     known = to_user_error(error, concern)
     return brief(error) if known is error else str(known)
 
 
-def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
+def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: ErrorContext) -> list[Finding]:
     """Return the findings of a part of a preflight; an error that ends it early is one more, by this name."""
     found: list[Finding] = []
     try:

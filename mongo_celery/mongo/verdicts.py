@@ -274,9 +274,9 @@ def is_duplicate_id(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Concern:
+class ErrorContext:
     """
-    Whom an error concerns.
+    The environment of an error of MongoDB, for its text.
 
     Attributes:
         subject: what the call was made on, such as `the outbox's collection shop.orders`.
@@ -287,7 +287,7 @@ class Concern:
     grant: str
 
 
-def explain_error(error: BaseException, concern: Concern) -> DeploymentError | None:
+def explain_error(error: BaseException, concern: ErrorContext) -> DeploymentError | None:
     """Return an error that waiting cannot fix, in our words with the server's; None for all others."""
     verdict = judge_error(error)
     if verdict is Verdict.LOGIN:
@@ -308,7 +308,7 @@ def explain_error(error: BaseException, concern: Concern) -> DeploymentError | N
     return None
 
 
-def raise_if_final(error: Exception, concern: Concern) -> None:
+def raise_if_final(error: Exception, concern: ErrorContext) -> None:
     """Raise an error that waiting cannot fix, in our words if there are any; return if it may be tried again."""
     final = explain_error(error, concern)
     if final is not None:

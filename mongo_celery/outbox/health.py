@@ -13,7 +13,7 @@ from mongo_celery.command_line import ANY_APP
 from mongo_celery.errors import ConfigurationError, DeploymentError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
-from mongo_celery.mongo.verdicts import Concern, explain_error
+from mongo_celery.mongo.verdicts import ErrorContext, explain_error
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -204,11 +204,11 @@ def known_name(outbox: AnyOutbox) -> str:
         return repr(outbox)
 
 
-def concern_of(outbox: AnyOutbox) -> Concern:
+def concern_of(outbox: AnyOutbox) -> ErrorContext:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
     documents, dead_letters = " and ".join(outbox.backing.full_names), outbox.dead_letters.full_name
     notes, keys = outbox.backing.sweeps.full_name, outbox.backing.signer.full_name
-    return Concern(
+    return ErrorContext(
         f"the outbox's collection {documents}, its dead letters, {dead_letters}, the notes of its sweeps, {notes}, or "
         f"its signing keys, {keys}",
         f"find, insert, update, remove and createIndex on {documents}, find, insert, update and remove on "

@@ -35,7 +35,7 @@ from mongo_celery.errors import ServerUnavailableError
 from mongo_celery.mongo.keys import new_key
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
-from mongo_celery.mongo.verdicts import Concern, explain_error
+from mongo_celery.mongo.verdicts import ErrorContext, explain_error
 from mongo_celery.outbox.entries import Entry
 
 COLLECTION = "keys"
@@ -96,7 +96,7 @@ class EntrySigner:
                 self.read()
         except PyMongoError as error:
             grant = f"find on {self.full_name}, and for the first process of all insert and update"
-            known = explain_error(error, Concern(f"the signing keys of outboxes, {self.full_name}", grant))
+            known = explain_error(error, ErrorContext(f"the signing keys of outboxes, {self.full_name}", grant))
             if known is None and is_bounded and error.timeout:
                 known = ServerUnavailableError(
                     f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s for the signing key of outbox "

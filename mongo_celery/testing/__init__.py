@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mongo_celery.testing.calls import HandlerCall
-    from mongo_celery.testing.change import build_change, deleted, inserted, replaced, updated
-    from mongo_celery.testing.draining import drain
+    from mongo_celery.testing.change import deleted, inserted, replaced, updated
+    from mongo_celery.testing.messages import SentTask
     from mongo_celery.testing.once import OnceRuns, assert_once, once_runs
     from mongo_celery.testing.pending import PendingEntry, assert_pending, pending_entries, undispatched
-    from mongo_celery.testing.processes import BridgeWorkers
+    from mongo_celery.testing.processes import BridgeWorkers, drain
     from mongo_celery.testing.runner import BridgeRunner, DeliveredChanges
-    from mongo_celery.testing.sent_tasks import SentTask
     from mongo_celery.testing.sessions import require_sessions
 
 _HOMES = {
@@ -32,12 +31,11 @@ _HOMES = {
     "HandlerCall": "calls",
     "OnceRuns": "once",
     "PendingEntry": "pending",
-    "SentTask": "sent_tasks",
+    "SentTask": "messages",
     "assert_once": "once",
     "assert_pending": "pending",
-    "build_change": "change",
     "deleted": "change",
-    "drain": "draining",
+    "drain": "processes",
     "inserted": "change",
     "once_runs": "once",
     "pending_entries": "pending",
@@ -57,7 +55,6 @@ __all__ = [
     "SentTask",
     "assert_once",
     "assert_pending",
-    "build_change",
     "deleted",
     "drain",
     "inserted",

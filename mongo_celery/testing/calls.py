@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+from unittest.mock import patch
 
 from celery.exceptions import Ignore, Retry
 
@@ -56,6 +57,15 @@ class PlannedCrash:
 class HandlerCall:
     """
     One call of a handler.
+
+    ::
+
+        with BridgeRunner(bridge, url=url) as runner:
+            orders.insert_one({"_id": 3, "total": 20})
+            runner.crash("called", handler="summarise")
+            first, second = runner.deliver().of("summarise")
+        assert first.was_killed
+        assert second.is_done
 
     Attributes:
         handler: its name.
@@ -131,12 +141,13 @@ class CallRecorder:
         with contextlib.ExitStack() as stack:
             for handler in wiring.handlers:
                 task: Any = wiring.app.tasks[handler.task_name]
-                stack.enter_context(_instead(task, "run", functools.partial(self._call, handler, task.run)))
+                stack.enter_context(patch.object(task, "run", functools.partial(self._call, handler, task.run)))
             commit: Any = wiring.app.tasks[COMMIT_TASK]
-            stack.enter_context(_instead(commit, "apply_async", functools.partial(self._link, commit.apply_async)))
+            stack.enter_context(patch.object(commit, "apply_async", functools.partial(self._link, commit.apply_async)))
             claims = wiring.store.claims
             for name in _FAREWELLS:
-                stack.enter_context(_instead(claims, name, functools.partial(_unless_killed, getattr(claims, name))))
+                write = functools.partial(_unless_killed, getattr(claims, name))
+                stack.enter_context(patch.object(claims, name, write))
             yield
 
     def _call(self, handler: Handler, function: Callable[..., Any], *args: Any) -> Any:
@@ -204,17 +215,3 @@ def _unless_killed(write: Callable[..., Any], *args: Any, **options: Any) -> Any
     if isinstance(killed, ProcessKilledError):
         raise killed
     return write(*args, **options)
-
-
-@contextlib.contextmanager
-def _instead(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, an object has another function by this name."""
-    kept = owner.__dict__.get(name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if kept is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, kept)

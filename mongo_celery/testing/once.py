@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 from bson import ObjectId
 from pymongo.client_session import ClientSession
@@ -20,6 +21,13 @@ _SHOWN = 10
 class OnceRuns:
     """
     The bodies of functions under `once` that were begun in this process, of `once_runs`.
+
+    ::
+
+        with once_runs() as runs:
+            pay.apply([7])
+            pay.apply([7])
+        assert runs.count(7, task="shop.pay") == 1
 
     A body that failed counts, and so does each time that a transaction repeats it. A call without a record does not: a
     direct call, or one of which `key=` gave None.
@@ -68,7 +76,15 @@ class OnceRuns:
 
 @contextlib.contextmanager
 def once_runs() -> Iterator[OnceRuns]:
-    """Inside, the bodies of all functions under `once` are counted that this process begins, in whatever thread."""
+    """
+    Count the bodies of all functions under `once` that this process begins inside, in whatever thread.
+
+    ::
+
+        with once_runs() as runs:
+            pay.apply([9])
+        runs.assert_ran(9, task="shop.pay")
+    """
     runs = OnceRuns()
     claim, claim_done = IdempotencyStore.claim, IdempotencyStore.claim_done
 
@@ -80,13 +96,19 @@ def once_runs() -> Iterator[OnceRuns]:
     ) -> IdempotencyClaim:
         return _noted(runs, identity, claim_done(store, identity, owner, session))
 
-    with _instead("claim", claimed), _instead("claim_done", claimed_done):
+    with patch.multiple(IdempotencyStore, claim=claimed, claim_done=claimed_done):
         yield runs
 
 
 def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool = True) -> None:
     """
     Demand that what has a key has run to its end under `once`, or was not run: whoever ran it, in whatever process.
+
+    ::
+
+        pay.apply([10])
+        assert_once(records, 10, task="shop.pay")
+        assert_once(records, 11, task="shop.pay", ran=False)
 
     Args:
         marks: what `once` was given: the collection, or a callable that returns it.
@@ -130,14 +152,3 @@ def _shown(identity: Any) -> str:
     if isinstance(identity, dict) and set(identity) == {"t", "k"}:
         return f"{identity['t']} with key {identity['k']!r}"
     return f"task {identity!r}"
-
-
-@contextlib.contextmanager
-def _instead(name: str, function: Callable[..., IdempotencyClaim]) -> Iterator[None]:
-    """Inside, records are claimed by another function."""
-    kept = getattr(IdempotencyStore, name)
-    setattr(IdempotencyStore, name, function)
-    try:
-        yield
-    finally:
-        setattr(IdempotencyStore, name, kept)

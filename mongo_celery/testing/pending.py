@@ -24,6 +24,13 @@ class PendingEntry:
     """
     One task or event that was stored, and that nobody has dispatched yet.
 
+    ::
+
+        with undispatched(outbox):
+            outbox.insert_one({"_id": 8}, tasks=[send_receipt.s(8)])
+            [entry] = pending_entries(outbox)
+        assert (entry.name, entry.args, entry.place) == ("shop.send_receipt", (8,), 8)
+
     Attributes:
         name: of the task, or the routing key.
         args: of the task, as they are stored: a later step of a chain gets the result in front.
@@ -60,6 +67,12 @@ class PendingEntry:
 def pending_entries(outbox: AnyOutbox) -> list[PendingEntry]:
     """
     What waits in an outbox, document by document in the order of their `_id`s, or in the order of the commits.
+
+    ::
+
+        with undispatched(outbox):
+            outbox.insert_one({"_id": 12}, tasks=[send_receipt.s(12)])
+            assert [str(entry) for entry in pending_entries(outbox)] == ["shop.send_receipt(12) at 12"]
 
     Of a chain, group or chord it is each task that is in it, links included.
 
@@ -98,6 +111,12 @@ def assert_pending(
     """
     Demand that a task or event waits so many times in an outbox, stored and not dispatched.
 
+    ::
+
+        with undispatched(outbox):
+            outbox.insert_one({"_id": 13}, tasks=[send_receipt.s(13)])
+            assert_pending(outbox, "shop.send_receipt", [13], place=13)
+
     A dispatcher empties the outbox behind its writer's back: write inside `undispatched`, or with `at_once=False`.
 
     Args:
@@ -125,6 +144,12 @@ def assert_pending(
 def undispatched(*outboxes: AnyOutbox) -> Iterator[None]:
     """
     Inside, this process dispatches nothing of what is written to these outboxes, as with `at_once=False`.
+
+    ::
+
+        with undispatched(outbox):
+            outbox.insert_one({"_id": 14}, tasks=[send_receipt.s(14)])
+            assert outbox.status().pending == 1
 
     What it has in hand is given up first. A sweep still dispatches, `outbox.sweep(older_than=0)`, here and afterwards;
     so do other processes, a bridge that watches the collection, and a delete by the outbox, for its document.

@@ -56,7 +56,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 @pytest.fixture(scope="session")
 def mongo_celery_mongodb_url(pytestconfig: pytest.Config) -> Iterator[str]:
     """Give the URL of MongoDB: the configured one, or of a replica set that is started for this session."""
-    from mongo_celery.testing.servers import serving_mongodb
+    from mongo_celery.testing.processes import serving_mongodb
 
     with serving_mongodb(given_url(pytestconfig, MONGODB)) as url:
         yield url
@@ -65,7 +65,7 @@ def mongo_celery_mongodb_url(pytestconfig: pytest.Config) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def mongo_celery_broker_url(pytestconfig: pytest.Config) -> Iterator[str]:
     """Give the URL of a broker for real workers: the configured one, or of a Redis that is started for this session."""
-    from mongo_celery.testing.servers import serving_redis
+    from mongo_celery.testing.processes import serving_redis
 
     with serving_redis(given_url(pytestconfig, BROKER)) as url:
         yield url
@@ -83,7 +83,7 @@ def mongo_celery_client(mongo_celery_mongodb_url: str) -> Iterator[MongoClient[d
 @pytest.fixture
 def mongo_celery_emptied(pytestconfig: pytest.Config, mongo_celery_client: MongoClient[dict[str, Any]]) -> None:
     """Empty every collection of the session's own MongoDB, and keep its indexes; refused with a configured URL."""
-    from mongo_celery.testing.servers import empty
+    from mongo_celery.testing.processes import empty
 
     if given_url(pytestconfig, MONGODB):
         raise pytest.UsageError(

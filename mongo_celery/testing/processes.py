@@ -1,21 +1,31 @@
-"""Real workers for a test: `celery -A APP worker --listener`, as a process of its own that ends with the test."""
+"""Real servers and workers for a test, and the wait for what they do."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from mongo_celery.arguments import Duration
+from bson import Timestamp
+from pymongo import MongoClient
+
+from mongo_celery.arguments import Duration, positive
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded.processes import ChildProcess, Supervisor
-from mongo_celery.testing.draining import Running, wait_until_handled
-from mongo_celery.testing.runner import placed
+from mongo_celery.mongo.oplog import operation_time
+from mongo_celery.outbox.signing import COLLECTION as KEYS
+from mongo_celery.outbox.signing import KEYS_OF_OUTBOXES
+from mongo_celery.testing.runner import Wired, placed
 
+_NOT_OURS = {"admin", "config", "local"}
+_PAUSE_SECONDS = 0.05
 _ENDING_SECONDS = 10.0
 _STARTING_SECONDS = 60.0
 
@@ -23,6 +33,14 @@ _STARTING_SECONDS = 60.0
 class BridgeWorkers:
     """
     Starts workers on the servers of a test, and waits for them: a context manager.
+
+    ::
+
+        with BridgeWorkers([bridge], url, broker_url, directory) as workers:
+            workers.start("shop", environment={"MONGODB_URL": url})
+            orders.insert_one({"_id": 5, "total": 20})
+            workers.drain()
+        assert summaries.find_one({"_id": 5})["total"] == 20
 
     In this process the bridges have those servers meanwhile, so that what a worker does can be looked at.
 
@@ -33,7 +51,7 @@ class BridgeWorkers:
         directory: for what the workers write.
     """
 
-    def __init__(self, bridges: Sequence[Running], mongodb_url: str, broker_url: str, directory: Path) -> None:
+    def __init__(self, bridges: Sequence[Wired], mongodb_url: str, broker_url: str, directory: Path) -> None:
         self._bridges = bridges
         self._mongodb_url = mongodb_url
         path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))  # what the test imports
@@ -116,3 +134,103 @@ class BridgeWorkers:
 
 def _as_it_is(_options: BridgeOptions, handler: Handler) -> Handler:
     return handler
+
+
+def drain(bridge: Wired, timeout: Duration = 30.0) -> None:
+    """
+    Wait until the listener and the workers of a bridge have handled all that was written before the call.
+
+    ::
+
+        with BridgeWorkers([bridge], url, broker_url, directory) as workers:
+            workers.start("shop", environment={"MONGODB_URL": url})
+            orders.insert_one({"_id": 6, "total": 20})
+            drain(bridge, timeout=60)
+            assert summaries.find_one({"_id": 6})["total"] == 20
+
+    For processes: they run the bridge with the same URL, name and `database`. Not waited for: tasks that handlers have
+    sent, and what handlers write.
+
+    Args:
+        bridge: of which the process of the test has the configuration and the handlers.
+        timeout: seconds or `timedelta`.
+
+    Raises:
+        TimeoutError: it took longer; with the handlers that are behind, and what is said of their partitions.
+    """
+    wait_until_handled(bridge, timeout, lambda: None)
+
+
+def wait_until_handled(bridge: Wired, timeout: Duration, check: Callable[[], None]) -> None:
+    """As `drain`; between two looks `check` is called, which may raise."""
+    wiring, until = bridge.wiring, time.monotonic() + positive(timeout, "timeout")
+    aim = operation_time(wiring.client)
+    while behind := _behind(wiring, aim):
+        check()
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"bridge {wiring.name} has not handled everything within {positive(timeout, 'timeout'):g} s: "
+                f"{', '.join(behind)} behind{_standing(wiring)}; do a listener and a worker run on this MongoDB? "
+                "`celery -A APP changes status` tells more.",
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _behind(wiring: Wiring, aim: Timestamp) -> list[str]:
+    """Handlers whose watermark has not passed a time."""
+    found: dict[str, Any] = {
+        document["_id"]: document.get("clusterTime") for document in wiring.store.subscriptions.read_all()
+    }
+    places = ((handler.name, found.get(f"{wiring.name}/{handler.name}")) for handler in wiring.handlers)
+    return [name for name, place in places if place is None or place < aim]
+
+
+def _standing(wiring: Wiring) -> str:
+    """What stands, for the error."""
+    partitions = wiring.client[wiring.options.database]["partitions"]
+    found: Iterable[dict[str, Any]] = partitions.find(
+        {"_id": {"$regex": f"^{wiring.name}/"}, "state": {"$ne": "flowing"}}, limit=3
+    )
+    said = [f"{each['_id']} is {each['state']}" for each in found]
+    return f" ({', '.join(said)})" if said else ""
+
+
+@contextlib.contextmanager
+def serving_mongodb(url: str) -> Iterator[str]:
+    """
+    The given URL, or that of a replica set that runs inside.
+
+    Raises:
+        EmbeddedServerError: there is no program for it, or it does not start.
+    """
+    if url:
+        yield url
+        return
+    with MongoReplicaSet() as started:
+        yield started.url
+
+
+@contextlib.contextmanager
+def serving_redis(url: str) -> Iterator[str]:
+    """
+    The given URL, or that of a Redis that runs inside.
+
+    Raises:
+        EmbeddedServerError: there is no program for it, or it does not start.
+    """
+    if url:
+        yield url
+        return
+    with RedisServer() as started:
+        yield started.url
+
+
+def empty(client: MongoClient[dict[str, Any]]) -> None:
+    """Remove all documents; collections and their indexes stay, and so do the keys by which outboxes sign."""
+    for database in client.list_database_names():
+        if database in _NOT_OURS:
+            continue
+        for name in client[database].list_collection_names(filter={"type": "collection"}):
+            if not name.startswith("system."):
+                # This process has read them, and would sign with keys that a worker started later does not know.
+                client[database][name].delete_many({"$nor": [KEYS_OF_OUTBOXES]} if name == KEYS else {})

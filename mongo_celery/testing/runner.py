@@ -29,10 +29,8 @@ from mongo_celery.testing.calls import (
     checked_point,
     handlers_part,
 )
-from mongo_celery.testing.memory_broker import MemoryBroker
-from mongo_celery.testing.sent_tasks import SentTask
+from mongo_celery.testing.messages import MemoryBroker, SentTask, run_message
 from mongo_celery.testing.term import SteppedTerm, await_ends
-from mongo_celery.testing.worker import run_message
 
 __tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
 _PAUSE_SECONDS = 0.005
@@ -53,6 +51,14 @@ class Wired(Protocol):
 class DeliveredChanges:
     """
     What one `deliver` did.
+
+    ::
+
+        with BridgeRunner(bridge, url=url) as runner:
+            orders.insert_one({"_id": 2, "total": 20})
+            delivered = runner.deliver(duplicates=True)
+        assert len(delivered.of("summarise")) == 1
+        assert not delivered.failures
 
     Attributes:
         calls: of handlers, in the order of their ends.
@@ -113,6 +119,13 @@ def _repeats(later: HandlerCall, call: HandlerCall) -> bool:
 class BridgeRunner:
     """
     Delivers the changes of bridges in this process and thread, by the listener's and the worker's own code.
+
+    ::
+
+        with BridgeRunner(bridge, url=url) as runner:
+            orders.insert_one({"_id": 1, "total": 20})
+            runner.deliver()
+        assert summaries.find_one({"_id": 1})["total"] == 20
 
     A context manager. What is written inside is delivered by `deliver`; what was written before is not, unless a
     handler begins with a snapshot. State lies in a database of its own that is removed at the end, and messages in a

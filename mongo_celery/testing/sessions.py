@@ -47,7 +47,7 @@ def require_sessions() -> Iterator[None]:
     ::
 
         with require_sessions():
-            pay(order=7, amount=5)
+            move(order=15, status="paid")
 
     Raises:
         AssertionError: at the write; it names the collection, or the client to use.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mongo_celery.mongo.identity import same_bson
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.twophase.log import TransactionLog, is_older
 from mongo_celery.twophase.states import FINAL, State
 
@@ -58,10 +58,10 @@ class FinalTransactions:
         }
 
     @staticmethod
-    def concern_of(log: TransactionLog) -> Concern:
+    def concern_of(log: TransactionLog) -> ErrorContext:
         """Whom an error of MongoDB concerns, and what whoever removes transactions needs."""
         name = log.collection.full_name
-        return Concern(f"the transactions' collection {name}", f"find and remove on {name}")
+        return ErrorContext(f"the transactions' collection {name}", f"find and remove on {name}")
 
     def page(self, condition: Mapping[str, Any], last: Document | None) -> Page:
         """

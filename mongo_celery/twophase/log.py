@@ -19,7 +19,7 @@ from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.expressions import after, insert_if_absent, literal, millis
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.quantities import duration
 from mongo_celery.twophase.indexes import Indexes
 from mongo_celery.twophase.options import RETENTION
@@ -129,10 +129,10 @@ class TransactionLog:
         return self._indexes.is_made
 
     @property
-    def concern(self) -> Concern:
+    def concern(self) -> ErrorContext:
         """Whom an error of MongoDB concerns, and what transactions need."""
         name = self.collection.full_name
-        return Concern(
+        return ErrorContext(
             f"the transactions' collection {name} or one of their participants",
             f"find, insert and update on {name}, find and update on the participants' collections, and, in other "
             "clusters, find, insert and update on transactionReceipts beside them",

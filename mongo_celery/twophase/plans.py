@@ -16,7 +16,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import CommandRefusedError, ConfigurationError
 from mongo_celery.mongo.opening import to_user_error
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.plan import Plan, PlanResult
 from mongo_celery.quantities import number
 from mongo_celery.twophase.final import FinalTransactions
@@ -124,7 +124,7 @@ def _plan_one(
 def plan_purge(commit: TwoPhaseCommit, older_than: float, *, any_application: bool) -> Plan:
     """Plan to remove transactions that have ended or never begun."""
 
-    def concern() -> Concern:
+    def concern() -> ErrorContext:
         return FinalTransactions.concern_of(commit.log)
 
     with _explained(concern):
@@ -158,7 +158,7 @@ def _describe(document: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _explained(concern: Callable[[], Concern]) -> Iterator[None]:
+def _explained(concern: Callable[[], ErrorContext]) -> Iterator[None]:
     """Errors name what the transactions need."""
     try:
         yield

@@ -139,7 +139,7 @@ def test_a_node_of_a_redis_cluster_serves_where_all_keys_have_one_slot(
 
 def _check(chain: Chain) -> dict[str, str]:
     """The findings of the preflight: level by name."""
-    return {each["name"]: each["level"] for each in chain.changes("check")["findings"]}
+    return {each["code"]: each["severity"] for each in chain.changes("check")["findings"]}
 
 
 def _is_quorum(url: str, name: str) -> bool:

@@ -206,6 +206,10 @@ def test_a_refresh_keeps_the_place_and_a_listener_that_is_gone_is_named(shown: S
     shown.run("scrollTo(0, 120)")
     shown.change(snapshot_of(images=[image(0), image(1, **halted("ValueError: no", "shop.orders insert 1"))]))
     assert shown.run("scrollY") == 120
+    shown.run("getSelection().selectAllChildren(document.querySelector('h1'))")
+    shown.wait(lambda: "paused" in shown.text("time"))
+    shown.run("getSelection().removeAllRanges()")
+    shown.wait(lambda: "updated" in shown.text("time"))
     shown.server.__exit__()
     shown.wait(lambda: "does not answer" in shown.text("#silent"))
     assert "summarise" in "".join(shown.table("Handlers"))

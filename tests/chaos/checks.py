@@ -370,14 +370,18 @@ def phantom_terms(history: Sequence[Fact], announced: Mapping[int, str]) -> list
     ]
 
 
-AT_REST: Mapping[str, Any] = {"state": "leading", "caught_up": True, "standing": 0, "outstanding": 0, "buffered": 0}
+AT_REST: Mapping[str, Any] = {"state": "leading", "caught_up": True, "in_flight": 0, "buffered": 0}
 
 
 def untrue(status: Mapping[str, Any]) -> list[str]:
     """P16: what status says of a bridge that has come to rest, and of its partitions."""
     wrong = [f"{name} is {status.get(name)!r}" for name, value in AT_REST.items() if status.get(name) != value]
-    stand = (each for each in status.get("partitions", ()) if each["state"] != "flowing")
-    return wrong + [f"{each['subscription']}/{each['index']} is {each['state']}" for each in stand]
+    return wrong + [
+        f"{handler['name']}/{each['index']} is {each['state']}"
+        for handler in status.get("handlers", ())
+        for each in handler["partitions"]
+        if each["state"] != "flowing"
+    ]
 
 
 def _subscriptions(history: Sequence[Fact]) -> list[str]:

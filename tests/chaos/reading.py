@@ -222,7 +222,7 @@ def _effect(before: Document, after: Document, at: float) -> Iterator[Fact]:
 
 
 def _lease(before: Document, after: Document, at: float) -> Iterator[Fact]:
-    if after["term"] != before.get("term") and after["listenerId"] is not None:
+    if after["term"] != before.get("term") and after.get("listenerId") is not None:
         if after["listenerId"] != before.get("listenerId"):
             ends = before.get("expiresAt")
             held = before.get("listenerId") is not None and isinstance(ends, datetime)

@@ -295,11 +295,13 @@ def test_gaps_are_told_by_kind_with_what_else_was_in_force() -> None:
 
 def test_a_status_is_judged_by_what_is_so() -> None:
     """P16: at rest, everything is done and nothing stands."""
-    flowing = {"subscription": "quick", "index": 3, "state": "flowing"}
-    good = {**checks.AT_REST, "partitions": [flowing]}
+    flowing = {"index": 3, "state": "flowing"}
+    quick = {"name": "quick", "partitions": [flowing]}
+    good = {**checks.AT_REST, "handlers": [quick]}
     assert checks.untrue(good) == []
     assert checks.untrue({**good, "caught_up": False}) == ["caught_up is False"]
-    assert checks.untrue({**good, "partitions": [{**flowing, "state": "halted"}]}) == ["quick/3 is halted"]
+    halted = {"name": "quick", "partitions": [{**flowing, "state": "halted"}]}
+    assert checks.untrue({**good, "handlers": [halted]}) == ["quick/3 is halted"]
     assert len(checks.untrue({})) == len(checks.AT_REST)
     assert not judge(Evidence(GOOD, [], [], status={})).good
 

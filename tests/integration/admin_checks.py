@@ -41,9 +41,10 @@ from django.urls import path
 
 from mongo_celery import Bridge, Outbox, Participant
 from mongo_celery.bridge.operations.acts import read_history
+from mongo_celery.bridge.operations.bridge_snapshot import HandlerStatus, PartitionStatus
 from mongo_celery.bridge.operations.letter_commands import find
 from mongo_celery.bridge.operations.operations import Operations
-from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.wiring import BRIDGES as BRIDGES_OF
 from mongo_celery.contrib.django.admin.bridge_pages import _partition
@@ -62,7 +63,9 @@ from tests.integration import admin_project as project
 
 urlpatterns = [path("admin/", admin.site.urls)]
 
-HALTED = {"subscription": "stop", "index": 1024, "state": "halted", "key": "", "error": "", "retries": 0}
+HALTED = PartitionStatus(
+    index=1024, queue="shop.1024", state="halted", committed=0, token=None, term=1, fencing_token=1
+)
 HOSTILE = "<img src=x onerror=alert(1)>\u202etxt"
 CARD = "card-4111"
 NO_IDS = ("99999999999999999999", '"\\ud800"', '{"a\\u0000": 1}', '{"$numberDecimal": "x"}', "[" * 3000)
@@ -151,7 +154,8 @@ def letters() -> list[str]:
 
 def states() -> dict[str, str]:
     """How partitions stand, by handler."""
-    return {each["subscription"]: each["state"] for each in read_status(project.bridge.wiring)["partitions"]}
+    handlers = read_snapshot(project.bridge.wiring).handlers
+    return {handler.name: each.state for handler in handlers for each in handler.partitions}
 
 
 def outbox_letter(identity: str = "o-1", error: str = "no") -> str:
@@ -351,7 +355,9 @@ def test_a_halted_change_is_retried_or_skipped(runner: BridgeRunner) -> None:
     page = browser.get(f"{BRIDGES}show/", {"bridge": "shop"}).content.decode()
     assert "celery -A tests.integration.admin_project:app changes retry" in page
     with override_settings(USE_THOUSAND_SEPARATOR=True):
-        text = Template("{{ each.index }}").render(Context({"each": _partition(HALTED)}))
+        text = Template("{{ each.index }}").render(
+            Context({"each": _partition(HandlerStatus(name="stop", state="halted"), HALTED)})
+        )
     assert text == "1024", "what a form names is no number of the user's language"
     place = {"bridge": "shop", "handler": "stop", "partition": "0"}
     old = browser.post(f"{BRIDGES}act/", {"action": "skip", **place}).context["fields"]
@@ -790,7 +796,7 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
     def gone(*_: object, **__: object) -> None:
         raise CommandRefusedError("MongoDB does not answer at mongodb://root:hunter2@db.")
 
-    monkeypatch.setattr("mongo_celery.contrib.django.admin.bridge_pages.read_status", gone)
+    monkeypatch.setattr("mongo_celery.contrib.django.admin.bridge_pages.read_snapshot", gone)
     for address in (BRIDGES, f"{BRIDGES}show/?bridge=shop"):
         browser: Any = operator()
         text = browser.get(address, follow=True).content.decode()
@@ -813,11 +819,11 @@ def test_those_that_do_not_answer_are_waited_for_together_and_hide_no_other(monk
         if is_dead:
             raise ServerSelectionTimeoutError("no primary")
 
-    def read_one(wiring: Any) -> Any:
+    def read_one(wiring: Any, *_: Any) -> Any:
         met(wiring in dead)
-        return read_status(wiring)
+        return read_snapshot(wiring)
 
-    monkeypatch.setattr("mongo_celery.contrib.django.admin.bridge_pages.read_status", read_one)
+    monkeypatch.setattr("mongo_celery.contrib.django.admin.bridge_pages.read_snapshot", read_one)
     monkeypatch.setattr(type(BRIDGES_OF), "of", lambda *_: [dead[0], sound, dead[1]])
     rows = operator().get(BRIDGES).context["bridges"]
     assert [row["state"] for row in rows] == ["unknown", "leading", "unknown"]

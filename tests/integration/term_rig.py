@@ -23,7 +23,7 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
 from mongo_celery.bridge.window import Mark
 from mongo_celery.command_line import CommandLine
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import IDENTITY
 
@@ -81,7 +81,7 @@ class TermRig:
     @property
     def wiring(self) -> Wiring:
         """What parts of a listener use of a bridge."""
-        concern = Concern("the state database", "readWrite")
+        concern = ErrorContext("the state database", "readWrite")
         found = SimpleNamespace(
             store=self.store,
             client=self.database.client,

@@ -71,10 +71,10 @@ def serve(mongo_url: str, database: Database[Document]) -> Iterator[Callable[[Fl
 
 
 def test_sources_of_flask_pymongo_and_of_mongoengine(serve: Callable[[FlaskShop], BridgeRunner]) -> None:
-    """Those that the factory makes are asked for late; a name alone is in the database of `MONGO_URI`."""
+    """Documents are asked for late; a name alone is in the database of `MONGO_URI`."""
     shop = FlaskShop()
 
-    @shop.bridge.on_change(lambda: shop.mongo.db.orders, Wish, "parcels")
+    @shop.bridge.on_change("orders", Wish, "parcels")
     def note(change: Change) -> None:
         shop.note(change)
 
@@ -93,13 +93,13 @@ def test_each_change_and_each_attempt_has_a_context_of_its_own(serve: Callable[[
     shop = FlaskShop(run_size=10, partitions=1)
     failing = [ConnectionError("away")]
 
-    @shop.bridge.on_change(lambda: shop.mongo.db.orders, autoretry_for=(OSError,))
+    @shop.bridge.on_change("orders", autoretry_for=(OSError,))
     def note(change: Change) -> None:
         shop.note(change)
         if failing and change.document_key["_id"] == 2:
             raise failing.pop()
 
-    @shop.bridge.on_change(lambda: shop.mongo.db.orders, name="in_transaction", transactional=True)
+    @shop.bridge.on_change("orders", name="in_transaction", transactional=True)
     def store(change: Change) -> None:
         noted = shop.bridge.collection(f"{shop.mongo.db.name}.noted")
         noted.insert_one({"by": current_app.name, **change.document_key}, session=change.session)

@@ -6,11 +6,14 @@ Rules 1 to 4 are those of `mongo_celery/bridge/state/leases.py`; P4 and P10 thos
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -171,14 +174,14 @@ def test_a_fence_does_not_start_again_after_the_database_was_dropped(
 
 
 def test_release_keeps_the_document_and_everything_in_it(leases: Leases, documents: Collection[Document]) -> None:
-    """Rule 3: only the holder and the expiry are emptied; whose bridge it is stays known while nobody leads."""
+    """Rule 3: only the holder and the expiry are removed; whose bridge it is stays known while nobody leads."""
     term = acquired(leases)
     before = stored(documents)
     assert leases.release(term, "history_lost", "the oplog is too short")
     after = stored(documents)
     assert after["identity"] == IDENTITY
-    changed = {"listenerId": None, "expiresAt": None, "state": "history_lost", "error": "the oplog is too short"}
-    assert after == {**before, **changed}
+    kept = {name: value for name, value in before.items() if name not in ("listenerId", "expiresAt")}
+    assert after == {**kept, "state": "history_lost", "error": "the oplog is too short"}
 
 
 def test_an_identity_that_was_not_compared_is_not_replaced(leases: Leases, documents: Collection[Document]) -> None:
@@ -234,7 +237,7 @@ def test_a_late_renewal_does_not_take_back_a_lease_that_nobody_took(
     term = acquired(leases)
     assert leases.release(term)
     assert leases.renew(term) is None
-    assert stored(documents)["listenerId"] is None
+    assert "listenerId" not in stored(documents)
 
 
 def test_an_expired_lease_that_nobody_took_can_still_be_renewed(short_leases: Leases) -> None:
@@ -346,3 +349,17 @@ def test_a_state_of_another_schema_is_neither_read_nor_taken(
         leases.read()
     assert leases.acquire(IDENTITY) is None
     assert stored(documents) == before
+
+
+def test_standbys_are_the_others_that_have_waited_lately(leases: Leases, documents: Collection[Document]) -> None:
+    """P16: each process once, for 15 s; the one that leads is none, and a term leaves them alone."""
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    documents.update_one({}, {"$set": {"standbys": [{"host": "gone", "pid": 1, "at": long_ago}]}})
+    for _ in range(2):
+        leases.note_standby()
+    me = {"host": socket.gethostname(), "pid": os.getpid()}
+    (found,) = (leases.read() or {})["standbys"]
+    assert {name: found[name] for name in me} == me
+    documents.update_one({}, {"$push": {"standbys": {"host": "two", "pid": 7, "at": datetime.now(UTC)}}})
+    acquired(leases)
+    assert [each["host"] for each in (leases.read() or {})["standbys"]] == ["two"]

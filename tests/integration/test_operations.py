@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import bson
@@ -23,16 +25,19 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations import heads, worker_check
+from mongo_celery.bridge.operations import broker_check, heads
+from mongo_celery.bridge.operations.bridge_snapshot import PartitionStatus
+from mongo_celery.bridge.operations.keys import hash_of_key, partition_of_key
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
-from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
+from mongo_celery.bridge.operations.whereabouts import Whereabouts, find_whereabouts
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import parse_name
+from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_name
 from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
@@ -68,7 +73,7 @@ def token(number: int) -> Document:
 @pytest.fixture(autouse=True)
 def no_worker_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """None runs here, so nobody waits for their answers."""
-    monkeypatch.setattr(worker_check, "INSPECT_SECONDS", 0.01)
+    monkeypatch.setattr(broker_check, "INSPECT_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -140,10 +145,9 @@ class Led:
         assert claim is not None, "the change may run"
         assert self.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
 
-    def partition(self, index: int = 0) -> Document:
+    def partition(self, index: int = 0) -> PartitionStatus:
         """A partition as `status` shows it."""
-        found: Document = read_status(self.bridge.wiring)["partitions"][index]
-        return found
+        return read_snapshot(self.bridge.wiring).handlers[0].partitions[index]
 
     def images(self) -> list[Image]:
         """All partitions, read now."""
@@ -163,34 +167,34 @@ def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
     bridge: Bridge, mongo_client: MongoClient[Document], state_database: str
 ) -> None:
     """Looking is free of side effects."""
-    status = read_status(bridge.wiring)
-    assert status["state"] == "never_started"
-    assert status["partitions"] == []
-    assert status["oplog_window_seconds"] >= 0
+    status = read_snapshot(bridge.wiring)
+    assert status.state == "never_started"
+    assert status.handlers[0].partitions == ()
+    assert (status.oplog_seconds or 0) >= 0
     assert state_database not in mongo_client.list_database_names()
 
 
 def test_the_status_follows_the_lease(led: Led) -> None:
     """Held, then given back with an error."""
-    status = read_status(led.bridge.wiring)
-    assert status["state"] == "leading"
-    assert status["term"] == led.version
-    assert status["listener"]["id"] == led.term.listener_id
-    assert status["listener"]["expires"] > status["listener"]["since"]
-    assert [each["index"] for each in status["partitions"]] == [0, 1, 2]
-    assert [each["queue"] for each in status["partitions"]] == ["shop.0", "shop.1", "shop.2"]
+    status = read_snapshot(led.bridge.wiring)
+    assert status.state == "leading"
+    assert status.term == led.version
+    assert status.leader is not None
+    assert status.leader.pid == os.getpid()
+    assert [each.index for each in status.handlers[0].partitions] == [0, 1, 2]
+    assert [each.queue for each in status.handlers[0].partitions] == ["shop.0", "shop.1", "shop.2"]
     led.store.leases.release(led.term, "history_lost", "too late")
-    status = read_status(led.bridge.wiring)
-    assert (status["state"], status["error"], status["listener"]) == ("history_lost", "too late", None)
+    status = read_snapshot(led.bridge.wiring)
+    assert (status.state, status.error, status.leader) == ("history_lost", "too late", None)
 
 
 def test_the_status_follows_the_reports_of_the_listener(led: Led) -> None:
     """Lag is zero only for a listener that says it has caught up."""
     led.store.leases.record_report(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
-    status = read_status(led.bridge.wiring)
-    assert (status["outstanding"], status["buffered"]) == (2, 5)
+    status = read_snapshot(led.bridge.wiring)
+    assert (status.in_flight, status.buffered) == (2, 5)
     led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
-    assert read_status(led.bridge.wiring)["lag_seconds"] == 0
+    assert read_snapshot(led.bridge.wiring).lag_seconds == 0
 
 
 def test_the_status_follows_a_partition(led: Led) -> None:
@@ -198,24 +202,24 @@ def test_the_status_follows_a_partition(led: Led) -> None:
     claim = led.claim()
     assert claim is not None
     shown = led.partition()
-    assert shown["claim"]["live"] is True
-    assert shown["claim"]["owner"] == claim.owner
-    assert shown["fencing_token"] == claim.fencing_token
-    assert read_status(led.bridge.wiring)["outstanding"] == 1
+    assert shown.claim is not None
+    assert (shown.claim.live, shown.claim.owner) == (True, claim.owner)
+    assert shown.fencing_token == claim.fencing_token
+    assert read_snapshot(led.bridge.wiring).in_flight == 1
     assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
     shown = led.partition()
-    assert shown["state"] == "retrying"
-    assert 3500 < shown["retry"]["due_seconds"] <= 3600
+    assert shown.state == "retrying"
+    assert 3500 < shown.due_seconds <= 3600
     led.halt(index=1)
-    status = read_status(led.bridge.wiring)
-    assert status["subscriptions"][0]["state"] == "halted"
-    assert status["partitions"][1]["head"] == {"token": token(1)["_data"], "key": "shop.orders insert 1"}
+    status = read_snapshot(led.bridge.wiring)
+    assert status.handlers[0].state == "halted"
+    assert (led.partition(1).key_token, led.partition(1).key) == (token(1)["_data"], "shop.orders insert 1")
 
 
 def test_a_subscription_without_a_handler_is_still_shown(led: Led, make_bridge: MakeBridge) -> None:
     """Its position is kept; somebody may have forgotten an import."""
     other = make_bridge(handler="audit")
-    shown = {each["name"]: each["state"] for each in read_status(other.wiring)["subscriptions"]}
+    shown = {each.name: each.state for each in read_snapshot(other.wiring).handlers}
     assert shown == {"audit": "new", "summarise": "unregistered"}
     assert led.bridge.name == other.name
 
@@ -226,12 +230,12 @@ def test_a_frozen_server_is_told_in_one_sentence_within_seconds(
     """Connections stay open and nothing is answered: the worst case of unreachable."""
     server = make_replica_set()
     bridge = make_bridge(server.url)
-    assert read_status(bridge.wiring)["state"] == "never_started"
+    assert read_snapshot(bridge.wiring).state == "never_started"
     server.pause()
     began = time.monotonic()
     try:
         with pytest.raises(ServerUnavailableError, match="gave no answer"):
-            read_status(bridge.wiring)
+            read_snapshot(bridge.wiring)
         assert time.monotonic() - began < ANSWER_SECONDS_MAX
         assert [finding.code for finding in check(bridge.wiring) if finding.severity == "failing"][:1] == ["mongodb"]
     finally:
@@ -241,7 +245,7 @@ def test_a_frozen_server_is_told_in_one_sentence_within_seconds(
 def test_the_status_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
     """There is no bridge without change streams."""
     with pytest.raises(TopologyError, match="replSet"):
-        read_status(make_bridge(standalone_url).wiring)
+        read_snapshot(make_bridge(standalone_url).wiring)
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -252,7 +256,7 @@ def test_a_paused_partition_is_not_claimed_until_it_is_resumed(led: Led) -> None
     assert results_of(led.bridge.operations.pause("summarise", 0)) == ["done"]
     assert led.claim(0) is None
     assert led.claim(1) is not None
-    assert led.partition()["state"] == "paused"
+    assert led.partition().state == "paused"
     led.bridge.operations.resume("summarise", 0).run()
     assert led.claim(0) is not None
 
@@ -264,8 +268,8 @@ def test_a_pause_leaves_what_runs_alone(led: Led) -> None:
     led.bridge.operations.pause().run()
     assert led.store.claims.handle(claim, 1, token(1))
     assert led.store.claims.commit(claim.partition_id, 1)
-    assert led.partition()["committed"] == 1
-    assert led.partition()["state"] == "paused"
+    assert led.partition().committed == 1
+    assert led.partition().state == "paused"
 
 
 def test_commands_without_a_name_act_on_all_that_fit(led: Led) -> None:
@@ -282,11 +286,11 @@ def test_commands_without_a_name_act_on_all_that_fit(led: Led) -> None:
 def test_a_retry_starts_a_halted_change_again_with_new_counts(led: Led) -> None:
     """The same change, under a larger fence."""
     led.halt()
-    fence = led.partition()["fencing_token"]
+    fence = led.partition().fencing_token
     led.bridge.operations.retry("summarise", 0).run()
     shown = led.partition()
-    assert (shown["state"], shown["retry"], shown["head"], shown["committed"]) == ("flowing", None, None, 0)
-    assert shown["fencing_token"] > fence
+    assert (shown.state, shown.error, shown.retries, shown.key, shown.committed) == ("flowing", None, 0, None, 0)
+    assert shown.fencing_token > fence
     claim = led.claim()
     assert claim is not None
     assert claim.retries == 0
@@ -311,7 +315,7 @@ def test_a_retry_of_what_nothing_would_run_is_refused(led: Led, make_bridge: Mak
     for named in (("summarise", 0), ("summarise",), (None, 0)):
         with pytest.raises(CommandRefusedError, match=sentence):
             other.operations.retry(*named).run()
-    assert led.partition()["state"] == "halted"
+    assert led.partition().state == "halted"
 
 
 def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge: MakeBridge) -> None:
@@ -358,10 +362,10 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     assert led.store.subscriptions.move_start("summarise", led.version, later, "oldest")
     with pytest.raises(CommandRefusedError, match="then skip it"):
         led.bridge.operations.retry("summarise", 0).run()
-    assert led.partition()["state"] == "halted"
+    assert led.partition().state == "halted"
     assert led.store.leases.record_report(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
     led.bridge.operations.retry("summarise", 0).run()
-    assert led.partition()["state"] == "flowing"
+    assert led.partition().state == "flowing"
 
 
 def test_a_lost_history_is_passed_once_and_leaves_a_record(led: Led) -> None:
@@ -396,13 +400,13 @@ def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
     operations = led.bridge.operations
     with pytest.raises(CommandRefusedError, match=r"changes skip summarise 0 --discard"):
         operations.skip("summarise", 0).run()
-    assert led.partition()["state"] == "halted"
+    assert led.partition().state == "halted"
     plan = operations.skip("summarise", 0, discard=True)
     (halted,) = plan.fields["halted"]
     assert (halted["key"], halted["token"]) == ("shop.orders insert 1", plan.seen)
     assert results_of(plan) == ["done"]
     shown = led.partition()
-    assert (shown["committed"], shown["state"], shown["token"]) == (1, "flowing", token(1)["_data"])
+    assert (shown.committed, shown.state, shown.token) == (1, "flowing", token(1)["_data"])
     assert led.claim(number=1) is None
     assert led.claim(number=2) is not None
 
@@ -415,7 +419,7 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
     led.halt(number=2)
     with pytest.raises(CommandRefusedError, match="another change"):
         second.run()
-    assert led.partition()["committed"] == 1
+    assert led.partition().committed == 1
 
 
 def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(
@@ -554,25 +558,29 @@ def storing(led: Led) -> Storing:
 
 def test_the_status_counts_what_is_stored_where_no_listener_says(storing: Storing) -> None:
     """P16: of the marked partitions; and how many bytes there are, as the listener says."""
-    status = read_status(storing.wiring)
-    assert (status["spill"]["count"], status["spill"]["bytes"]) == (3, None)
-    shown = status["partitions"][0]["spilled"]
-    assert (shown["count"], shown["reason"], shown["to"]) == (3, "halted", token(3)["_data"])
-    assert shown["since"]
-    assert status["subscriptions"][0]["spilled"] == {"partitions": 1, "count": 3}
-    age = int(datetime.fromisoformat(status["at"]).timestamp()) - 1  # of the first one, by the time in its token
-    assert [each["lag_seconds"] for each in (status, status["subscriptions"][0])] == [age, age]
-    assert status["partitions"][0]["oldest_seconds"] == age
+    status = read_snapshot(storing.wiring)
+    (handler,), backlog = status.handlers, status.backlog
+    shown = handler.partitions[0].stored
+    assert backlog is not None
+    assert shown is not None
+    assert (backlog.count, backlog.bytes, handler.stored) == (3, None, 3)
+    assert (shown.count, shown.reason, shown.to, shown.missing) == (3, "halted", token(3)["_data"], False)
+    assert shown.since
+    assert status.at is not None
+    age = int(status.at.timestamp()) - 1  # of the first one, by the time in its token
+    assert [each.lag_seconds for each in (status, handler)] == [age, age]
+    assert handler.partitions[0].oldest_seconds == age
     assert storing.led.store.leases.record_report(storing.led.term, {"spilledBytes": 900, "spillLimit": 1000})
-    spill = read_status(storing.wiring)["spill"]
-    assert (spill["count"], spill["bytes"], spill["share"]) == (3, 900, 0.9)
+    backlog = read_snapshot(storing.wiring).backlog
+    assert backlog is not None
+    assert (backlog.count, backlog.bytes, backlog.share) == (3, 900, 0.9)
 
 
 def test_counting_what_is_stored_has_a_limit(storing: Storing) -> None:
     """P16: what takes too long is not known, and the rest of the status is there."""
-    status = read_status(storing.wiring, 1e-6)
-    assert status["spill"]["count"] is None
-    assert status["partitions"][0]["spilled"]["count"] is None
+    status = read_snapshot(storing.wiring, counting=1e-6)
+    stored = status.handlers[0].partitions[0].stored
+    assert (status.backlog and status.backlog.count, stored and stored.count) == (None, None)
 
 
 def test_commands_work_on_a_partition_with_stored_changes(storing: Storing) -> None:
@@ -602,7 +610,7 @@ def test_a_retry_of_a_stored_change_outlives_its_history(storing: Storing, *, ma
     storing.led.halt(number=number)
     storing.lose_history()
     halted = by_name(check(storing.wiring))["halted"]
-    command = f"celery -A APP changes {'retry' if marked else 'skip'} summarise 0"
+    command = f"celery -A operations changes {'retry' if marked else 'skip'} summarise 0"
     assert (halted.command, "Repair" in halted.sentence) == (command, not marked)
     assert results_of(storing.led.bridge.operations.retry("summarise", 0)) == ["done"]
     assert storing.image.spilled is not None
@@ -656,15 +664,14 @@ def test_an_event_that_is_no_document_is_shown_as_bytes(storing: Storing) -> Non
     assert event["fullDocument"]["flags"] == {"$numberDouble": "NaN"}
 
 
-def test_a_check_finds_what_is_said_to_be_stored_and_is_not(storing: Storing) -> None:
+def test_a_status_finds_what_is_said_to_be_stored_and_is_not(storing: Storing) -> None:
     """P13: a state database of which only a part was restored; loud, and never taken for empty."""
-    found = by_name(check(storing.wiring))
-    assert "spill_missing" not in found
-    assert found["spill"].severity == "ok"
+    codes = {each.code for each in read_snapshot(storing.wiring).findings}
+    assert "backlog_missing" not in codes
     database = storing.led.bridge.client[storing.led.bridge.options.database]
     database["backlog"].delete_many({})
-    missing = by_name(check(storing.wiring))["spill_missing"]
-    assert (missing.severity, "Partition 0 of summarise" in missing.sentence) == ("failing", True)
+    missing = by_name(list(read_snapshot(storing.wiring).findings))["backlog_missing"]
+    assert (missing.severity, "summarise/0" in missing.sentence) == ("failing", True)
 
 
 # -- preflight -------------------------------------------------------------------------------------
@@ -677,12 +684,11 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
     make_replica_set: MakeReplicaSet, make_client: MakeClient, make_bridge: MakeBridge, state_database: str
 ) -> None:
-    """Rights are tried in transactions that are aborted. On a set of its own: the session's oplog may be full."""
+    """Nothing is written. On a set of its own: the session's oplog may be full."""
     own = make_replica_set()
     found = by_name(check(make_bridge(own.url).wiring))
     for name in ("topology", "state_rights", "change_stream", "oplog_rights", "oplog_window", "broker", "handlers"):
         assert found[name].severity == "ok", found[name]
-    assert found["test_commands"].severity == "degraded"
     assert state_database not in make_client(own.url).list_database_names()
 
 
@@ -690,12 +696,11 @@ def test_a_check_names_who_has_lost_its_history(led: Led) -> None:
     """P16: an error with the command that decides, as long as nobody has."""
     now = operation_time(led.bridge.wiring.client)  # the session's oplog may have rolled: in front of it all is at risk
     assert led.store.subscriptions.pin("summarise", led.version, now, None)
-    assert by_name(check(led.bridge.wiring))["history"].severity == "ok"
+    assert "history_lost" not in by_name(check(led.bridge.wiring))
     assert led.store.subscriptions.mark_lost("summarise", led.version, now, now, "why")
     found = by_name(check(led.bridge.wiring))
     lost = found["history_lost"]
-    assert (lost.severity, lost.command) == ("failing", "celery -A APP changes reset summarise --to oldest")
-    assert "history" not in found, "it is said once"
+    assert (lost.severity, lost.command) == ("failing", "celery -A operations changes reset summarise --to oldest")
 
 
 def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
@@ -747,7 +752,7 @@ def guarded(replica_set: object) -> Iterator[GuardedMongo]:
 
 
 def test_a_check_names_each_missing_right(guarded: GuardedMongo, make_bridge: MakeBridge, state_database: str) -> None:
-    """State, stream and oplog are tried one by one."""
+    """State, stream and oplog, one by one."""
     database = f"data_{state_database}"
     source = f"{database}.orders"
     users = {
@@ -774,15 +779,14 @@ def test_the_oplog_window_is_unknown_without_the_right_to_see_it(
 ) -> None:
     """The rest of the status is there."""
     user = guarded.add_user(f"blind_{state_database}", ("readWrite", state_database))
-    status = read_status(make_bridge(user).wiring)
-    assert status["oplog_window_seconds"] is None
-    assert status["state"] == "never_started"
+    status = read_snapshot(make_bridge(user).wiring)
+    assert (status.oplog_seconds, status.state) == (None, "never_started")
 
 
 def test_a_wrong_password_is_told_without_it(guarded: GuardedMongo, make_bridge: MakeBridge) -> None:
     """No retry, no traceback, no secret."""
     with pytest.raises(AccessError, match="login") as caught:
-        read_status(make_bridge(guarded.address_of("nobody")).wiring)
+        read_snapshot(make_bridge(guarded.address_of("nobody")).wiring)
     assert "nobody" not in str(caught.value)
 
 
@@ -794,3 +798,45 @@ def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refus
     assert bridge.wiring.of_process(WorkerRuntime).open("run", "an envelope", None, Context()) is None
     assert "refused the login; check user, password and authSource" in caplog.text
     assert "lacks a right" not in caplog.text
+
+
+# -- where -----------------------------------------------------------------------------------------
+
+
+def find(led: Led, key: str) -> Whereabouts:
+    return find_whereabouts(led.bridge.wiring, "summarise", key)
+
+
+def partition_of(led: Led, key: object) -> int:
+    layout = layouts_in_force(led.store.subscriptions.read_all())["summarise"]
+    return partition_of_key(led.bridge.wiring, "summarise", layout, key, None)
+
+
+def test_a_key_is_found_with_what_holds_its_changes(storing: Storing) -> None:
+    """P16: what is stored of it, and what blocks its partition; of another key nothing is said to be stored."""
+    led = storing.led
+    here = next(str(key) for key in range(1000) if partition_of(led, key) == 0)
+    other = next(str(key) for key in range(1000) if partition_of(led, key) == 1)
+    layout = layouts_in_force(led.store.subscriptions.read_all())["summarise"]
+    hash_ = hash_of_key(led.bridge.wiring, "summarise", layout, int(here), None)
+    mine = replace(stored_change(4), hash=hash_)
+    storing.store([mine])
+    found = find(led, here)
+    assert (found.partition.index, found.stored, found.blocked, found.lasts) == (0, 1, False, False)
+    assert (found.parked, found.dead_letters, found.running) == (False, (), False)
+    storing.commit(3)
+    led.halt(number=4)
+    found = find(led, here)
+    assert (found.partition.state, found.blocked, found.stored) == ("halted", True, 1)
+    assert (find(led, other).partition.index, find(led, other).stored) == (1, 0)
+
+
+def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(led: Led) -> None:
+    """P16: by the time of the reading; and a handler that is not there is refused with those that are."""
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    found = find(led, '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}')
+    assert (found.lasts, found.partition.state) == (True, "flowing")
+    assert found.handled_until is not None
+    assert abs((found.handled_until - datetime.now(UTC)).total_seconds()) < 60
+    with pytest.raises(CommandRefusedError, match="summarise"):
+        find_whereabouts(led.bridge.wiring, "summarize", "1")

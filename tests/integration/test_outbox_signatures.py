@@ -25,7 +25,7 @@ from mongo_celery.outbox.failures import FAILURE_POLICIES
 from mongo_celery.outbox.health import read_outbox
 from mongo_celery.outbox.replay import dead_letters, replay
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from mongo_celery.testing.servers import empty
+from mongo_celery.testing.processes import empty
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.integration.outbox_rig import Rig, opened, pending

@@ -13,8 +13,7 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.operations.status import read_status
-from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.errors import StreamRefusedError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
@@ -72,12 +71,12 @@ def shop(database: Database[Document], state_database: str, mongo_url: str, redi
 
 def _sent(bridge: Bridge) -> int:
     """How many runs are under way, one of each handler at most."""
-    return int(read_status(bridge.wiring)["outstanding"])
+    return int(read_snapshot(bridge.wiring).in_flight or 0)
 
 
 def _refused(bridge: Bridge) -> dict[str, str]:
-    found = read_status(bridge.wiring)["subscriptions"]
-    return {each["name"]: each["match_refused"] for each in found if each["match_refused"]}
+    found = read_snapshot(bridge.wiring).handlers
+    return {each.name: str(each.error) for each in found if each.state == "match_refused"}
 
 
 def test_a_refused_match_stops_its_own_handler_and_is_named(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,11 +84,11 @@ def test_a_refused_match_stops_its_own_handler_and_is_named(shop: Shop, caplog: 
     with shop.led(None, REFUSED) as bridge:
         shop.orders.insert_one({"_id": 1, "total": 5})
         wait_for(lambda: _sent(bridge) == 1, 15)
-        status = read_status(bridge.wiring)
-        (reason,) = [each for each in judge(status).reasons if each.code == "match_refused"]
+        status = read_snapshot(bridge.wiring)
+        (reason,) = [each for each in status.findings if each.code == "match_refused"]
         assert reason.severity == "failing"
         assert "second" in reason.sentence
-        assert {each["name"]: each["state"] for each in status["subscriptions"]}["second"] == "match_refused"
+        assert {each.name: each.state for each in status.handlers}["second"] == "match_refused"
         (record,) = [each for each in caplog.records if getattr(each, "event", None) == "match_refused"]
         assert record.__dict__["handler"] == "second"
     with shop.led(None, CORRECT) as bridge:

@@ -301,7 +301,7 @@ def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Sta
         ("2099-01-01T00:00Z", "lies in the future"),
         ("82FFFFFFFE000000012B022C", "another cluster"),
         ("3026-01-01", "no change can have"),
-        ("826B02CA8B0000000F~00000001", "an existing document.* give 2026-"),
+        ("826B02CA8B0000000F~00000001", "a snapshot row.* give 2026-"),
     ],
 )
 def test_what_is_no_place_is_refused_with_a_sentence_and_nothing_changes(stage: Stage, to: str, said: str) -> None:

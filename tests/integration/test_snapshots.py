@@ -27,8 +27,9 @@ from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations import snapshot_commands as commands
+from mongo_celery.bridge.operations.bridge_snapshot import to_plain
 from mongo_celery.bridge.operations.operations import Operations
-from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import OWED
@@ -697,7 +698,7 @@ def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
     term.finish()
     (shown,) = commands.listed(term.wiring, HANDLER)
     assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
-    assert shown in read_status(term.wiring)["snapshots"]
+    assert shown in to_plain(read_snapshot(term.wiring).snapshots)
     with pytest.raises(CommandRefusedError, match=r"has no snapshot.*changes snapshot list"):
         stop_one(term.wiring, "nothing")
     with pytest.raises(CommandRefusedError, match="cannot be resumed"):

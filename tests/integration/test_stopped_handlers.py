@@ -13,8 +13,8 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.operations.status import read_status
-from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
@@ -37,15 +37,15 @@ def third(_change: Change) -> None:
     """Handle nothing."""
 
 
-def lead(bridge: Bridge, until: Callable[[Document], object]) -> Document:
+def lead(bridge: Bridge, until: Callable[[BridgeSnapshot], object]) -> BridgeSnapshot:
     """Lead until the status fulfils a condition; the status then."""
     listener = Listener(bridge.wiring)
     thread = threading.Thread(target=listener.run)
     thread.start()
 
-    def found() -> Document | None:
-        status = read_status(bridge.wiring)
-        return status if status["listener"] and until(status) else None
+    def found() -> BridgeSnapshot | None:
+        status = read_snapshot(bridge.wiring)
+        return status if status.leader and until(status) else None
 
     try:
         return wait_for(found)
@@ -73,28 +73,26 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
 
     lead(
         bridge((moved, region), (other, None)),
-        lambda status: all(each["partitions"] for each in status["subscriptions"]),
+        lambda status: all(each.partitions for each in status.handlers),
     )
     partitions = database.client[state_database]["partitions"]
     partitions.update_many({"_id": {"$regex": "^shop/moved/"}}, {"$set": {"state": "paused"}})  # so it is not idle
     database["items"].insert_one({"_id": 1})
 
-    status = lead(bridge((moved, None), (other, None)), lambda status: status["outstanding"] == 1)
-    first, second = status["subscriptions"]
-    assert (first["name"], first["state"]) == ("moved", "stopped")
-    assert second["stopped"] is None
-    (reason,) = [each for each in judge(status).reasons if each.code == "stopped"]
+    status = lead(bridge((moved, None), (other, None)), lambda status: status.in_flight == 1)
+    first, second = status.handlers
+    assert (first.name, first.state) == ("moved", "stopped")
+    assert second.state != "stopped"
+    (reason,) = [each for each in status.findings if each.code == "stopped"]
     assert (reason.severity, f"{__name__}:region" in reason.sentence) == ("failing", True)
     told = [vars(record)["subscription"] for record in caplog.records if vars(record)["event"] == "handler_stopped"]
     assert told == ["moved"]
-    alone = lead(bridge((moved, None)), lambda status: status["subscriptions"][0]["stopped"])
-    assert judge(alone).state == "failing"
+    alone = lead(bridge((moved, None)), lambda status: status.handlers[0].state == "stopped")
+    assert alone.verdict == "failing"
 
     lead(
         bridge((moved, None), (other, None), (third, region)),
-        lambda status: (
-            [(bool(each["partitions"]), each["stopped"]) for each in status["subscriptions"]] == [(True, None)] * 3
-        ),
+        lambda status: [bool(each.partitions) and each.state != "stopped" for each in status.handlers] == [True] * 3,
     )
 
 
@@ -110,20 +108,20 @@ def test_a_stopped_handler_is_led_once_nothing_is_under_way_by_its_old_rule(
             made.on_change(f"{database.name}.items", partition_by=rule if handler is moved else None)(handler)
         return made
 
-    lead(bridge(region), lambda status: all(each["partitions"] for each in status["subscriptions"]))
+    lead(bridge(region), lambda status: all(each.partitions for each in status.handlers))
     paused = database.client[state_database]["partitions"]
     mine = {"_id": {"$regex": "^shop/moved/"}}
     paused.update_many(mine, {"$set": {"state": "paused"}})
 
-    stopped: list[Document] = []
+    stopped: list[BridgeSnapshot] = []
 
-    def is_led(status: Document) -> bool:
-        first, second = status["subscriptions"]
-        assert second["stopped"] is None
-        if not stopped and first["stopped"]:
+    def is_led(status: BridgeSnapshot) -> bool:
+        first, second = status.handlers
+        assert second.state != "stopped"
+        if not stopped and first.state == "stopped":
             stopped.append(status)
             paused.update_many(mine, {"$set": {"state": "flowing"}})
-        return bool(stopped) and first["stopped"] is None
+        return bool(stopped) and first.state != "stopped"
 
     status = lead(bridge(None), is_led)
-    assert status["subscriptions"][0]["state"] != "stopped"
+    assert status.handlers[0].state != "stopped"

@@ -23,9 +23,8 @@ from mongo_celery import (
 )
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.operations import letter_commands
-from mongo_celery.bridge.operations.deployment import check_mongodb
-from mongo_celery.bridge.operations.source_check import check_sources
-from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.mongodb_check import check_mongodb, check_sources
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.testing import BridgeRunner
 
@@ -80,7 +79,7 @@ def test_a_bridge_reads_and_writes_by_its_own_rules(url: str, app: Celery, datab
 
         found = [each for each in check_mongodb(bridge.wiring.reach(), bridge.wiring) if each.severity == "failing"]
         assert not [*found, *[each for each in check_sources(bridge.wiring) if each.severity == "failing"]]
-        assert read_status(bridge.wiring)["subscriptions"]
+        assert read_snapshot(bridge.wiring).handlers
         letters = letter_commands.find(bridge.wiring, Selection(subscription="parked"), 10).letters
         assert len(letters) == 2
         first, second = (each.id for each in letters)

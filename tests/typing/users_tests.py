@@ -17,7 +17,6 @@ from mongo_celery.testing import (
     SentTask,
     assert_once,
     assert_pending,
-    build_change,
     deleted,
     drain,
     inserted,
@@ -41,7 +40,6 @@ def test_note(bridge: Bridge, bridge_runner: BridgeRunner) -> None:
     for change in (deleted("shop.orders", 1), replaced("shop.orders", {"_id": 1})):
         assert_type(change, Change)
     assert_type(updated("shop.orders", {"_id": 1}, {"total": 2}), Change)
-    assert_type(build_change("insert", ns="shop.orders", full_document={"_id": 1}), Change)
     delivered = bridge_runner.deliver()
     assert_type(delivered, DeliveredChanges)
     assert_type(delivered.of("note"), tuple[HandlerCall, ...])

@@ -177,3 +177,12 @@ def test_counts_of_stored_and_undeliverable_changes_are_taken_once() -> None:
 def test_an_image_is_the_same_whenever_it_was_read() -> None:
     """The partition compares images to see whether somebody has written."""
     assert image(read_at=NOON) == replace(image(), read_at=None)
+
+
+def test_a_rate_is_that_of_the_last_ten_seconds() -> None:
+    """Whoever asks more often than once a second gets the same samples."""
+    seen = HandlerActivity()
+    assert seen.sample_rate(100.0) is None
+    seen.committed = 30
+    assert [seen.sample_rate(at) for at in (100.5, 103.0)] == [None, 10.0]
+    assert [seen.sample_rate(at) for at in (106.0, 112.5, 130.0)] == [5.0, 0.0, None]

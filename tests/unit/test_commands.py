@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import click
 import pytest
-from bson import Timestamp
-from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
 import mongo_celery
 from mongo_celery.bridge.operations.commands import CommandResult
 from mongo_celery.bridge.operations.heads import Head
-from mongo_celery.bridge.operations.reasons import Reason
-from mongo_celery.bridge.operations.status import shape
-from mongo_celery.bridge.operations.verdict import judge
-from mongo_celery.bridge.state.snapshots import Snapshot
-from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.bridge.operations.whereabouts import Whereabouts
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
 from mongo_celery.findings import Finding
@@ -34,14 +26,12 @@ from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.health import Health
 from mongo_celery.outbox.replay import DeadLetter, Replay
-from tests.unit.test_status import IDLE_REPORT, LOST, MARK, NOON, SECOND, SERVED, facts, image, lease, subscription
 
 PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
 CONTENT = WIDTH - 2  # what Click fills of a terminal of that width
 WITHOUT_JSON = {
     "listener": "a process: it logs",
-    "changes top": "a screen: `changes status --watch --json` is for programs",
     "transactions show": "prints Extended JSON as it is",
 }
 WITHOUT_KEYS = {
@@ -139,73 +129,17 @@ def health() -> dict[str, Any]:
 
 def test_the_page_has_the_keys_of_the_code() -> None:
     """Of what is the same wherever it is printed."""
-    found = rows(PAGE.read_text().partition("## Status")[0])
-    assert names(found["a reason"]) == keys_of(Reason)
-    assert names(found["a finding of `check`"]) == keys_of(Finding)
+    found = rows(PAGE.read_text())
+    assert names(found["a finding"]) == keys_of(Finding)
     assert names(found["a partition of a command"]) == keys_of(CommandResult)
     assert names(found["a dead letter of an outbox"]) == keys_of(DeadLetter)
-    assert names(found["`changes head`"]) == {"bridge", *keys_of(Head)}
+    assert names(found["`changes where`"]) == {"bridge", *keys_of(Whereabouts)}
+    assert names(found["`changes show`"]) == {"bridge", *keys_of(Head)}
     assert names(found["`outbox sweep`"]) == {"outboxes", "outbox", *Delivery().plain()}
     assert names(found["`outbox dead-letters replay`"]) == {"letters", "outbox", "error", *keys_of(Replay)}
     assert names(found["`outbox status`"]) == set(health())
     open_one = OpenTransaction(UUID(int=1), b"", 1, None, None, "", False, 1.0, 1.0, 1.0, connected=True, own=True)
     assert names(found["`locks list`"]) == set(open_one.plain())
-
-
-def standing() -> dict[str, Any]:
-    """A status with everything in it that the state can hold."""
-    claim = {"owner": "one:42:ab", "first": Int64(6), "last": Int64(7), "until": NOON, "ttl": Int64(10_000)}
-    rejected = [{"partition": "summarise 1", "key": "k", "bytes": 9, "error": "too large", "since": NOON}]
-    gap = {"until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
-    moving = [{"subscription": "summarise", "partitions": 7, "since": NOON, "waits": ""}]
-    fed_back = [{"subscription": "summarise", "key": "k", "count": 100, "since": NOON}]
-    untaken = {"queues": ["shop.1"], "answered": None, "unclaimed": False}
-    not_stored = [{"partition": "summarise/1", "error": "no room", "since": NOON}]
-    report = {**IDLE_REPORT, "rejected": rejected, "notStored": not_stored, "moving": moving}
-    report |= {"fedBack": fed_back, "untaken": untaken}
-    head = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
-    full = {"claim": claim, "error": "no", "head": head, "spilled": MARK, "waiting": {"since": NOON, "cause": "no"}}
-    ran = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseconds=20)}
-    layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
-    return shape(
-        facts(
-            lease=lease(**SERVED, report=report),
-            subscriptions=[subscription(lost=LOST, gaps=[gap])],
-            images=[image(0, ran=ran, **full)],
-            layouts=layouts,
-            snapshots=[Snapshot(id="shop/summarise/a1", subscription="summarise", source="shop.orders", since=NOON)],
-        )
-    )
-
-
-def test_the_page_has_the_keys_of_a_status() -> None:
-    """Of each of its parts, and no others."""
-    found = {
-        cell: names(rest.partition(":")[0]) for cell, rest in rows(PAGE.read_text().partition("## Status")[2]).items()
-    }
-    status = standing()
-    assert json.loads(json.dumps(status)) == status
-    (row,), (partition,) = status["subscriptions"], status["partitions"]
-    parts = {
-        "the bridge": status,
-        "`untaken`": status["untaken"],
-        "`listener`": status["listener"],
-        "`spill`": status["spill"],
-        "`rejected_by_broker`": status["rejected_by_broker"][0],
-        "`not_stored`": status["not_stored"][0],
-        "`snapshots`": status["snapshots"][0],
-        "`subscriptions`": row,
-        **{
-            f"`{name}` of a subscription": row[name]
-            for name in ("run_gain", "fed_back", "new_layout", "spilled", "lost")
-        },
-        "`gaps` of a subscription": row["gaps"][0],
-        "`partitions`": partition,
-        **{f"`{name}` of a partition": partition[name] for name in ("claim", "retry", "waiting", "head", "spilled")},
-    }
-    assert {name: set(part) for name, part in parts.items()} == {name: found[name] for name in parts}
-    assert found.keys() == {"where", *parts}
-    assert set(judge(status).plain()) == {"verdict", "note", "reasons"}
 
 
 def test_a_message_prints_a_command_whole() -> None:

@@ -83,9 +83,12 @@ def test_a_letter_names_the_changes_for_which_its_change_stood() -> None:
     assert "  stands for 21 earlier changes of its document\n    8201\n    8202\n" in text.replace(
         "\n  error", "\n\n  error"
     )
-    letter = _letter({"_id": "shop/summarise/8203", "passedOver": {"count": 21, "tokens": ["8201", "8202"]}})
+    texts = dict.fromkeys(("key", "cause", "error", "traceback", "kept"), "a text")
+    numbers = dict.fromkeys(("attempts", "replays", "partitioningTerm", "partition", "seq", "fencingToken", "hash"), 1)
+    stored = {"_id": "shop/summarise/8203", **texts, **numbers, "bytes": None, "resumeToken": {"_data": "8203"}}
+    letter = _letter({**stored, "passedOver": {"count": 21, "tokens": ["8201", "8202"]}})
     assert (letter.passed, letter.passed_over) == (21, ["8201", "8202"])
-    assert _letter({"_id": "shop/summarise/8203", "passedOver": 7}).passed == 0
+    assert _letter({**stored, "passedOver": 7}).passed == 0
 
 
 @pytest.mark.parametrize("text", ["5", '"5"', "a b", "{", "[", "é\udcff", "{'a': 1}", '{"$oid": 5}', ""])

@@ -25,7 +25,7 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import Concern, explain_error, is_transient
+from mongo_celery.mongo.verdicts import ErrorContext, explain_error, is_transient
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, MongoCeleryError)]
 
@@ -224,7 +224,7 @@ def test_a_call_on_the_state_is_repeated_only_for_errors_that_may_pass(
     assert is_transient(error) is transient
 
 
-CONCERN = Concern("the orders of the shop", "find on shop.orders")
+CONCERN = ErrorContext("the orders of the shop", "find on shop.orders")
 
 
 def test_a_missing_right_names_whom_it_concerns_and_what_to_grant() -> None:

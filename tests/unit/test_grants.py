@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +12,9 @@ from celery import Celery
 from click.testing import CliRunner
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.operations.grants import ROLES, Right, lacking, rights_of, role_command, roles_of
+from mongo_celery.bridge.operations.grants import ROLES, Right, lacking, rights_of, roles_of
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.cli.grants import _ROLES, _script
+from mongo_celery.cli.grants import _ROLES
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed, missing_right
 
@@ -125,17 +124,6 @@ def test_without_a_handler_nobody_knows_what_is_watched() -> None:
     """A role that watches nothing would be of no use, and one that watches all too much."""
     with pytest.raises(ConfigurationError, match="import the module"):
         rights_of(wiring_on(), "listener")
-
-
-def test_the_text_is_the_command() -> None:
-    """Names of databases may hold what needs quotes; comments fit into a line of 80 characters."""
-    rights = rights_of(wiring_on('a"q.b'), "operator")
-    create = role_command("shop", "operator", rights)
-    lines = list(_script("shop", "operator", create, rights))
-    code = "".join(line for line in lines if not line.lstrip().startswith("//"))
-    told = re.sub(r",(\s*[}\]])", r"\1", re.sub(r"([{,]\s*)(\w+):", r'\1"\2":', code.partition("(")[2].rstrip(")")))
-    assert json.loads(told) == create
-    assert all(len(line) <= 80 for line in lines)
 
 
 def test_the_help_names_all_roles() -> None:

@@ -10,17 +10,17 @@ import click
 import pytest
 from rich.console import Console, RenderableType
 
-from mongo_celery.bridge.operations.status import shape
-from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.operations.judgement import judge
+from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.cli.apps import console_of
-from mongo_celery.cli.check_view import check_view
+from mongo_celery.cli.findings_view import findings_view
 from mongo_celery.cli.outbox_view import dead_letters_view, health_view
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.findings import failing, ok
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.health import Health
 from mongo_celery.outbox.replay import DeadLetter
-from tests.unit.test_status import facts, image, lease, serving, subscription
+from tests.unit.test_status import facts, lease, serving, subscription
 
 LONG = "send_the_confirmation_to_the_customer_of_the_order"
 ENTRY = "d1ee1459-1808-4f0c-a83c-de168c913f04"
@@ -32,38 +32,25 @@ def shown(view: RenderableType, width: int) -> list[str]:
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize(("width", "columns"), [(120, 5), (80, 5), (60, 4), (40, 3)])
+@pytest.mark.parametrize(("width", "columns"), [(120, 6), (80, 6), (60, 5), (40, 3)])
 def test_a_long_name_goes_on_in_a_second_line_and_columns_give_way(width: int, columns: int) -> None:
     """It is never squeezed into some letters a line; what is left out is in `--json`."""
     led = lease(**serving(LONG))
     status = shape(facts(lease=led, registered=(LONG,), subscriptions=[subscription(LONG)], images=[]))
-    lines = shown(status_view([(status, judge(status))], everything=False), width)
-    header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("subscription"))
+    lines = shown(status_view([judge(status)], everything=False), width)
+    header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("handler  "))
     assert len([word for word in lines[header].split("  ") if word]) == columns
     assert sum(line.strip() in LONG or line.split()[0] in LONG for line in lines[header + 1 :] if line.strip()) <= 3
     assert max(map(len, lines)) <= width
-
-
-def test_one_change_is_one_change() -> None:
-    """Singular and plural, and who has it in hand."""
-    claim = {"owner": "vm:42:ab", "first": 6, "last": 6, "until": None}
-    lapsed = image(0, claim=claim, live=False)
-    (line,) = [line for line in shown(_status(lapsed), 120) if line.strip().startswith("summarise 0 ")]
-    assert line.strip() == ("summarise 0 flowing: change 6 is no longer running, and due again (process 42 on vm)")
-
-
-def _status(*images: object) -> RenderableType:
-    status = shape(facts(images=list(images)))
-    return status_view([(status, judge(status))], everything=False)
 
 
 def test_what_is_piped_neither_wraps_nor_ends_in_blanks(capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever searches it finds a sentence as it is, and a table has no blanks behind its last column."""
     findings = [ok("short", "A."), ok("long", "word " * 100 + "end."), failing("wrong", "sentence " * 100 + "end.")]
     context = click.Context(click.Command("check"), obj=SimpleNamespace(no_color=False))
-    console_of(context).print(check_view("shop", findings), crop=False)
+    console_of(context).print(findings_view("shop", findings), crop=False)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["shop", "ok", "ok", "failing", "1"]
+    assert [line.split()[0] for line in lines] == ["shop:", "failing", "ok", "ok"]
     assert [line for line in lines if line.endswith(" ")] == []
 
 

@@ -12,11 +12,9 @@ from kombu import Queue
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.operations import broker_check, deployment, encryption
-from mongo_celery.bridge.operations.lease_check import judge_layout
-from mongo_celery.bridge.operations.source_check import judge_feedback, judge_sources
-from mongo_celery.bridge.operations.spill_check import judge_spill
-from mongo_celery.bridge.operations.worker_check import judge_workers
+from mongo_celery.bridge.operations import broker_check, mongodb_check
+from mongo_celery.bridge.operations.broker_check import judge_workers
+from mongo_celery.bridge.operations.mongodb_check import judge_feedback, judge_sources
 from mongo_celery.bridge.stream.source import Source
 from mongo_celery.broker import server_check
 from mongo_celery.broker.workers import WorkerReplies
@@ -25,8 +23,7 @@ from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.opening import to_user_error
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.mongo.redaction import short, without_credentials
-from mongo_celery.mongo.verdicts import Concern
-from tests.fixtures.samples import image
+from mongo_celery.mongo.verdicts import ErrorContext
 
 HOUR = 3600
 LINE = CommandLine("shop")
@@ -77,7 +74,7 @@ def findings_of(
     tasks = {worker: set(names) for worker, names in registered.items()}
     return {
         each.code: (each.severity, each.sentence)
-        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkerReplies(queues, tasks), LINE)
+        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkerReplies(queues, tasks), LINE)[1]
     }
 
 
@@ -130,7 +127,7 @@ THERE = {"shop": {"orders": "collection", "ordres_view": "view"}}
 @pytest.mark.parametrize(
     ("sources", "level", "words"),
     [
-        ([ORDERS, Source("shop", None), Source(None, None)], "ok", "exists"),
+        ([ORDERS, Source("shop", None), Source(None, None)], "ok", "exist"),
         ([Source("shop", "ordesr")], "degraded", "record listens to shop.ordesr, which does not exist (did you mean"),
         ([Source("shpo", None)], "degraded", "shpo.*, which does not exist: nothing comes"),
         ([Source("shop", "ordres_view")], "failing", "which is a view"),
@@ -158,43 +155,7 @@ def test_very_many_sources_that_do_not_exist_are_counted() -> None:
 def test_a_small_oplog_window_is_told_once_the_oplog_is_full(hours: int, fill: float | None, level: str) -> None:
     """The oplog of a young cluster reaches back to its beginning, which says nothing."""
     oplog = Oplog(Timestamp(1000, 1), Timestamp(1000 + hours * HOUR, 1))
-    assert deployment._judge_window(oplog, fill).severity == level
-
-
-@pytest.mark.parametrize(
-    ("time", "level", "name"),
-    [(9000, "ok", "history"), (4900, "degraded", "history_at_risk"), (1700, "failing", "history_at_risk")],
-)
-def test_a_handler_that_falls_back_behind_the_oplogs_window_is_named(time: int, level: str, name: str) -> None:
-    """With the partition that holds it, and the command that frees it; but only where entries are removed."""
-    oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
-    history = deployment.History("record", Timestamp(time, 1), partition=3, state="halted")
-    (finding,) = deployment.judge_histories([history], oplog, LINE, rolls=True)
-    assert (finding.severity, finding.code) == (level, name)
-    assert ("celery -A shop changes retry record 3" in finding.sentence) is (level != "ok")
-    (young,) = deployment.judge_histories([history], oplog, LINE, rolls=False)
-    assert young.severity == "ok"
-
-
-def test_a_partition_that_waits_for_infrastructure_is_named_as_what_holds_its_handler() -> None:
-    """With what cures it: to run it again at once would only make it wait again."""
-    outage = {"since": None, "cause": "AutoReconnect: gone", "count": 900}
-    holder = deployment._holder(None, [image(index=0), image(index=1, waiting=outage)])
-    assert holder == (1, "waiting")
-    sentence = deployment._sentence_on(deployment.History("record", Timestamp(1, 1), False, *holder), LINE)
-    assert "Partition 1, which is waiting" in sentence
-    assert "bring back what its handler waits for" in sentence
-
-
-def test_lost_history_is_an_error_for_each_handler_that_lost_it() -> None:
-    """The remedy is named, and acts on that one alone."""
-    oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
-    lost = deployment.History("record", Timestamp(10, 1), is_lost=True)
-    (finding,) = deployment.judge_histories(
-        [lost, deployment.History("audit", Timestamp(9000, 1))], oplog, LINE, rolls=True
-    )
-    assert (finding.severity, finding.code) == ("failing", "history")
-    assert "celery -A shop changes reset record --to oldest" in finding.sentence
+    assert mongodb_check._judge_window(oplog, fill).severity == level
 
 
 @pytest.mark.parametrize(
@@ -213,7 +174,7 @@ def test_lost_history_is_an_error_for_each_handler_that_lost_it() -> None:
 )
 def test_plain_text_to_another_machine_is_seen_in_a_mongodb_url(url: str, hosts: list[str]) -> None:
     """Loopback and sockets stay on this machine."""
-    assert encryption.plain_mongodb_hosts(url) == hosts
+    assert mongodb_check.plain_mongodb_hosts(url) == hosts
 
 
 @pytest.mark.parametrize(
@@ -230,7 +191,7 @@ def test_plain_text_to_another_machine_is_seen_in_a_mongodb_url(url: str, hosts:
 )
 def test_plain_text_to_another_machine_is_seen_in_a_broker_url(url: str, hosts: list[str]) -> None:
     """Only transports that are known to be plain are judged."""
-    assert encryption.plain_broker_hosts(url) == hosts
+    assert mongodb_check.plain_broker_hosts(url) == hosts
 
 
 @pytest.mark.parametrize(
@@ -260,106 +221,13 @@ def test_no_text_shows_credentials(text: str) -> None:
 )
 def test_an_operators_error_is_one_of_ours_where_there_is_a_cure(failure: Any, kind: type[Exception]) -> None:
     """An error that nobody has met keeps its own name."""
-    assert type(to_user_error(failure, Concern("the state", "readWrite"))) is kind
+    assert type(to_user_error(failure, ErrorContext("the state", "readWrite"))) is kind
 
 
 def test_a_short_error_ends_before_what_the_driver_appends() -> None:
     """Topology descriptions fill a screen and help nobody at a prompt."""
     text = "one:1: refused (configured timeouts: connectTimeoutMS: 20.0ms), Timeout: 4s, Topology Description: <...>"
     assert short(AutoReconnect(text)) == "one:1: refused"
-
-
-def state(**changes: Any) -> dict[str, Any]:
-    """A status under which all is well."""
-    listener = {"host": "one", "pid": 42}
-    calm = {
-        "state": "leading",
-        "error": None,
-        "listener": listener,
-        "dead_letters": 0,
-        "unread_seconds": 0,
-        "broker_down": False,
-    }
-    spill = {"count": 0, "bytes": 0, "limit": 8 << 30, "share": 0.0, "waits": None}
-    one = {"name": "summarise", "state": "flowing", "spilled": {"partitions": 0, "count": 0}}
-    return {**calm, "spill": spill, "subscriptions": [one], "partitions": [], **changes}
-
-
-def partition(index: int, state: str) -> dict[str, Any]:
-    head = {"key": "shop.orders insert 7", "token": "82CC"} if state == "halted" else None
-    retry = {"error": "ValueError: no"} if state == "halted" else None
-    return {
-        "subscription": "summarise",
-        "index": index,
-        "state": state,
-        "head": head,
-        "retry": retry,
-        "spilled": None,
-    }
-
-
-def test_a_listener_with_another_layout_than_this_app_is_told() -> None:
-    """The queues of one are not those of the other, and each says that all of its own are consumed."""
-    (finding,) = judge_layout({"live": True, "report": {"partitions": 16}}, 4)
-    assert (finding.code, finding.severity) == ("layout", "degraded")
-    assert list(judge_layout({"live": True, "report": {"partitions": 4}}, 4)) == []
-    assert list(judge_layout({"live": False, "report": {"partitions": 16}}, 4)) == []
-
-
-def spilled(index: int, *, count: int = 4, state: str = "halted") -> dict[str, Any]:
-    """A partition of which something is stored."""
-    return {**partition(index, state), "spilled": {"to": "82DD", "count": count, "age_seconds": 60}}
-
-
-def bound(share: float) -> dict[str, Any]:
-    limit = 8 << 30
-    return {
-        "count": 4,
-        "bytes": int(share * limit),
-        "limit": limit,
-        "share": share,
-        "waits": None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("share", "name", "level", "words"),
-    [
-        (0.5, "spill", "ok", "50% of spill_bytes"),
-        (0.75, "spill_bound", "degraded", "75% of 8.0 GiB"),
-        (0.9, "spill_bound", "failing", "90% of 8.0 GiB"),
-        (1.0, "spill_bound", "failing", "once that is full"),
-    ],
-)
-def test_a_bound_that_is_near_is_told_with_the_largest(share: float, name: str, level: str, words: str) -> None:
-    """P12: who takes the room, before others are held back."""
-    partitions = [spilled(index, count=index) for index in range(5)]
-    (finding,) = judge_spill(state(spill=bound(share), partitions=partitions), LINE)
-    assert (finding.code, finding.severity) == (name, level)
-    assert words in finding.sentence
-    assert ("partition 4 of summarise (halted), partition 3" in finding.sentence) is (name == "spill_bound")
-    assert "partition 1 of" not in finding.sentence
-
-
-def test_what_is_stored_and_what_nobody_would_run_is_told() -> None:
-    """P16: no listener, no handler; and nothing is said where nothing is stored."""
-    assert list(judge_spill(state(), LINE)) == []
-    retired = {"name": "retired", "state": "unregistered", "spilled": {"partitions": 1, "count": 4}}
-    idle = state(state="idle", spill=bound(0.1), partitions=[spilled(0)], subscriptions=[retired])
-    found = {each.code: each for each in judge_spill(idle, LINE)}
-    assert {name: each.severity for name, each in found.items()} == {
-        "spill_unled": "degraded",
-        "spill_unserved": "degraded",
-    }
-    assert "4 changes of retired" in found["spill_unserved"].sentence
-
-
-def test_what_should_be_stored_and_is_not_is_an_error() -> None:
-    """P12, P16: with the listener's own reason; one handler reaches its part of the bound before the bound is near."""
-    refused = {**bound(0.7), "waits": "one handler may have three quarters"}
-    (finding,) = judge_spill(state(spill=refused, partitions=[spilled(0)]), LINE)
-    assert (finding.code, finding.severity) == ("spill_refused", "failing")
-    assert "three quarters" in finding.sentence
 
 
 QUORUM = {"x-queue-type": "quorum"}

@@ -222,8 +222,8 @@ def test_the_same_handler_again_is_a_reloaded_module(bridge: Bridge) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(
     ("sources", "options"),
-    [(("shop.b",), {}), (("shop.a", "shop.b"), {}), (("shop.a",), {"operations": {"insert"}}), ((lambda: "x",), {})],
-    ids=["source", "more sources", "operations", "lambda"],
+    [(("shop.b",), {}), (("shop.a", "shop.b"), {}), (("shop.a",), {"operations": {"insert"}})],
+    ids=["source", "more sources", "operations"],
 )
 def test_a_second_decorator_does_not_replace_the_first(
     app: Celery, lazy: bool, sources: tuple[Any, ...], options: dict[str, Any]
@@ -246,18 +246,6 @@ def make_and_register(bridge: Bridge, *sources: Any, **options: Any) -> None:
         """Do nothing."""
 
     bridge.on_change(*sources, **options)(made)
-
-
-def test_a_source_by_a_lambda_may_be_registered_again(bridge: Bridge) -> None:
-    """A factory that runs twice for one app makes another lambda of the same code."""
-    for _ in range(2):
-        make_and_register_lambda(bridge)
-    assert [handler.name for handler in bridge.handlers] == ["handle"]
-
-
-def make_and_register_lambda(bridge: Bridge) -> None:
-    """Register by a lambda, as for models that come later."""
-    bridge.on_change(lambda: "shop.orders")(handle)
 
 
 def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> None:

@@ -21,8 +21,13 @@ from mongo_celery.bridge.existing import (
     place_at_time,
 )
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names, snapshots_shown
-from mongo_celery.bridge.operations.snapshot_waits import Surroundings
+from mongo_celery.bridge.operations.snapshot_progress import (
+    Surroundings,
+    named,
+    progress_of,
+    short_names,
+    snapshots_shown,
+)
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.cli.snapshot_view import progress_line
 from mongo_celery.command_line import CommandLine
@@ -75,13 +80,17 @@ def test_progress_says_what_is_left() -> None:
         id="shop/copy/a", subscription="copy", source="a.b", done=500, estimated=2000, since=since, moved_at=moved
     )
     found = progress_of(running, LED)
-    assert (found["rate"], found["remaining_seconds"], found["sentence"]) == (50.0, 30, None)
+    assert (found["per_second"], found["remaining_seconds"], found["reason"]) == (50.0, 30, None)
     assert progress_line(found) == "a.b for copy: running, 500 of 2000 read (25%), 50/s, 30 s left"
     report = {"snapshots": [{"id": running.id, "attempts": 3, "error": "NetworkTimeout: no"}]}
     waiting = progress_of(running, replace(LED, report=report))
-    assert waiting["sentence"] == "tried 3 times in a row: NetworkTimeout: no"
+    assert waiting["reason"] == "tried 3 times in a row: NetworkTimeout: no"
     new = progress_of(Snapshot(id="shop/copy/b", subscription="copy", source="a.b"), LED)
-    assert (new["rate"], new["remaining_seconds"], progress_line(new)) == (None, None, "a.b for copy: running, 0 read")
+    assert (new["per_second"], new["remaining_seconds"], progress_line(new)) == (
+        None,
+        None,
+        "a.b for copy: running, 0 read",
+    )
 
 
 def standing(*states: str) -> Surroundings:
@@ -119,10 +128,10 @@ def test_one_that_runs_and_does_not_move_says_why(around: Surroundings, sentence
         id="shop/copy/a", subscription="copy", source="a.b", done=500, estimated=2000, since=NOON, moved_at=moved
     )
     found = progress_of(running, around)
-    assert (found["sentence"], found["remaining_seconds"]) == (sentence, 30 if sentence is None else None)
+    assert (found["reason"], found["remaining_seconds"]) == (sentence, 30 if sentence is None else None)
     assert progress_line(found).endswith(f": {sentence}" if sentence else " left")
-    assert progress_of(replace(running, state="done"), around)["sentence"] is None
-    assert progress_of(replace(running, state="failed", sentence="no"), around)["sentence"] == "no"
+    assert progress_of(replace(running, state="done"), around)["reason"] is None
+    assert progress_of(replace(running, state="failed", sentence="no"), around)["reason"] == "no"
 
 
 def test_a_snapshot_has_as_much_of_a_name_as_tells_it_from_the_others() -> None:
@@ -148,7 +157,7 @@ def test_what_has_ended_is_shown_for_an_hour() -> None:
     }
     states = ["running", "done", "source gone", "stopped", "failed"]
     shown = snapshots_shown([Snapshot(**{**old, "state": state}) for state in states], now, LED)
-    assert [each["state"] for each in shown] == ["running", "source gone", "failed"]
+    assert [each.state for each in shown] == ["running", "source gone", "failed"]
 
 
 def test_a_handler_that_asks_for_no_documents_begins_with_none() -> None:

@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
@@ -79,29 +78,6 @@ def summarise(change: Change) -> None:
 
 class DerivedCollection(Collection[dict[str, Any]]):
     """As Flask-PyMongo derives one."""
-
-
-def test_a_source_may_be_given_by_a_lambda_that_is_asked_late() -> None:
-    """What an application factory makes is not there when the module of the handlers is imported."""
-    places: dict[str, Any] = {}
-    bridge = Bridge(name="late", autodiscover=False)
-    bridge.on_change(lambda: places["orders"], name="summarise")(summarise)
-    bridge.init_app(Celery("late", set_as_current=False))
-    with pytest.raises(
-        ConfigurationError, match=r"failed by KeyError\('orders'\); it is asked when the listener starts"
-    ):
-        bridge.handlers[0].selector(None)
-    places["orders"] = "shop.orders"
-    assert bridge.handlers[0].selector(None).sources == (ORDERS,)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [(lambda: None, "None is not a source"), (lambda: lambda: "shop.orders", "and has to give a collection")],
-)
-def test_a_lambda_that_gives_no_source_is_refused(source: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        parse_source(source, None)
 
 
 def test_a_collection_of_a_derived_class_is_a_source() -> None:

@@ -540,7 +540,7 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).findings}
     reason = found["halted"]
     assert reason.command == "celery -A shop changes skip summarise 3"
-    assert "`celery -A shop changes head summarise 3`" in reason.sentence
+    assert "`celery -A shop changes show summarise 3`" in reason.sentence
     kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
     assert {each.code: each.command for each in judged(kept).findings}["halted"] == (
         "celery -A shop changes retry summarise 3"
@@ -670,7 +670,7 @@ def test_the_table_of_reasons_is_the_codes() -> None:
 def test_every_reason_has_its_place_on_one_page() -> None:
     """What the table leads to: what it means and costs, what shows it, what cures it, and what it is like after."""
     led = dict(re.findall(r"^\| `(\w+)` \|.*\(([\w-]+\.md)#\1\) \|$", INDEX.read_text(), re.MULTILINE))
-    assert list(led) == list(CODES)
+    assert list(led.items()) == [(code, f"{page}.md") for code, page in CODES.items()]
     found = {}
     for page in sorted(PAGES.glob("*.md")):
         for code, text in re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", page.read_text(), re.DOTALL | re.MULTILINE):

@@ -24,6 +24,7 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
     HandlerStatus,
     PartitionStatus,
 )
+from mongo_celery.bridge.operations.judgement import CODES
 from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, number, size
 from mongo_celery.visible import visible
@@ -123,14 +124,12 @@ def _age(moment: datetime | None) -> str:
     return duration(None if moment is None else max((datetime.now(UTC) - moment).total_seconds(), 0))
 
 
-def _amount(count: int | None) -> str:
+def _amount(count: float | None) -> str:
     return "-" if count is None else f"{count:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 def _rate(rate: float | None) -> str:
-    if rate is None or rate >= 10:  # noqa: PLR2004
-        return _amount(None if rate is None else round(rate))
-    return f"{rate:.1f}"
+    return _amount(rate if rate is None else round(rate, 1 if rate < 10 else None))  # noqa: PLR2004
 
 
 def _level(state: str) -> str:
@@ -157,7 +156,7 @@ def _notes(handler: HandlerStatus) -> str:
     notes = [f"{count} {state}" for state, count in states.items()]
     notes += [f"{_amount(handler.stored)} stored"] if handler.stored != 0 else []
     notes += [f"new partitions wait for {handler.repartitioning.waits}"] if handler.repartitioning else []
-    return handler.error or ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
+    return ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 
 def _blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
@@ -178,9 +177,11 @@ def _words(code: str) -> str:
 
 
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
+    "page": lambda code: f"docs/operations/{CODES.get(code, 'README')}.md#{code}",
     "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
     "late": _find_level("halted", "lag", "no_listener", "reading_waits", "no_worker", "consumers", "broker_down"),
     "room": _find_level("backlog_bound", "backlog_refused", "backlog_missing"),
+    "dead": _find_level("dead_letters"),
     "history": _find_level("history_lost", "history_at_risk"),
     "duration": duration,
     "size": size,

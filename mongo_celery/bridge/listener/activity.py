@@ -24,6 +24,9 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 Role = Literal["starting", "standing by", "leading", "failed"]
 
+RATE_SECONDS = 10.0
+"""Time over which a rate is measured."""
+
 STALLED_TTLS = 3
 STALLED_SECONDS = 60.0
 """A loop that has not turned for so long, or for three ttls of the lease, hangs: each of its calls ends sooner."""
@@ -71,6 +74,15 @@ class HandlerActivity:
         self.retries = self.crashes = self.waits = 0
         self.stored = self.undeliverable = 0
         self.claim, self.handler, self.commit = Latencies(), Latencies(), Latencies()
+        self._samples: tuple[tuple[float, int], ...] = ()
+
+    def sample_rate(self, now: float) -> float | None:
+        """Return the changes that were committed a second, over the last ten seconds; None before the second call."""
+        kept = [each for each in self._samples if now - each[0] < RATE_SECONDS]
+        began, first = kept[0] if kept else (now, self.committed)
+        if not kept or now - kept[-1][0] >= 1:
+            self._samples = (*kept, (now, self.committed))
+        return round((self.committed - first) / (now - began), 1) if now - began >= 1 else None
 
     def note_sent(self, dispatch: Dispatch, *, again: bool) -> None:
         """Count the changes of a run that was published."""

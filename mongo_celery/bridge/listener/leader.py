@@ -155,6 +155,7 @@ class Leader:
         return {
             "partitions": self._options.partitions,
             "outstanding": sum(len(subscription.in_flight) for subscription in subscriptions),
+            "rates": self._measure_rates(),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "standing": blocked,
@@ -177,6 +178,12 @@ class Leader:
             ],
             "held": [place for each in subscriptions if each.has_gap for place in each.list_held()],
         }
+
+    def _measure_rates(self) -> dict[str, float]:
+        """Return the changes that are committed a second, by handler."""
+        now = time.monotonic()
+        rates = {name: self._activity.of(name).sample_rate(now) for name in list(self.subscriptions)}
+        return {name: rate for name, rate in rates.items() if rate is not None}
 
     def _begin(self) -> None:
         beginning = begin_term(self._wiring, self._renewal, self._led, self._wiring.handlers)

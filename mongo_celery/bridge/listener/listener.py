@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 _PROTOCOL = 2
+_NOTING_SECONDS = 5.0
 _STANDBY_PAUSES = Pauses(first=0.4, longest=0.4, jitter=0.5)  # spreads standbys
 _SERVER_PAUSE = 1.0
 _ATTEMPT_SECONDS = 10.0
@@ -82,6 +83,7 @@ class Listener:
         self._stopping = threading.Event()
         self._leader: Leader | None = None
         self._waits_for: object = None
+        self._noted_at = float("-inf")
         names = [handler.name for handler in wiring.handlers]
         self.activity = Activity(wiring.name, names, wiring.options.lease_ttl)
 
@@ -175,6 +177,9 @@ class Listener:
                 leases.ensure()  # somebody has removed the document, and only an existing one is acquired
             self.activity.note_standby()
             self._log_standby(lease, identity)
+            if time.monotonic() - self._noted_at >= _NOTING_SECONDS:
+                leases.note_standby()
+                self._noted_at = time.monotonic()
         except PyMongoError as error:
             final = explain_error(error, self._wiring.state_concern)
             if final is not None:

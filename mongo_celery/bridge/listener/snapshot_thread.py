@@ -38,7 +38,7 @@ from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, error_text, explain_error, is_outage, is_unanswered
+from mongo_celery.mongo.verdicts import ErrorContext, error_text, explain_error, is_outage, is_unanswered
 
 if TYPE_CHECKING:
     from bson import Timestamp
@@ -466,9 +466,9 @@ class SnapshotThread:
         except Exception as error:  # noqa: BLE001 - whatever the driver raises: the next attempt fails as well
             self._note_unread(error)
 
-    def _concern(self, record: Snapshot) -> Concern:
+    def _concern(self, record: Snapshot) -> ErrorContext:
         grant = f"find and listCollections there, and find and update on snapshots in {self._wiring.options.database}"
-        return Concern(f"the snapshot of {record.source}", grant)
+        return ErrorContext(f"the snapshot of {record.source}", grant)
 
     def _note_unread(self, error: Exception) -> None:
         if self._is_closed or isinstance(error, InvalidOperation):  # nobody is left for whom this is done

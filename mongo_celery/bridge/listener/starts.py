@@ -153,7 +153,7 @@ class _Pinning:
     def pin(self, fresh: Sequence[Handler], documents: Mapping[str, Mapping[str, Any]]) -> None:
         """Pin the bridge's start, where there is none, and that of these handlers."""
         lease = self._renewal.term.document
-        pinned = lease["startAtOperationTime"] or self._pin_bridge()
+        pinned = lease.get("startAtOperationTime") or self._pin_bridge()
         stored = self._store.subscriptions.read_all()
         has_position = any(each.get("fingerprint") or each.get("gaps") for each in stored)  # of a stream that was read
         is_added = has_position or len(fresh) < len(documents)

@@ -71,7 +71,7 @@ class Watermarks:
         except Exception as error:  # noqa: BLE001 - of whatever it is made of
             if self._throttle.may_log():
                 logger.error(
-                    "the report for `changes status` cannot be made, so it is left out: %s: %s. Report this error",
+                    "the report for status cannot be made, so it is left out: %s: %s. Report this error",
                     type(error).__name__,
                     short(error),
                     extra={"event": "report_failed"},

@@ -8,7 +8,7 @@ computes. `BridgeSnapshot.plain` is `--json` and `/status`. docs/reference/statu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ class LeaderStatus:
     The listener that leads.
 
     Attributes:
+        host: its machine.
+        pid: its process there.
         since: when its term began.
         app: name of its Celery app.
         handlers: names of the handlers that it serves.
@@ -419,8 +421,10 @@ class BridgeSnapshot:
         reopenings: how often the stream was opened again in this term.
         broker_down: whether the listener cannot publish.
         untaken: queues that no worker takes from.
-        undeliverable: some messages that the broker rejects, of `undeliverable_count`.
-        not_stored: some partitions whose changes MongoDB does not store, of `not_stored_count`.
+        undeliverable: some messages that the broker rejects.
+        undeliverable_count: how many there are.
+        not_stored: some partitions whose changes MongoDB does not store.
+        not_stored_count: how many there are.
         locked: some partitions that an open transaction has locked, so that this term could not win them yet.
         dropped: how many messages workers have dropped since the bridge exists, by reason.
         dropped_lately: the reasons for which one was dropped within the last hour.
@@ -494,7 +498,7 @@ class BridgeSnapshot:
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON: all fields, times in ISO 8601, and `verdict`."""
-        found: dict[str, Any] = {"verdict": self.verdict, **_plain(asdict(self))}
+        found: dict[str, Any] = {"verdict": self.verdict, **to_plain(self)}
         return found
 
 
@@ -507,11 +511,14 @@ def unreadable(bridge: str, sentence: str) -> BridgeSnapshot:
     return BridgeSnapshot(bridge=bridge, findings=(Finding("state_unreadable", "failing", sentence),))
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Return a dataclass of this module, or what it holds, as JSON: times in ISO 8601."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: to_plain(each) for name, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
+        return [to_plain(each) for each in value]
     return value

@@ -117,38 +117,31 @@ def plan_retry(act: Act, handler: str | None, partition: int | None) -> Plan:
 def plan_skip(act: Act, handler: str, partition: int | None, *, discard: bool) -> Plan:
     """Plan to move the changes at which partitions have halted to the dead letters; see `Operations.skip`."""
     wiring = act.wiring
-    heads = read_halted(wiring, handler, partition)
-    write = Partitions.discard if discard else partial(_keep, act)
-
-    def run(running: Act) -> PlanResult:
-        store, results = wiring.store, []
-        for head in heads:
-            generations, (image,) = choose(wiring, store, handler, head.index)
-            command = _Command("skipped", None, partial(_find_skip_objection, head.token), write, "flowing")
-            try:
-                results.append(_apply(store.partitions, command, generations[handler], image, None))
-            except CommandRefusedError as error:
-                results.append(CommandResult(handler, head.index, visible_state(image), "refused", str(error)))
-            if results[-1].result == "done":
-                running.count("partitions", handler)
-        return _report(command.done, results, is_alone=partition is not None)
-
+    heads = {head.index: head for head in read_halted(wiring, handler, partition)}
+    with reached(wiring) as store:
+        generations, images = choose(wiring, store, handler, partition)
+    command = _Command(
+        "skipped",
+        None,
+        lambda image: _find_skip_objection(heads[image.index].token, image),
+        Partitions.discard if discard else partial(_keep, act),
+        "flowing",
+    )
+    chosen = [image for image in images if image.index in heads]
     count = number(len(heads), "change", "changes")
-    asked = f"Discard {count}? Nothing of it is kept." if discard else f"Move {count} to the dead letters?"
-    planned = [CommandResult(handler, head.index, "halted", "planned") for head in heads]
     return Plan(
         command=act.command,
-        lines=[line for head in heads for line in _describe_head(head)] or [f"{handler} has no halted partition."],
-        contents=[line for head in heads for line in _show_change(head)],
+        lines=[line for head in heads.values() for line in _describe_head(head)] or [f"{handler}: nothing has halted"],
+        contents=[line for head in heads.values() for line in _show_change(head)],
         fields={
             "bridge": wiring.name,
             "skipped": 0,
-            "halted": [_plain_head(head) for head in heads],
-            "partitions": [asdict(each) for each in planned],
+            "halted": [_plain_head(head) for head in heads.values()],
+            "partitions": [asdict(CommandResult(handler, index, "halted", "planned")) for index in heads],
         },
-        question=asked,
-        seen=" ".join(str(head.token) for head in heads),
-        act=partial(act.run, run) if heads else None,
+        question=f"Discard {count}? Nothing of it is kept." if discard else f"Move {count} to the dead letters?",
+        seen=" ".join(str(head.token) for head in heads.values()),
+        act=partial(act.run, partial(_run, command, generations, chosen, {}, partition)) if chosen else None,
     )
 
 
@@ -160,37 +153,41 @@ def _plan(act: Act, command: _Command, handler: str | None, partition: int | Non
         if command.is_run and handler is not None and handler not in served:
             raise CommandRefusedError(f"Handler {handler} {UNSERVED}.")
         unable = _find_unable(store, generations, images, served) if command.is_run else {}
-        planned = [_judge(command, each, unable.get((each.subscription, each.index))) for each in images]
+    planned = [_judge(command, each, unable.get((each.subscription, each.index))) for each in images]
     if partition is not None and planned[0].result == "unfit":
         raise CommandRefusedError(planned[0].reason)
-
-    def run(running: Act) -> PlanResult:
-        results = []
-        for image in images:
-            objection = unable.get((image.subscription, image.index))
-            results.append(_apply(wiring.store.partitions, command, generations[image.subscription], image, objection))
-            if results[-1].result == "done":
-                running.count("partitions", image.subscription)
-        return _report(command.done, results, is_alone=partition is not None)
-
     is_any = any(each.result == "planned" for each in planned)
     return Plan(
         command=act.command,
         lines=_describe(f"would be {command.done}", planned),
         fields={"bridge": wiring.name, command.done: 0, "partitions": [asdict(each) for each in planned]},
         question=question.format(bridge=wiring.name) if handler is None else None,
-        act=partial(act.run, run) if is_any else None,
+        act=partial(act.run, partial(_run, command, generations, images, unable, partition)) if is_any else None,
     )
 
 
-def _report(done: str, results: Sequence[CommandResult], *, is_alone: bool) -> PlanResult:
-    """Return the result of a command; of one partition that does not allow it a refusal."""
-    if is_alone and results[0].result in {"unfit", "refused"}:
+def _run(
+    command: _Command,
+    generations: Mapping[str, int],
+    images: Sequence[Image],
+    unable: Mapping[tuple[str, int], str],
+    partition: int | None,
+    act: Act,
+) -> PlanResult:
+    """Carry a command out, one partition after the other. A partition that was named is taken at its word."""
+    results = []
+    for image in images:
+        objection = unable.get((image.subscription, image.index))
+        partitions = act.wiring.store.partitions
+        results.append(_apply(partitions, command, generations[image.subscription], image, objection))
+        if results[-1].result == "done":
+            act.count("partitions", image.subscription)
+    if partition is not None and results[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(results[0].reason)
     return PlanResult(
-        lines=_describe(done, results),
+        lines=_describe(command.done, results),
         fields={
-            done: sum(each.result == "done" for each in results),
+            command.done: sum(each.result == "done" for each in results),
             "partitions": [asdict(each) for each in results],
         },
         refused=[each.reason for each in results if each.result == "refused"],
@@ -316,17 +313,22 @@ def _judge(command: _Command, image: Image, unable: str | None) -> CommandResult
 def _apply(
     partitions: Partitions, command: _Command, generation: int, image: Image, unable: str | None
 ) -> CommandResult:
+    reason = sentence_on(image, f"kept changing while it was to be {command.done}; look at status, then repeat it")
     for _ in range(_ROUNDS):
         judged = _judge(command, image, unable)
         if judged.result != "planned":
             return judged
-        if command.write(partitions, image, generation):
-            return CommandResult(image.subscription, image.index, command.after, "done")
+        try:
+            if command.write(partitions, image, generation):
+                return CommandResult(image.subscription, image.index, command.after, "done")
+        except CommandRefusedError as error:  # it does not keep the others
+            reason = str(error)
+            break
         found = partitions.look([partitions.partition_id(image.subscription, generation, image.index)])
         if not found:
-            raise CommandRefusedError(sentence_on(image, "is gone: its handler was repartitioned; repeat the command"))
+            reason = sentence_on(image, "is gone: its handler was repartitioned; repeat the command")
+            break
         image = found[0]
-    reason = sentence_on(image, f"kept changing while it was to be {command.done}; look at status, then repeat it")
     return CommandResult(image.subscription, image.index, visible_state(image), "refused", reason)
 
 

@@ -30,7 +30,7 @@ ROLES = {
     "listener": "leads, reads the change stream, stores positions and what stands",
     "worker": "claims changes, records what became of them; handlers' own data is not in it",
     "operator": "runs `celery -A ... changes`",
-    "viewer": "looks: `status`, `health`, `top`, `head`, `dead-letters`, `history`; it changes nothing",
+    "viewer": "looks: `status`, `show`, `where`, `dead-letters`, `history`; it changes nothing",
 }
 """The roles, and what each does."""
 
@@ -204,8 +204,7 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     else:
         late = "`snapshot` is refused by the listener instead of at once where a collection is none that can have one"
         found.append(Right(scope.database or "", "", ("listCollections",), "what `snapshot` is to read", late))
-    unseen = "`changes check` does not see test commands"
-    return [*found, Right(None, "", ("getParameter",), "whether mongod runs with test commands", unseen)]
+    return found
 
 
 def _of_viewer(state: str) -> list[Right]:

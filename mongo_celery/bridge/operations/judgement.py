@@ -8,7 +8,7 @@ of the oplog and of `spill_bytes`, which the listener's log uses, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import chain
@@ -41,50 +41,59 @@ REPARTITIONING_SECONDS = 300
 RETRYING_SECONDS = 3600
 """Retries of a few minutes are everyday; one that blocks a partition for longer is a finding."""
 
-CODES = (
-    "state_unreadable",
-    "no_listener",
-    "handlers",
-    "history_lost",
-    "stopped",
-    "history_at_risk",
-    "identity",
-    "backlog_missing",
-    "backlog_refused",
-    "backlog_bound",
-    "broker",
-    "broker_down",
-    "no_worker",
-    "consumers",
-    "unclaimed",
-    "worker_tasks",
-    "reading_waits",
-    "match_refused",
-    "halted",
-    "broker_rejects",
-    "not_stored",
-    "snapshot_failed",
-    "never_started",
-    "waiting",
-    "running_long",
-    "lag",
-    "fed_back",
-    "locked",
-    "repartitioning",
-    "definitions",
-    "partitions",
-    "retrying",
-    "paused",
-    "dead_letters",
-    "backlog_unserved",
-    "foreign_bridge",
-    "dropped_messages",
-    "unregistered",
-)
-"""Codes of findings about a bridge's state, the worst first: what touches all handlers, then one, then a change."""
+CODES: Mapping[str, str] = {
+    "state_unreadable": "listener",
+    "no_listener": "listener",
+    "handlers": "deployment",
+    "history_lost": "history",
+    "stopped": "layouts",
+    "history_at_risk": "history",
+    "identity": "deployment",
+    "backlog_missing": "storage",
+    "backlog_refused": "storage",
+    "backlog_bound": "storage",
+    "broker": "broker-and-workers",
+    "broker_down": "broker-and-workers",
+    "no_worker": "broker-and-workers",
+    "consumers": "broker-and-workers",
+    "unclaimed": "broker-and-workers",
+    "worker_tasks": "broker-and-workers",
+    "reading_waits": "listener",
+    "match_refused": "listener",
+    "halted": "standing",
+    "broker_rejects": "broker-and-workers",
+    "not_stored": "storage",
+    "snapshot_failed": "snapshots",
+    "never_started": "listener",
+    "waiting": "standing",
+    "running_long": "broker-and-workers",
+    "lag": "broker-and-workers",
+    "fed_back": "standing",
+    "locked": "listener",
+    "repartitioning": "layouts",
+    "definitions": "deployment",
+    "partitions": "layouts",
+    "retrying": "standing",
+    "paused": "standing",
+    "dead_letters": "dead-letters",
+    "backlog_unserved": "storage",
+    "foreign_bridge": "deployment",
+    "dropped_messages": "deployment",
+    "unregistered": "deployment",
+}
+"""
+Codes of findings about a bridge's state, each with its page in docs/operations.
+
+The worst first: what touches all handlers, then one, then a change.
+"""
 
 NAMED = 3
 """Handlers, or partitions, that are named; more are counted."""
+
+NO_HANDLERS = (
+    "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for example with "
+    "include=[...] of the Celery app."
+)
 
 _TEXT_MAX = 200
 
@@ -107,7 +116,7 @@ def judge(
 
 
 def _rank(finding: Finding) -> tuple[bool, int]:
-    return finding.severity != "failing", CODES.index(finding.code)
+    return finding.severity != "failing", list(CODES).index(finding.code)
 
 
 def _note(line: CommandLine, asked: Sequence[Finding] | None) -> str | None:
@@ -324,11 +333,7 @@ class _Judge:
 
     def _handlers(self) -> Iterator[Finding]:
         if not self._served:
-            yield failing(
-                "handlers",
-                "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for "
-                "example with include=[...] of the Celery app.",
-            )
+            yield failing("handlers", NO_HANDLERS)
         stopped = []
         for each in self._snapshot.handlers:
             if each.state == "match_refused":
@@ -383,12 +388,12 @@ class _Judge:
     def _halted(self, handler: HandlerStatus, halted: Sequence[PartitionStatus]) -> Finding:
         first, indexes = halted[0], [each.index for each in halted]
         their, them = ("Its", "it") if len(halted) == 1 else ("Their", "them")
-        at = f"{'' if len(halted) == 1 else 'the first '}at {_key(first)}"
+        at = f"{'' if len(halted) == 1 else ', the first'} at {_key(first)}"
         return failing(
             "halted",
-            f"{_where(handler, halted)} {_are(halted)} halted, {at}: {cut(first.error or 'no error is recorded')}. "
+            f"{_where(handler, halted)} {_are(halted)} halted{at}: {cut(first.error or 'no error is recorded')}. "
             f"{their} later changes wait. Fix the cause and retry {them}. Or see the change with "
-            f"`{self._line.changes('head', handler.name, str(first.index))}` and move it to the dead letters with "
+            f"`{self._line.changes('show', handler.name, str(first.index))}` and move it to the dead letters with "
             f"`{self._skip(handler, first)}`.",
             self._line.on("retry", handler.name, indexes),
         )
@@ -398,7 +403,7 @@ class _Judge:
         return failing(
             "halted",
             f"{_where(handler, halted)} {_are(halted)} halted at {_key(first)}, whose history is lost. Unless "
-            f"`{self._line.changes('head', handler.name, str(first.index))}` has its bytes, it cannot run again. "
+            f"`{self._line.changes('show', handler.name, str(first.index))}` has its bytes, it cannot run again. "
             "Repair its document manually, then skip it.",
             self._skip(handler, first),
         )
@@ -423,7 +428,7 @@ class _Judge:
             "retrying",
             f"{_where(handler, late)} retries {_key(longest)} in {duration(longest.due_seconds)}, as the handler "
             "asked. Later changes wait. To run it immediately, retry it. "
-            f"`{self._line.changes('head', handler.name, str(longest.index))}` shows the change.",
+            f"`{self._line.changes('show', handler.name, str(longest.index))}` shows the change.",
             self._line.on("retry", handler.name, [each.index for each in late]),
         )
 
@@ -528,7 +533,7 @@ class _Judge:
         for snapshot in seen.snapshots:
             if snapshot.state in ("failed", "source gone"):
                 can_resume = snapshot.state == "failed"
-                rest = "Resume it: it continues at its place." if can_resume else "`--stop` acknowledges it."
+                rest = "Resume it: it continues at its place." if can_resume else "Stop it to acknowledge that."
                 yield failing(
                     "snapshot_failed",
                     f"The snapshot of {snapshot.source} for {snapshot.handler} has ended after {snapshot.done} "

@@ -87,9 +87,14 @@ def partition_of_key(wiring: Wiring, subscription: str, layout: Layout, key: obj
     Raises:
         CommandRefusedError: it cannot be told.
     """
+    return hash_of_key(wiring, subscription, layout, key, source) % layout.partitions
+
+
+def hash_of_key(wiring: Wiring, subscription: str, layout: Layout, key: object, source: str | None) -> int:
+    """Return the hash by which the changes of a key are spread. Arguments and errors as of `partition_of_key`."""
     value = document_key(_event_of(wiring, subscription, key, source)) if _is_by_document(layout) else key
     try:
-        return partition_hash(value) % layout.partitions
+        return partition_hash(value)
     except Exception as error:  # noqa: BLE001 - whatever a key's type does to BSON
         raise CommandRefusedError(f"--key {shown(key)} can be no key: {error}.") from None
 

@@ -119,18 +119,6 @@ def named(wiring: Wiring, document_ids: Sequence[str]) -> Found:
         return _found(wiring, letters, len(letters))
 
 
-def read_newest(wiring: Wiring, limit: int) -> list[dict[str, Any]]:
-    """
-    Return the dead letters that were set aside last, the newest first, as JSON has them.
-
-    Raises:
-        ServerUnavailableError, DeploymentError: as for the commands.
-    """
-    with reached(wiring):
-        found = _found(wiring, wiring.store.dead_letters.newest(limit), limit)
-    return [plain(each, found.key_of(each)) for each in found.letters]
-
-
 def _found(wiring: Wiring, letters: Sequence[Letter], count: int) -> Found:
     store = wiring.store
     leads = bool((store.leases.read() or {}).get("live"))

@@ -1,22 +1,19 @@
 """
-The preflight: everything outside our code that a bridge depends on, tried rather than believed; and what stands.
+The preflight: everything outside our code that a bridge depends on, tried where that can be, and the bridge's state.
 
-Nothing is left behind: rights on the state database are tried in a transaction that is aborted, the change
-stream is opened and closed. A server that does not answer is a finding, and the rest is still looked at.
+Nothing is left behind. A server that does not answer is a finding, and the rest is still checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 from mongo_celery.bridge.declarations import find_stray_handlers
-from mongo_celery.bridge.operations.broker_check import check_broker
-from mongo_celery.bridge.operations.deployment import check_mongodb
-from mongo_celery.bridge.operations.encryption import check_encryption
-from mongo_celery.bridge.operations.lease_check import check_lease
-from mongo_celery.bridge.operations.source_check import check_sources
-from mongo_celery.bridge.operations.state_check import check_state
-from mongo_celery.bridge.operations.worker_check import check_time_limits, check_workers
+from mongo_celery.bridge.operations.broker_check import ask_servers, check_time_limits
+from mongo_celery.bridge.operations.judgement import CODES, NO_HANDLERS, judge
+from mongo_celery.bridge.operations.mongodb_check import check_encryption, check_mongodb, check_sources
+from mongo_celery.bridge.operations.snapshot_reader import LOOK_SECONDS, read_unjudged
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.command_line import CommandLine
@@ -28,83 +25,69 @@ _TASK_PROTOCOL = 2
 
 def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
     """
-    Look at everything that a bridge needs, and at what it has stored, for some seconds.
+    Check everything that a bridge needs, and its state, for some seconds.
 
     Afterwards MongoDB and the broker are as before. Not promised: that what is well now stays so.
 
     Args:
-        line: how the person who is told types commands.
+        line: beginning of the commands that findings print.
 
     Raises:
         ConfigurationError: an option is wrong; then there is nothing to check yet.
     """
-    assert wiring.options, "wrong options are refused before anything is looked at"
+    assert wiring.options, "wrong options are refused before anything is checked"
     concern = wiring.state_concern
+    line = line or wiring.line
     found = collect_findings("celery", lambda: _check_celery(wiring), concern)
     mongodb = collect_findings("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
+    answers = not _has_failed(mongodb, {"mongodb", "topology", "state_rights"})
     found += mongodb
-    answers = not _is_wrong(mongodb, {"mongodb", "state_rights"})
-    if answers:
+    if not _has_failed(mongodb, {"mongodb", "state_rights"}):
         found += collect_findings("sources", lambda: check_sources(wiring), concern)
-    found += ask(wiring, lease=answers)
+    workers, asked = ask_servers(wiring)
     found += collect_findings("exposure", lambda: check_encryption(wiring), concern)
-    if not answers:
-        return found
-    judged = collect_findings("state", lambda: check_state(wiring, found, line or CommandLine()), concern)
-    return [*found, *judged] if _is_wrong(judged, {"state"}) else judged
+    state: list[Finding] = []
+    if answers:
+
+        def read() -> Iterator[Finding]:
+            seen = judge(replace(read_unjudged(wiring, line, LOOK_SECONDS), workers=workers), line, asked)
+            yield from seen.findings
+            if seen.leader is not None:
+                yield ok("leader", f"Leader: {seen.leader.host}, pid {seen.leader.pid}.")
+
+        state = collect_findings("state", read, concern)
+    judged = {each.code for each in state}
+    # A finding about workers is judged with the state: it knows of what waits for them.
+    told = [each for each in asked if each.severity == "ok" or not answers or each.code not in CODES]
+    return [*state, *(each for each in (*found, *told) if each.code not in judged)]
 
 
-def ask(wiring: Wiring, *, lease: bool = True) -> list[Finding]:
-    """What a verdict takes beside the status: of the broker, the workers, and the `lease` where it can be read."""
-    concern = wiring.state_concern
-    found = collect_findings("lease", lambda: check_lease(wiring), concern) if lease else []
-    broker = collect_findings("broker", lambda: check_broker(wiring.app, wiring.queue_names), concern)
-    found += broker
-    if not _is_wrong(broker, {"broker"}):
-        found += collect_findings("workers", lambda: check_workers(wiring), concern)
-    return found
+def _has_failed(found: Iterable[Finding], codes: Collection[str]) -> bool:
+    return any(each.code in codes and each.severity == "failing" for each in found)
 
 
-def _is_wrong(found: Iterable[Finding], names: Collection[str]) -> bool:
-    return any(finding.code in names and finding.severity == "failing" for finding in found)
-
-
-def _check_celery(wiring: Wiring) -> Iterable[Finding]:
+def _check_celery(wiring: Wiring) -> Iterator[Finding]:
     conf = wiring.app.conf
     if conf.task_always_eager:
-        yield failing("task_always_eager", "It drops chains, so no change would be committed; unset it.")
+        yield failing("task_always_eager", "It drops chains, so no change would be committed. Unset it.")
     if conf.task_protocol != _TASK_PROTOCOL:
-        yield failing("task_protocol", "task_protocol=1 cannot carry chains; use Celery's default, 2.")
-    yield _check_handlers(wiring)
-    yield check_time_limits(wiring)
-    yield from _check_shared(wiring)
-    overridden = overridden_attributes(wiring.app)
-    for task, attributes in sorted(overridden.items()):
-        yield failing(
-            "task_annotations",
-            f"They override {', '.join(attributes)} of {task}, which the bridge depends on; exclude the task there.",
-        )
-    if not overridden:
-        yield ok("task_annotations", "They leave the bridge's tasks alone.")
-
-
-def _check_handlers(wiring: Wiring) -> Finding:
+        yield failing("task_protocol", "task_protocol=1 cannot carry chains. Use Celery's default, 2.")
     names = [handler.name for handler in wiring.handlers]
     if names:
-        return ok("handlers", f"{len(names)} registered: {', '.join(names)}.")
-    return failing(
-        "handlers",
-        "None is registered: import the module with the @bridge.on_change functions, for example with include=[...] "
-        "of the Celery app.",
-    )
-
-
-def _check_shared(wiring: Wiring) -> Iterable[Finding]:
-    """A handler for a bridge that nobody has made is a subscription that silently does not exist."""
-    names = {bridge.name for bridge in BRIDGES.of(wiring.app)}
-    for function, name in find_stray_handlers(names):
+        yield ok("handlers", f"{len(names)} registered: {', '.join(names)}.")
+    else:
+        yield failing("handlers", NO_HANDLERS)
+    yield check_time_limits(wiring)
+    bridges = {bridge.name for bridge in BRIDGES.of(wiring.app)}
+    for function, name in find_stray_handlers(bridges):
         yield degraded(
             "shared_handlers",
-            f"{function} is shared with bridge {name!r}, which this app has not; unless it is for another app's, write "
-            f"bridge={min(names)!r}.",
+            f"{function} is shared with bridge {name!r}, which this app has not. Unless it is for another app, write "
+            f"bridge={min(bridges)!r}.",
+        )
+    for task, attributes in sorted(overridden_attributes(wiring.app).items()):
+        yield failing(
+            "task_annotations",
+            f"task_annotations override {', '.join(attributes)} of {task}, which the bridge depends on. Exclude the "
+            "task there.",
         )

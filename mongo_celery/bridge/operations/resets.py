@@ -16,7 +16,6 @@ runs. A listener that leads reads the position again within a second; else the n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from bson import Timestamp
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
-from mongo_celery.bridge.operations.places import NOW, OLDEST, Asked, Reach, StreamPlace, parse_place, place_of
+from mongo_celery.bridge.operations.places import NOW, OLDEST, StreamPlace, find_place
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.dead_letters import ASKED, build_later_query
 from mongo_celery.bridge.state.partitions import Image, visible_state
@@ -52,101 +51,30 @@ _READ_SECONDS = 10.0
 _NAMED = 10
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionMove:
-    """
-    One partition that is sent to the place.
-
-    Attributes:
-        state: as `status` has it.
-        at: time of the last change that it has handled; None where there is none.
-        key: of the change at which it has halted.
-        running: whether a handler runs there at this moment.
-        stored: how many of its changes are stored and not handled, at most; 0 where they stay.
-    """
-
-    index: int
-    state: str
-    at: str | None
-    key: str | None
-    running: bool
-    stored: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Reset:
-    """
-    A reset as it was planned.
-
-    Attributes:
-        to: the place.
-        at: position of the handler, as a time.
-        passed_from: the time of the first change that a way forward passes over; None for one back.
-        documents: how many of these dead letters are of existing documents, which do not run again.
-        snapshots: how many snapshots have given existing documents after the place, which do not run again.
-        partitions: those that would be sent there, or in which something ends.
-        reread: indexes of the others that are read again from there. They handle what they have not handled.
-        staying: how many are left as they are.
-        dead_letters: how many of its dead letters are of changes after the place; they stay.
-        replays: how many replays of these that were asked for would be withdrawn.
-        key: whose partition it is, for people; None for all.
-        leader: the listener that leads, which keeps it from being done; None where none does.
-    """
-
-    subscription: str
-    to: StreamPlace
-    at: str | None
-    forward: bool
-    partitions: Sequence[PartitionMove]
-    staying: int
-    key: str | None
-    leader: str | None
-    move: Move
-    dead_letters: int = 0
-    replays: int = 0
-    documents: int = 0
-    snapshots: int = 0
-    passed_from: Timestamp | None = None
-    reread: Sequence[int] = ()
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
-        alike = ("subscription", "forward", "documents", "snapshots", "staying", "dead_letters", "replays", "key")
-        return {
-            **{name: getattr(self, name) for name in (*alike, "leader")},
-            "to": self.to.iso,
-            "token": self.to.token["_data"],
-            "from": self.at,
-            "passed_from": iso(self.passed_from),
-            "partitions": [asdict(each) for each in self.partitions],
-            "reread": list(self.reread),
-        }
-
-
 def plan_reset(act: Act, handler: str, to: str, *, key: str | None, source: str | None) -> Plan:
     """Plan to move a handler's position; see `Operations.reset`."""
-    wiring, asked = act.wiring, parse_place(to)
+    wiring = act.wiring
     with reached(wiring) as store:
         documents = {parse_name(document): document for document in store.subscriptions.read_all()}
         if handler not in documents:
             raise refuse_unknown(wiring, handler, documents)
         lost = parse_lost_history(documents[handler])
         if lost:
-            if asked.word is None or key is not None:
+            if to not in (OLDEST, NOW) or key is not None:
                 ways = (act.line.changes("reset", handler, "--to", word) for word in (OLDEST, NOW))
                 raise CommandRefusedError(
                     f"The oplog no longer reaches the position of handler {handler}, so it cannot be sent to another "
                     f"place. Decide first with `{'` or `'.join(ways)}`.",
                 )
-            return _plan_passing(act, handler, lost, asked.word, store)
-        found = _read(act, store, documents[handler], asked, key, source)
-    way = "Pass over what lies between?" if found.forward else "Handle all of that again?"
+            return _plan_passing(act, handler, lost, to, store)
+        move, fields = _read(act, store, documents[handler], to, key, source)
+    way = "Pass over what lies between?" if move.forward else "Handle all of that again?"
     return Plan(
         command=act.command,
-        lines=[*_describe(found, act.line)],
-        fields={"bridge": wiring.name, **found.plain()},
-        question=None if found.leader else way,
-        act=partial(act.run, partial(_move, found)),
+        lines=[*_describe(fields, act.line)],
+        fields={"bridge": wiring.name, **fields},
+        question=None if fields["leader"] else way,
+        act=partial(act.run, partial(_move, move, fields)),
     )
 
 
@@ -199,24 +127,24 @@ def _plan_passing(act: Act, handler: str, lost: Mapping[str, Any], policy: str, 
 # -- back and forward ------------------------------------------------------------------------------
 
 
-def _move(found: _Reset, running: Act) -> PlanResult:
+def _move(move: Move, planned: Mapping[str, Any], running: Act) -> PlanResult:
     """Do what was planned, all of it or nothing."""
-    wiring = running.wiring
-    store, line = wiring.store, running.line
-    way = {"from": iso(found.passed_from) or found.at, "to": found.to.iso, "reread": len(found.reread)}
+    wiring, line, handler = running.wiring, running.line, move.subscription
+    store = wiring.store
+    way = {"from": planned["passed_from"] or planned["from"], "to": planned["to"], "reread": len(planned["reread"])}
     leader = leader_in(store.leases.read() or {})
-    moved = None if leader else store.positions.move(found.move, running.record(found.subscription, **way))
+    moved = None if leader else store.positions.move(move, running.record(handler, **way))
     if moved is None:
         leader = leader or leader_in(store.leases.read() or {})
-        raise CommandRefusedError(_refuse_led(wiring, leader)) if leader else _refuse_moved(found.subscription)
-    count = number(len(moved.partitions) + len(found.reread), "partition", "partitions")
-    word = "passed over what came before" if found.forward else "back at"
-    lines = [f"{found.subscription}: {word} {_moment(found.to.time)} ({count}). Start a listener to continue."]
-    if found.passed_from is not None:
-        again = line.changes("reset", found.subscription, "--to", str(iso(found.passed_from)))
+        raise CommandRefusedError(_refuse_led(wiring, leader)) if leader else _refuse_moved(handler)
+    count = number(len(moved.partitions) + len(planned["reread"]), "partition", "partitions")
+    word = "passed over what came before" if move.forward else "back at"
+    lines = [f"{handler}: {word} {moment(planned['to'])} ({count}). Start a listener to continue."]
+    if planned["passed_from"] is not None:
+        again = line.changes("reset", handler, "--to", planned["passed_from"])
         lines += ["To handle what was passed over after all, while the oplog has it:", f"  {again}"]
-    if found.forward and any(each.stored for each in found.partitions):
-        again = line.changes("snapshot", "start", found.subscription)
+    if any(each["stored"] for each in planned["partitions"]):
+        again = line.changes("snapshot", "start", handler)
         lines += ["Snapshot rows that were stored are in no stream. To read them again:", f"  {again}"]
     return PlanResult(lines=lines, fields={"moved": list(moved.partitions), "withdrawn": moved.withdrawn})
 
@@ -228,10 +156,16 @@ def _refuse_moved(handler: str) -> CommandRefusedError:
 
 
 def _read(
-    act: Act, store: Store, document: Mapping[str, Any], asked: Asked, key: str | None, source: str | None
-) -> _Reset:
+    act: Act, store: Store, document: Mapping[str, Any], text: str, key: str | None, source: str | None
+) -> tuple[Move, dict[str, Any]]:
     """
     Look at what sending a handler to a place would do.
+
+    Returns:
+        The move, and the fields of the plan. `partitions` are those that are sent there, or in which something ends.
+        `reread` are the others that are read again from there: they handle what they have not handled. `passed_from` is
+        the time of the first change that a way forward passes over. `dead_letters` of changes after the place stay, and
+        `replays` of these are withdrawn. `documents` of these, and what `snapshots` have given, do not run again.
 
     Raises:
         CommandRefusedError: there is no such place, or nothing to do.
@@ -243,22 +177,17 @@ def _read(
     if key is not None:
         meant = key_of(wiring, handler, layout, key, source)
         chosen = partition_of_key(wiring, handler, layout, meant, source)
-    to = place_of(wiring, asked, Reach.of(wiring.client), "--to")
-    forward = asked.word == NOW
+    to = find_place(wiring, text)
+    forward = text == NOW
     images = store.partitions.of({handler: layout.generation})
     sent = [each for each in images if chosen in (None, each.index) and _is_sent(each, to, forward=forward)]
     is_watermark_moved = _is_watermark_moved(document, to, forward=forward, is_alone=chosen is not None)
     if not sent and not is_watermark_moved:
         raise CommandRefusedError(_refuse_idle(handler, document, to, forward=forward))
     sent += [each for each in images if not forward and not _own(each) and _is_busy(each)]
-    moved = [_partition_move(store, each, layout, to, forward=forward) for each in sent]
     others = sorted(each.index for each in images if each not in sent)
     reread = others if is_watermark_moved and not forward else []
-    around: dict[str, Any]
-    if forward:
-        around = {"passed_from": _passed_from(store, sent, layout, to, parse_position(document))}
-    else:
-        around = _count_after(act, store, handler, layout, to, [each.index for each in sent])
+    passed_from = _passed_from(store, sent, layout, to, parse_position(document)) if forward else None
     move = Move(
         subscription=handler,
         token=to.token,
@@ -267,21 +196,23 @@ def _read(
         generation=layout.generation,
         term=int(lease.get("term", 0)),
         partition=chosen,
-        since=around.get("passed_from"),
+        since=passed_from,
     )
-    return _Reset(
-        subscription=handler,
-        to=to,
-        at=iso(parse_position(document)),
-        forward=forward,
-        partitions=sorted(moved, key=lambda each: each.index),
-        reread=reread,
-        staying=len(others) - len(reread),
-        key=None if key is None else shown(meant),
-        leader=leader_in(lease),
-        move=move,
-        **around,
-    )
+    partitions = [_describe_partition(store, each, layout, to, forward=forward) for each in sent]
+    return move, {
+        "subscription": handler,
+        "to": to.iso,
+        "token": to.token["_data"],
+        "from": iso(parse_position(document)),
+        "forward": forward,
+        "passed_from": iso(passed_from),
+        "partitions": sorted(partitions, key=lambda each: int(each["index"])),
+        "reread": reread,
+        "staying": len(others) - len(reread),
+        "key": None if key is None else shown(meant),
+        "leader": leader_in(lease),
+        **_count_after(act, store, handler, layout, to, [] if forward else [each.index for each in sent]),
+    }
 
 
 def _is_sent(image: Image, to: StreamPlace, *, forward: bool) -> bool:
@@ -317,26 +248,32 @@ def _refuse_idle(handler: str, document: Mapping[str, Any], to: StreamPlace, *, 
     return f"{where}, and it has handled nothing after {to.iso}: there is nothing to handle again. `now` goes forward."
 
 
-def _partition_move(store: Store, image: Image, layout: Layout, to: StreamPlace, *, forward: bool) -> PartitionMove:
+def _describe_partition(
+    store: Store, image: Image, layout: Layout, to: StreamPlace, *, forward: bool
+) -> dict[str, Any]:
+    """Return a partition that is sent there, as JSON. `stored` changes of a way forward are never handled."""
     stored = 0
     if forward and image.spilled is not None:
         partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
         with pymongo.timeout(_READ_SECONDS):
             stored = store.backlog.count(partition_id, image.data, str(to.token["_data"]))
-    return PartitionMove(
-        index=image.index,
-        state=visible_state(image),
-        at=iso(time_of_token(image.token, None)) if image.token else None,
-        key=str(image.head["key"]) if image.state == "halted" and image.head is not None else None,
-        running=image.live,
-        stored=stored,
-    )
+    return {
+        "index": image.index,
+        "state": visible_state(image),
+        "at": iso(time_of_token(image.token, None)) if image.token else None,
+        "key": str(image.head["key"]) if image.state == "halted" and image.head is not None else None,
+        "running": image.live,
+        "stored": stored,
+    }
 
 
 def _count_after(
     act: Act, store: Store, handler: str, layout: Layout, to: StreamPlace, indexes: Sequence[int]
-) -> dict[str, Any]:
-    """Count what lies after the place and does not run again."""
+) -> dict[str, int]:
+    """Count what lies after the place in partitions that go back, and does not run again."""
+    names = ("dead_letters", "documents", "replays", "snapshots")
+    if not indexes:
+        return dict.fromkeys(names, 0)
     data = str(to.token["_data"])
     letters = build_later_query(act.wiring.name, handler, data)
     existing = {**letters, "change.operationType": SNAPSHOT}
@@ -382,58 +319,56 @@ def _list(indexes: Sequence[int]) -> str:
     return (", ".join(map(str, sorted(indexes)[:_NAMED])) or "none") + more
 
 
-def _describe(found: _Reset, line: CommandLine) -> list[str]:
+def _describe(found: Mapping[str, Any], line: CommandLine) -> list[str]:
     """Return the lines that say what a reset would do, and what else a person should know before."""
-    way = "goes forward" if found.forward else "goes back"
-    lines = [
-        f"{found.subscription} {way} to {_moment(found.to.time)}, from {moment(iso(found.passed_from) or found.at)}"
-    ]
-    moved = [each.index for each in found.partitions]
-    if moved or not found.reread:
-        stay = f"; {found.staying} stay where they are" if found.staying else ""
-        lines.append(f"  {number(len(moved), 'partition', 'partitions')}: {_list(moved)}{stay}")
-    if found.reread:
-        others = number(len(found.reread), "partition is", "partitions are")
-        lines.append(f"  {others} read again: {_list(found.reread)}. They handle what they have not handled yet")
-    ends = "it is passed over" if found.forward else "it runs again"
-    lines += [f"  {each.index} is halted at {each.key}: {ends}" for each in found.partitions if each.key is not None]
-    states = (
+    forward, partitions, reread = found["forward"], found["partitions"], found["reread"]
+    start = moment(found["passed_from"] or found["from"])
+    way = "goes forward" if forward else "goes back"
+    lines = [f"{found['subscription']} {way} to {moment(found['to'])}, from {start}"]
+    if partitions or not reread:
+        stay = f"; {found['staying']} stay where they are" if found["staying"] else ""
+        moved = _list([each["index"] for each in partitions])
+        lines.append(f"  {number(len(partitions), 'partition', 'partitions')}: {moved}{stay}")
+    if reread:
+        others = number(len(reread), "partition is", "partitions are")
+        lines.append(f"  {others} read again: {_list(reread)}. They handle what they have not handled yet")
+    ends = "it is passed over" if forward else "it runs again"
+    lines += [f"  {each['index']} is halted at {each['key']}: {ends}" for each in partitions if each["key"] is not None]
+    for text, indexes in (
         (
             "retries that are due later end in",
-            [each.index for each in found.partitions if each.state in ("retrying", "waiting")],
+            [e["index"] for e in partitions if e["state"] in ("retrying", "waiting")],
         ),
-        ("still paused afterwards:", [each.index for each in found.partitions if each.state == "paused"]),
-        ("handlers run now, their outcome is refused, in", [each.index for each in found.partitions if each.running]),
-    )
-    lines += [f"  {text} {_list(indexes)}" for text, indexes in states if indexes]
-    if found.key is not None:
-        lines.append(f"  all keys that share a partition with {found.key} come along")
-    if found.forward:
-        stored = sum(each.stored for each in found.partitions)
-        lines += (
-            [f"  up to {number(stored, 'stored change', 'stored changes')} will never be handled"] if stored else []
-        )
+        ("still paused afterwards:", [each["index"] for each in partitions if each["state"] == "paused"]),
+        ("handlers run now, their outcome is refused, in", [each["index"] for each in partitions if each["running"]]),
+    ):
+        lines += [f"  {text} {_list(indexes)}"] if indexes else []
+    if found["key"] is not None:
+        lines.append(f"  all keys that share a partition with {found['key']} come along")
+    if forward:
+        if stored := sum(each["stored"] for each in partitions):
+            lines.append(f"  up to {number(stored, 'stored change', 'stored changes')} will never be handled")
         lines.append("  changes since then that are not handled yet will not be; a reset to that time runs them later")
     return lines + [f"  {text}" for text in _describe_after(found, line)]
 
 
-def _describe_after(found: _Reset, line: CommandLine) -> list[str]:
+def _describe_after(found: Mapping[str, Any], line: CommandLine) -> list[str]:
     """Return the lines on what lies after the place and does not run again."""
     lines = []
-    if found.dead_letters:
-        letters = number(found.dead_letters, "dead letter", "dead letters")
+    if found["dead_letters"]:
+        letters = number(found["dead_letters"], "dead letter", "dead letters")
         lines.append(f"{letters} after it stay: discard those of changes that have succeeded then")
-    if found.documents:
-        rows = number(found.documents, "of them is of a snapshot row", "of them are of snapshot rows")
+    if found["documents"]:
+        rows = number(found["documents"], "of them is of a snapshot row", "of them are of snapshot rows")
         lines.append(f"{rows}, and would not run again: replay these when the handler has caught up")
-    if found.snapshots:
-        again = line.changes("snapshot", "start", found.subscription)
+    if found["snapshots"]:
+        again = line.changes("snapshot", "start", found["subscription"])
         lines.append(
             "snapshot rows after it are not given again. If the handler has operations, fields or match, targets may "
             f"end at older states: run `{again}` afterwards"
         )
-    if found.replays:
-        lines.append(f"{number(found.replays, 'replay', 'replays')} of these will not be made")
-    if found.leader is not None:
-        lines.append(f"a listener leads ({found.leader}): stop all of them first")
+    if found["replays"]:
+        lines.append(f"{number(found['replays'], 'replay', 'replays')} of these will not be made")
+    if found["leader"] is not None:
+        lines.append(f"a listener leads ({found['leader']}): stop all of them first")
     return lines

@@ -14,7 +14,6 @@ Pure: fed with times.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mongo_celery.bridge.options import BridgeOptions
 
@@ -50,16 +49,6 @@ class RunGain:
             f"run_size={self.size} would handle at least {int(self.factor)} times as many changes of a partition: of "
             f"the {self.whole * 1000:.0f} ms of one from claim to commit its handler takes {self.handler * 1000:.0f} ms"
         )
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "handler_seconds": round(self.handler, 3),
-            "change_seconds": round(self.whole, 3),
-            "run_size": self.size,
-            "factor": round(self.factor, 1),
-            "sentence": self.sentence,
-        }
 
 
 def run_gain(handler: float, whole: float, options: BridgeOptions, *, takes_runs: bool = True) -> RunGain | None:

@@ -18,8 +18,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.arguments import is_number, nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, find_collections, read_facts
 from mongo_celery.bridge.operations.acts import Act, reached
-from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
-from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
+from mongo_celery.bridge.operations.snapshot_progress import Surroundings, named, progress_of, short_names, surroundings
 from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING, STOPPED, Snapshot
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.stream.filter import find_objection

@@ -44,11 +44,10 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
     Undeliverable,
     UnservedQueues,
 )
+from mongo_celery.bridge.operations.broker_check import ask_servers
 from mongo_celery.bridge.operations.judgement import judge
 from mongo_celery.bridge.operations.run_gain import run_gain
-from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
-from mongo_celery.bridge.operations.snapshot_waits import surroundings
-from mongo_celery.bridge.operations.worker_check import ask_servers
+from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown, surroundings
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.backlog import Backlog
 from mongo_celery.bridge.state.claims import describe_owner
@@ -65,7 +64,7 @@ from mongo_celery.bridge.state.subscriptions import (
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.opening import to_user_error
+from mongo_celery.mongo.opening import open_session, to_user_error
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
 
 if TYPE_CHECKING:
@@ -110,6 +109,7 @@ class Facts:
         groups: the group of each registered handler.
         heads: the changes at which retrying and waiting partitions are blocked, as far as they were looked up.
         oldest: token of the first stored change, of the partitions that have waited longest.
+        missing: partitions whose stored changes are gone.
         time_limits: of the registered handlers, seconds after which Celery ends them.
         without_runs: the registered handlers that `run_size` is not for.
         commits: `chain` or `inline`, of the registered handlers.
@@ -131,6 +131,7 @@ class Facts:
     groups: Mapping[str, str | None] = field(default_factory=dict)
     heads: Mapping[Place, tuple[str, str]] = field(default_factory=dict)
     oldest: Mapping[Place, str] = field(default_factory=dict)
+    missing: frozenset[Place] = frozenset()
     time_limits: Mapping[str, float | None] = field(default_factory=dict)
     snapshots: Sequence[Snapshot] = ()
     without_runs: frozenset[str] = frozenset()
@@ -176,22 +177,26 @@ def read_snapshot(
         DeploymentError: it cannot serve a bridge, or a right is missing.
     """
     line = line or wiring.line
-    client = wiring.reach()
-    try:
-        with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
-            found = shape(read_facts(client, wiring, line, counting, groups=groups))
-    except PyMongoError as error:
-        raise to_user_error(error, wiring.state_concern) from error
+    found = read_unjudged(wiring, line, counting, groups=groups)
     if not ask:
         return judge(found, line)
     workers, findings = ask_servers(wiring)
     return judge(replace(found, workers=workers), line, findings)
 
 
-def read_facts(
-    client: MongoClient[dict[str, Any]], wiring: Wiring, line: CommandLine, counting: float, *, groups: bool = True
+def read_unjudged(wiring: Wiring, line: CommandLine, counting: float, *, groups: bool = True) -> BridgeSnapshot:
+    """Read a bridge, without findings. Arguments and errors as of `read_snapshot`."""
+    client = wiring.reach()
+    try:
+        with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
+            return shape(_read_facts(client, wiring, line, counting, groups=groups))
+    except PyMongoError as error:
+        raise to_user_error(error, wiring.state_concern) from error
+
+
+def _read_facts(
+    client: MongoClient[dict[str, Any]], wiring: Wiring, line: CommandLine, counting: float, *, groups: bool
 ) -> Facts:
-    """Read the state of a bridge."""
     options, store, handlers = wiring.options, wiring.store, wiring.handlers
     lease = store.leases.read()
     subscriptions = store.subscriptions.read_all()
@@ -207,6 +212,7 @@ def read_facts(
         for each in images
         if each.spilled
     }
+    oldest, missing = _read_oldest(wiring, marked)
     return Facts(
         options=options,
         registered=tuple(each.name for each in handlers),
@@ -228,7 +234,8 @@ def read_facts(
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
         stored=_count_stored(store.backlog, marked, counting),
         heads=_read_keys(store.backlog, marked),
-        oldest=_read_oldest(store.backlog, marked),
+        oldest=oldest,
+        missing=missing,
         time_limits={each.name: time_limit(wiring.app.tasks.get(each.task_name)) for each in handlers},
     )
 
@@ -258,7 +265,7 @@ def _group_dead_letters(store: Store, seconds: float) -> tuple[DeadLetterGroup, 
                 where = str(each.get("handler")), error
                 found = groups.get(where)
                 if found is None:  # the newest come first
-                    name = str(each["_id"]).split("/", 2)[-1]
+                    name = token_data(each["resumeToken"]) if each.get("resumeToken") else str(each["_id"])
                     found = DeadLetterGroup(
                         handler=where[0], error=error, count=0, newest_at=to_time(each.get("at")), newest_id=name
                     )
@@ -294,19 +301,36 @@ def _read_keys(backlog: Backlog, marked: _Marked) -> dict[Place, tuple[str, str]
     return found
 
 
-def _read_oldest(backlog: Backlog, marked: _Marked) -> dict[Place, str]:
-    """Read the first stored change of the partitions that have waited longest; others are judged by their mark."""
-    longest = sorted(
-        (place for place, (_, image) in marked.items() if not image.head),
-        key=lambda place: ((marked[place][1].spilled or {})["since"], place),
-    )
-    found = {}
+def _read_oldest(wiring: Wiring, marked: _Marked) -> tuple[dict[Place, str], frozenset[Place]]:
+    """Read the first stored change of the partitions that have waited longest, and find those that have none."""
+    backlog, found, missing = wiring.store.backlog, {}, set()
+    longest = sorted(marked, key=lambda place: ((marked[place][1].spilled or {})["since"], place))
     for place in longest[:_OLDEST_MAX]:
         partition_id, image = marked[place]
         first = backlog.first(partition_id, image.data, (image.spilled or {})["to"])
         if first is not None:
             found[place] = first
-    return found
+        elif _is_bare(wiring, partition_id):
+            missing.add(place)
+    return found, frozenset(missing)
+
+
+def _is_bare(wiring: Wiring, partition_id: str) -> bool:
+    """
+    Return True if nothing is stored of a partition that says so, by a session that has seen it say so.
+
+    So no old primary can claim it. The partition is read twice, since what was stored is removed once it is committed.
+    """
+    store = wiring.store
+    with open_session(wiring.client, causal_consistency=True) as session:
+        seen = set()
+        for _ in range(2):
+            images = store.partitions.look([partition_id], session)
+            after, to = (images[0].data, (images[0].spilled or {}).get("to", "")) if images else ("", "")
+            if to <= after or store.backlog.outline(partition_id, after, to, 1, session):
+                return False
+            seen.add((after, to))
+    return len(seen) == 1
 
 
 # -- shaping ---------------------------------------------------------------------------------------
@@ -416,16 +440,7 @@ def _count(facts: Facts, images: Sequence[Image]) -> int | None:
 
 def _snapshots(facts: Facts) -> tuple[SnapshotStatus, ...]:
     around = surroundings(facts.lease, facts.registered, facts.subscriptions, facts.images, facts.line)
-    return tuple(
-        SnapshotStatus(
-            **{name: each[name] for name in ("id", "handler", "source", "state", "done", "estimated", "by")},
-            per_second=each["rate"],
-            remaining_seconds=each["remaining_seconds"],
-            since=None if each["since"] is None else datetime.fromisoformat(each["since"]),
-            reason=each["sentence"],
-        )
-        for each in snapshots_shown(facts.snapshots, facts.now, around)
-    )
+    return snapshots_shown(facts.snapshots, facts.now, around)
 
 
 def _handlers(facts: Facts) -> tuple[HandlerStatus, ...]:
@@ -564,7 +579,7 @@ def _partition(facts: Facts, image: Image) -> PartitionStatus:
             since=to_time(image.spilled["since"]),
             reason=image.spilled["reason"],
             to=image.spilled["to"],
-            missing=f"{image.subscription}/{image.index}" in facts.report.get("spillMissing", ()),
+            missing=place in facts.missing or f"{place[0]}/{place[1]}" in facts.report.get("spillMissing", ()),
         )
         if image.spilled
         else None,

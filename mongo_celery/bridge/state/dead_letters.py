@@ -285,16 +285,9 @@ class DeadLetters(StateCollection):
         stages += [{"$limit": limit}] if limit else []
         return self.headers([row["_id"] for row in self._table.aggregate([*stages, {"$project": {"_id": 1}}])])
 
-    def newest(self, limit: int) -> list[Letter]:
-        """Return the dead letters that were set aside last, the newest first. By an index."""
-        with self._table.limit():
-            order = [("at", -1), ("_id", -1)]
-            found = self._table.collection.find(self._mine(), _FIELDS, sort=order, limit=limit)
-            return [_letter(each) for each in found]
-
     def list_errors(self, limit: int) -> list[dict[str, Any]]:
-        """Return handler, error and time of the newest dead letters, the newest first. By an index."""
-        fields = dict.fromkeys(("handler", "error", "at"), 1)
+        """Return handler, error, time and token of the newest dead letters, the newest first. By an index."""
+        fields = dict.fromkeys(("handler", "error", "at", "resumeToken"), 1)
         with self._table.limit():
             keys = [("at", -1), ("_id", -1)]
             return list(

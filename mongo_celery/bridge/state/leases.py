@@ -10,7 +10,7 @@ The server is the authority. Acquire, renew and release are three operations::
 1. An acquisition succeeds only where the lease is free or expired by the server's clock, and always
    raises the term. There is no "refresh if it is mine": a late renewal could take a lease back.
 2. Renew and release match `{listenerId, term}` and nothing else.
-3. Release empties `listenerId` and `expiresAt` and keeps the document, so that the term never
+3. Release removes `listenerId` and `expiresAt` and keeps the document, so that the term never
    starts again at 0.
 4. The holder trusts its lease until *start of the last successful renewal* + ttl - margin by its own
    monotonic clock: a slow round trip cannot stretch it.
@@ -44,10 +44,11 @@ from pymongo.errors import DuplicateKeyError
 from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.bridge.state.signing import installation_id
 from mongo_celery.bridge.state.state_collection import StateCollection
-from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
+from mongo_celery.mongo.expressions import REMOVED, SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
 
+_STANDBY_SECONDS = 15.0
 _TRUST = 0.9
 """Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
 
@@ -88,12 +89,8 @@ class Leases(StateCollection):
         """
         document: dict[str, Any] = {
             "schemaVersion": SCHEMA,
-            "listenerId": None,
             "term": self._operation_number(),
-            "expiresAt": None,
             "ttl": millis(self._ttl),
-            "startAtOperationTime": None,
-            "renewedAt": None,
             "state": "idle",
         }
         with suppress(DuplicateKeyError):  # another listener was first
@@ -152,8 +149,13 @@ class Leases(StateCollection):
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
         """Give the lease back. False when it was no longer ours. Version and identity stay."""
-        change = {"listenerId": None, "expiresAt": None, "state": state, "error": error}
-        return self._table.update(self._mine(term), {"$set": change})
+        change = {
+            "listenerId": REMOVED,
+            "expiresAt": REMOVED,
+            "state": state,
+            "error": literal(error) if error else REMOVED,
+        }
+        return self._table.update(self._mine(term), [{"$set": change}])
 
     def raise_version(self, term: Term, above: int) -> Term | None:
         """A larger version for this term, after a take-over met a larger one. None when the term has ended."""
@@ -183,16 +185,25 @@ class Leases(StateCollection):
         change = {"$set": {"report": dict(report)}, "$currentDate": {"reportedAt": True}}
         return self._table.update(self._mine(term), change)
 
+    def note_standby(self) -> None:
+        """Record that this process waits for the lease. It counts for 15 s, in `status` alone."""
+        host, pid = socket.gethostname(), os.getpid()
+        me = {"host": literal(host), "pid": literal(pid), "at": "$$NOW"}
+        change = {"standbys": {"$concatArrays": [_others("$standbys", host, pid), [me]]}}
+        self._table.update({"_id": self._bridge}, [{"$set": change}])
+
     def read(self) -> dict[str, Any] | None:
         """
         The lease document, or None before the first start.
 
         Verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
-        since the listener's last report, and what workers have dropped, see `Drops`.
+        since the listener's last report, and what workers have dropped, see `Drops`. `standbys` are those of the last
+        15 s.
         """
         verdicts = {
             "live": {"$gt": ["$expiresAt", "$$NOW"]},
             "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
+            "standbys": _others("$standbys", "$host", "$pid"),
         }
         found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
         if found:
@@ -201,6 +212,13 @@ class Leases(StateCollection):
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.version}
+
+
+def _others(standbys: str, host: object, pid: object) -> dict[str, Any]:
+    """Return the standbys of the last seconds, without one process."""
+    is_recent = {"$gt": ["$$this.at", {"$subtract": ["$$NOW", millis(_STANDBY_SECONDS)]}]}
+    is_other = {"$or": [{"$ne": ["$$this.host", host]}, {"$ne": ["$$this.pid", pid]}]}
+    return {"$filter": {"input": {"$ifNull": [standbys, []]}, "as": "this", "cond": {"$and": [is_recent, is_other]}}}
 
 
 def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
@@ -217,8 +235,8 @@ def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
                 "host": literal(socket.gethostname()),
                 "pid": literal(os.getpid()),
                 "state": "leading",
-                "report": None,
-                "error": None,
+                "report": REMOVED,
+                "error": REMOVED,
                 "installation": installation_id(),
             },
         },

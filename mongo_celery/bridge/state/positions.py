@@ -271,7 +271,7 @@ class Positions:
             asked = {**ASKED, "_id": self._ids(name)}
             self._database["dead_letters"].update_many(asked, {"$unset": {"replay": ""}}, session=session)
             if subscriptions.find_one({"_id": ids_under(self._bridge)}, {"_id": 1}, session=session) is None:
-                again = {"$set": {"startAtOperationTime": None}}  # a bridge without positions starts for the first time
+                again = {"$unset": {"startAtOperationTime": ""}}  # a bridge without positions starts for the first time
                 self._database["leases"].update_one({"_id": self._bridge}, again, session=session)
             self._audit.add(record, session)
             return int(lease["term"])
@@ -322,8 +322,8 @@ class Positions:
         guard = {"_id": self._bridge, "term": seen, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
         change: dict[str, Any] = {
             "term": {"$max": [next_number("term"), Int64(above + 1)]},
-            "listenerId": None,
-            "expiresAt": None,
+            "listenerId": REMOVED,
+            "expiresAt": REMOVED,
         }
         found = self._database["leases"].find_one_and_update(
             guard, [{"$set": change}], {"term": 1}, return_document=ReturnDocument.AFTER, session=session

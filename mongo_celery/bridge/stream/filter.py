@@ -34,9 +34,6 @@ EXPANDED_OPERATIONS = frozenset({
 })  # fmt: skip
 """What a server sends with `showExpandedEvents` only (MongoDB 6.0 and later)."""
 
-WITH_NAMESPACE = (OPERATIONS | EXPANDED_OPERATIONS) - {"invalidate"}
-"""Those of which it is known that the event names a database."""
-
 MOVES = frozenset({"drop", "rename", "dropDatabase", "invalidate"})
 """By which a collection is another one afterwards, or none."""
 

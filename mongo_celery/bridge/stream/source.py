@@ -16,8 +16,7 @@ The bridge's own state database is always excluded. Without that every commit wo
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +73,12 @@ def parse_source(target: object, default_database: str | None) -> Source:
 
     Args:
         target: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
-            collection or database, a Django model or a MongoEngine document class. Or a lambda without arguments
-            that returns one of these.
+            collection or database, a Django model or a MongoEngine document class.
         default_database: the database in the bridge's URL.
 
     Raises:
         ConfigurationError: when it is none of these.
     """
-    if inspect.isfunction(target):
-        return parse_source(_call_lambda(target), default_database)
     if isinstance(target, str):
         return _from_text(target, default_database)
     full_name = getattr(target, "full_name", None)
@@ -96,20 +92,6 @@ def parse_source(target: object, default_database: str | None) -> Source:
     raise ConfigurationError(
         f"{target!r} is not a source; give 'db.collection', 'db.*', a PyMongo collection or a model class.",
     )
-
-
-def _call_lambda(function: Callable[[], object]) -> object:
-    """Return the source that a lambda gives: not another lambda, which might never end."""
-    try:
-        answer = function()
-    except Exception as error:
-        raise ConfigurationError(
-            f"the lambda that gives a source, {function.__qualname__}, failed by {error!r}; it is asked when the "
-            "listener starts, and has to return a collection then.",
-        ) from error
-    if inspect.isfunction(answer):
-        raise ConfigurationError(f"{function.__qualname__} gives a function, and has to give a collection.")
-    return answer
 
 
 def _from_text(text: str, default_database: str | None) -> Source:

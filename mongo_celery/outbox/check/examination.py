@@ -21,7 +21,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import collect_findings
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.check.contents import check_contents
 from mongo_celery.outbox.check.odm import check_models
@@ -78,7 +78,7 @@ def check(outbox: AnyOutbox, facts: AppFacts) -> list[Finding]:
     Not promised: that what is well now stays so.
     """
     found = collect_findings(
-        "mongodb", lambda: _check_answer(outbox), Concern("what this command needs", "readWrite there")
+        "mongodb", lambda: _check_answer(outbox), ErrorContext("what this command needs", "readWrite there")
     )
     if found[-1].severity == "failing":
         return [*found, *facts.findings]

@@ -100,7 +100,7 @@ class Rolling(Chain):
 
     def shown(self) -> dict[str, str]:
         """What `status` shows of each subscription."""
-        return {each["name"]: each["state"] for each in self.changes("status")["subscriptions"]}
+        return {each["name"]: each["state"] for each in self.changes("status")["handlers"]}
 
 
 def rollings(client: MongoClient[Document], url: str, directory: Path) -> Iterator[Callable[..., Rolling]]:

@@ -330,7 +330,7 @@ def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_c
     more = json.dumps({**SHORT_TIMES, "partitions": 5})
     chain.listener("five", CHAIN_OPTIONS=more)
     chain.worker(name="five_worker", CHAIN_OPTIONS=more)
-    wait_for(lambda: chain.changes("status")["subscriptions"][0]["partitions"] == 5)
+    wait_for(lambda: len(chain.changes("status")["handlers"][0]["partitions"]) == 5)
     chain.write("copied", "newer", 2)
     wait_for(lambda: _copy_of(chain, "copied", "newer") == 2)
     _letters(chain, "replay", "copied", "--yes")
@@ -358,8 +358,8 @@ def test_a_parked_key_waits_in_order_while_others_flow_until_it_is_released(make
     listed = _letters(chain, "list")["letters"]
     assert (listed[0]["waiting"], {each["behind"] for each in listed[1:]}) == (6, {listed[0]["id"]})
     verdict = chain.changes("status")
-    assert sum(each["parked_keys"] for each in verdict["partitions"]) == 1
-    assert "1 key is parked" in json.dumps(verdict["reasons"])
+    assert sum(each["parked_keys"] for each in verdict["handlers"]) == 1
+    assert "1 key is parked" in json.dumps(verdict["findings"])
 
     asked = _letters(chain, "replay", "parked", "--id", listed[4]["id"], "--yes")
     assert (asked["requested"], sum(each["follow"] for each in asked["letters"])) == (2, 5)

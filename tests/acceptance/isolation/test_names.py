@@ -12,7 +12,7 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations.lease_check import check_lease
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from tests.acceptance.chain_rig import APP, Chain
 from tests.fixtures.forked import run_celery
 from tests.fixtures.process import wait_for
@@ -72,7 +72,9 @@ def test_messages_of_another_installation_are_dropped_counted_and_named(
     assert set(counted["dropped"]) == {"foreign"}
     bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
     bridge.on_change("shop.orders", name="plain")(lambda_handler)
-    assert ("foreign_bridge", "degraded") in [(each.code, each.severity) for each in check_lease(bridge.wiring)]
+    assert ("foreign_bridge", "degraded") in [
+        (each.code, each.severity) for each in read_snapshot(bridge.wiring).findings
+    ]
     bridge.client.close()
     assert worker.terminate() == 0
     neighbour.worker(name="theirs-worker", **OLD)
@@ -105,8 +107,8 @@ def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain:
     assert "Traceback" not in refused.text
     chain.wait_done()
 
-    wait_for(lambda: not _codes(chain, "health")["failing"], message="nothing fails, once the worker has answered")
-    assert "identity" in _codes(chain, "health", staging)["failing"]
+    wait_for(lambda: not _codes(chain, "status")["failing"], message="nothing fails, once the worker has answered")
+    assert "identity" in _codes(chain, "status", staging)["failing"]
     assert "identity" in _codes(chain, "check", staging)["failing"]
     assert first.terminate() == 0
     assert chain.run("listener", name="staging-again", **staging).wait() == 1, "also while nobody leads"
@@ -138,7 +140,7 @@ def test_a_worker_of_another_environment_drops_what_it_gets(chain: Chain) -> Non
     assert "is that of another app or environment" in theirs.text
     theirs.wait_for_output("for handler plain of bridge chain")
     assert "of another installation" not in theirs.text
-    assert "foreign_bridge" in _codes(chain, "health")["degraded"]
+    assert "foreign_bridge" in _codes(chain, "status")["degraded"]
     assert theirs.terminate() == 0
     assert chain.starts(item) == []
     chain.worker(**OLD)
@@ -152,9 +154,9 @@ def _codes(chain: Chain, command: str, environment: Document | None = None) -> d
     variables = {**chain._variables("command"), **OLD, **(environment or {})}
     done = run_celery("-A", APP, "changes", command, "--json", environment=variables)
     said = json.loads(done.stdout)
-    found: dict[str, list[str]] = {"failing": [], "degraded": [], "error": []}
-    for each in said.get("reasons", said.get("findings", ())):
-        found.setdefault(each.get("severity", each.get("level")), []).append(each.get("code", each.get("name")))
+    found: dict[str, list[str]] = {"failing": [], "degraded": [], "ok": []}
+    for each in said["findings"]:
+        found[each["severity"]].append(each["code"])
     return found
 
 
@@ -164,10 +166,10 @@ def test_a_rolling_deploy_is_told_until_the_last_old_listener_ends(chain: Chain)
     new = chain.run("listener", name="new", **NEW)
     said = new.wait_for_output("standing by: another listener leads .*")
     assert f"process {old.pid} " in said.group()
-    assert "definitions" in _codes(chain, "health", NEW)["degraded"]
+    assert "definitions" in _codes(chain, "status", NEW)["degraded"]
     assert old.terminate() == 0
     _wait_served(chain, "plain", "other")
-    assert "definitions" not in _codes(chain, "health", NEW)["degraded"]
+    assert "definitions" not in _codes(chain, "status", NEW)["degraded"]
     assert "other" in new.text
 
 

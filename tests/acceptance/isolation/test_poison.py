@@ -147,6 +147,12 @@ def rig(mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: p
         assert worker.running
 
 
+def partitions_of(status: Document, handler: str) -> list[Document]:
+    """The partitions of a handler, as `status` shows them."""
+    (found,) = [each["partitions"] for each in status["handlers"] if each["name"] == handler]
+    return list(found)
+
+
 def broken(document: Mapping[str, Any]) -> RawBSONDocument:
     """A document with text that is no UTF-8 in place of `????`."""
     return RawBSONDocument(bson.encode(document).replace(b"????", b"\xff\xfe\x80\xff"))
@@ -233,7 +239,7 @@ def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_o
     rig.wait_halted("halt", set())
     names = ("`_id`", "insert", f"{rig.data.name}.halt", letter["change"]["clusterTime"].as_datetime().isoformat())
     assert all(name in letter["error"] for name in names)
-    (reason,) = [each for each in rig.status()["reasons"] if each["code"] == "dead_letters"]
+    (reason,) = [each for each in rig.status()["findings"] if each["code"] == "dead_letters"]
     assert all(name in reason["sentence"] for name in names)
     rig.command("dead-letters", "discard", "halt", "--yes")
     assert rig.status()["oversized"] is None
@@ -259,7 +265,7 @@ def test_a_retry_that_never_comes_parks_its_change_and_nothing_else(rig: Rig, as
     assert datetime(2100, 1, 1) < parked < datetime(2300, 1, 1)  # noqa: DTZ001 - as the state has it
     rig.insert("halt", f"beside {asked}", customer=_customer(1))
     rig.wait_ids("halt", before | {asked, f"beside {asked}"})
-    (status,) = [each for each in rig.status()["partitions"] if each["subscription"] == "halt" and not each["index"]]
+    (status,) = [each for each in partitions_of(rig.status(), "halt") if not each["index"]]
     assert status["state"] == "retrying"
     rig.data["halt"].update_one({"_id": asked}, {"$unset": {"retry": 1}})
     rig.state["partitions"].update_one(
@@ -361,9 +367,9 @@ def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_lose
             "RefusedChangeError: partition_by of handler dead_letter failed: KeyError: 'customer'"
         )
         assert [letter["attempts"] for letter in letters] == [0, 0, 0]
-        shown = {each["index"]: each for each in rig.status()["partitions"] if each["subscription"] == "halt"}
-        assert "partition_by of handler halt failed: KeyError" in shown[0]["retry"]["error"]
-        assert shown[0]["halted"]["key"] == f"{rig.data.name}.halt insert {poison['halt'][0]}"
+        shown = {each["index"]: each for each in partitions_of(rig.status(), "halt")}
+        assert "partition_by of handler halt failed: KeyError" in shown[0]["error"]
+        assert shown[0]["key"] == f"{rig.data.name}.halt insert {poison['halt'][0]}"
         assert listener.text.count("is refused before handler halt") == 1
 
         # A restart makes nothing better and nothing worse; neither does a retry.
@@ -473,11 +479,15 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
                 kept = letter["change"]  # what could be read
                 event = RawBSONDocument(unpack_event(letter)) if "raw" in letter else kept
                 assert event["updateDescription"]["updatedFields"]["n"] == 0
-        halted = [each for each in rig.status()["partitions"] if each["state"] == "halted"]
-        assert {(each["subscription"], each["index"]) for each in halted} == {
-            (f"{kind}_halt", index) for kind in KINDS for index in guilty[kind]
+        handlers = rig.status()["handlers"]
+        halted = {
+            (handler["name"], each["index"]): each
+            for handler in handlers
+            for each in handler["partitions"]
+            if each["state"] == "halted"
         }
-        assert all(each["retry"]["error"].startswith(errors[each["index"]]) for each in halted)
+        assert set(halted) == {(f"{kind}_halt", index) for kind in KINDS for index in guilty[kind]}
+        assert all(each["error"].startswith(errors[index]) for (_, index), each in halted.items())
 
         # A retry makes nothing better and nothing worse; what is skipped lets the others pass.
         fences = [each["fencingToken"] for each in rig.partitions("picky_halt")]

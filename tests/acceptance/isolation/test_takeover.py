@@ -116,7 +116,7 @@ def test_very_many_handlers_are_taken_over_and_let_go_within_seconds(
 
     def free() -> bool:
         lease = chain.state["leases"].find_one({"_id": "chain"})
-        return lease is not None and lease["listenerId"] is None
+        return lease is not None and lease.get("listenerId") is None
 
     first = chain.listener("first")
     second = chain.run("listener", name="second")

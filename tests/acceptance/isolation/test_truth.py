@@ -53,9 +53,9 @@ def test_a_dead_stream_is_not_called_caught_up(chain: Chain, failpoint: Failpoin
         assert not dead["caught_up"]
         assert "HostUnreachable" in dead["reading_waits"]
         assert dead["reopenings"] > 0
-        found = {each["name"]: each for each in chain.changes("check")["findings"]}
-        assert found["reading_waits"]["level"] in {"warning", "error"}, "an error when it has lasted"
-        assert "HostUnreachable" in found["reading_waits"]["message"]
+        found = {each["code"]: each for each in chain.changes("check")["findings"]}
+        assert found["reading_waits"]["severity"] in {"degraded", "failing"}, "failing when it has lasted"
+        assert "HostUnreachable" in found["reading_waits"]["sentence"]
     chain.write("plain", "a", 2)
     chain.wait_done()
     wait_status(chain, lambda status: status["caught_up"] and not status["unread_seconds"])
@@ -69,10 +69,10 @@ def test_caught_up_and_standing_exclude_each_other(chain: Chain) -> None:
     wait_status(chain, lambda status: status["caught_up"])
     stood = chain.stand(chain.write("plain", "a", 1, act="raise"))
     chain.wait_state(stood, lambda document: document["state"] == "halted")
-    status = wait_status(chain, lambda status: status["standing"])
+    status = wait_status(chain, lambda status: status["handlers"][0]["state"] == "halted")
     assert not status["caught_up"]
-    found = {each["name"]: each for each in chain.changes("check")["findings"]}
-    assert found["halted"]["level"] == "error"
+    found = {each["code"]: each for each in chain.changes("check")["findings"]}
+    assert found["halted"]["severity"] == "failing"
 
 
 @pytest.mark.slow
@@ -87,5 +87,5 @@ def test_an_exception_that_nobody_foresaw_is_kept_in_the_lease(chain: Chain) -> 
     status = chain.changes("status")
     assert status["state"] == "failed"
     assert "TypeError" in status["error"]
-    found = {each["name"]: each for each in chain.changes("check")["findings"]}
-    assert "TypeError" in found["no_listener"]["message"]
+    found = {each["code"]: each for each in chain.changes("check")["findings"]}
+    assert "TypeError" in found["no_listener"]["sentence"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -10,9 +11,9 @@ from urllib.parse import urlencode
 from django.http import HttpRequest, QueryDict
 from django.urls import reverse
 
-from mongo_celery.bridge.operations.overview import overview
-from mongo_celery.bridge.operations.status import read_status
-from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, LeaderStatus, PartitionStatus
+from mongo_celery.bridge.operations.judgement import cut
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.cli.apps import sentence_for
 from mongo_celery.contrib.django.admin.operations_admin import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
     from mongo_celery.plan import Plan
 
+_BLOCKED_MAX = 50
 _NAMES = ("bridge", "handler", "partition")
 _DOES = {"pause": "Pause", "resume": "Resume", "retry": "Retry"}
 _CURES: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -58,49 +60,46 @@ class BridgeAdmin(OperationsAdmin):
     def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
         """A row for each; one that cannot be read says why."""
         wirings = all_in_project(BRIDGES)
-        return {"bridges": [*map(self._row, wirings, each_of(wirings, read_status))]}
+        return {"bridges": [*map(self._row, wirings, each_of(wirings, _read))]}
 
-    def _row(self, wiring: Wiring, status: dict[str, Any] | BaseException) -> Mapping[str, Any]:
+    def _row(self, wiring: Wiring, seen: BridgeSnapshot | BaseException) -> Mapping[str, Any]:
         row = {"name": wiring.name, "url": self.url("show", bridge=wiring.name)}
-        if isinstance(status, BaseException):
-            sentence = sentence_for(status)
+        if isinstance(seen, BaseException):
+            sentence = sentence_for(seen)
             if sentence is None:
-                raise status
+                raise seen
             return {**row, "verdict": "failing", "state": "unknown", "sentence": shown(sentence)}
-        verdict = judge(status, line=line_in_project(wiring.name))
         return {
             **row,
-            "verdict": verdict.state,
-            "state": status["state"],
-            "lag": duration(status["lag_seconds"]),
-            "dead_letters": status["dead_letters"],
-            "sentence": shown(verdict.reasons[0].sentence if verdict.reasons else verdict.note or ""),
+            "verdict": seen.verdict,
+            "state": seen.state.replace("_", " "),
+            "lag": duration(seen.lag_seconds),
+            "dead_letters": seen.dead_letters,
+            "sentence": shown(seen.findings[0].sentence if seen.findings else seen.note or ""),
         }
 
     def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
         """One bridge, as `changes status` has it."""
         wiring = one_in_project(BRIDGES, chosen(request, "bridge"))
-        status = read_status(wiring)
-        verdict = judge(status, line=line_in_project(wiring.name))
-        seen = overview(status)
+        seen = _read(wiring)
         letters = self._letters_url(request, wiring.name)
+        blocked = [(handler, each) for handler in seen.handlers for each in handler.partitions if each.is_blocked]
         return (
             "bridge.html",
             f"Bridge {wiring.name}",
             {
                 "bridge": wiring.name,
                 "status": seen,
-                "lag": duration(seen["lag_seconds"]),
-                "listener": _listener(seen["listener"]),
-                "error": shown(seen["error"]) if seen["error"] else "",
-                "verdict": verdict.state,
-                "note": shown(verdict.note or ""),
-                "reasons": [
-                    {"severity": each.severity, "sentence": shown(each.sentence), "command": shown(each.command or "")}
-                    for each in verdict.reasons
+                "lag": duration(seen.lag_seconds),
+                "leader": _leader(seen.leader),
+                "note": shown(seen.note or ""),
+                "findings": [
+                    {**asdict(each), "sentence": shown(each.sentence), "command": shown(each.command or "")}
+                    for each in seen.findings
                 ],
-                "handlers": [_handler(each, letters) for each in seen["handlers"]],
-                "standing": [_partition(each) for each in seen["attention"]],
+                "handlers": [_handler(each, letters) for each in seen.handlers],
+                "blocked": [_partition(*each) for each in blocked[:_BLOCKED_MAX]],
+                "more": max(len(blocked) - _BLOCKED_MAX, 0),
                 "does": [*_DOES.items()],
             },
         )
@@ -131,26 +130,39 @@ class BridgeAdmin(OperationsAdmin):
         return ask_for(request, _plan(name, request), self, label=label, about=[_target(request.POST)])
 
 
-def _listener(listener: Mapping[str, Any] | None) -> str:
-    if listener is None:
-        return "nobody leads"
-    return shown(f"{listener['host']}, pid {listener['pid']}, since {moment(listener['since'])}")
+def _read(wiring: Wiring) -> BridgeSnapshot:
+    return read_snapshot(wiring, line_in_project(wiring.name))
 
 
-def _handler(each: Mapping[str, Any], letters: str) -> Mapping[str, Any]:
-    found = {"shown": shown(each["name"]), "lag": duration(each["lag_seconds"])}
-    query = urlencode({"handler": each["name"]})
-    return {**each, **found, "letters_url": f"{letters}{query}" if letters and each["dead_letters"] else ""}
+def _leader(leader: LeaderStatus | None) -> str:
+    return "none" if leader is None else shown(f"{leader.host}, pid {leader.pid}, since {moment(leader.since)}")
 
 
-def _partition(each: Mapping[str, Any]) -> Mapping[str, Any]:
+def _handler(each: HandlerStatus, letters: str) -> Mapping[str, Any]:
+    query = urlencode({"handler": each.name})
     return {
-        **each,
-        "shown": shown(each["subscription"]),
-        "index": str(each["index"]),  # in a form: Django writes numbers in the manner of the user's language
-        "key": shown(each["key"] or ""),
-        "error": shown(each["error"] or ""),
-        "cures": _CURES.get(each["state"], ()),
+        "name": each.name,
+        "shown": shown(each.name),
+        "state": each.state,
+        "lag": duration(each.lag_seconds),
+        "partitions": len(each.partitions),
+        "committed": each.committed,
+        "stored": each.stored,
+        "dead_letters": each.dead_letters,
+        "letters_url": f"{letters}{query}" if letters and each.dead_letters else "",
+    }
+
+
+def _partition(handler: HandlerStatus, each: PartitionStatus) -> Mapping[str, Any]:
+    return {
+        "handler": handler.name,
+        "shown": shown(handler.name),
+        "index": str(each.index),  # in a form: Django writes numbers in the manner of the user's language
+        "state": each.state,
+        "key": shown(each.key or ""),
+        "error": shown(cut(each.error) if each.error else ""),
+        "retries": each.retries,
+        "cures": _CURES.get(each.state, ()),
     }
 
 

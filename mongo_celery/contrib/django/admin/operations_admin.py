@@ -35,7 +35,7 @@ from mongo_celery.cli.apps import sentence_for
 from mongo_celery.contrib.django.admin.words import block, line, shown
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.plan import Plan
 from mongo_celery.visible import visible
 
@@ -233,7 +233,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         """Of what is named in the address: a template, a title, and what it shows."""
         raise NotImplementedError
 
-    def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:  # noqa: ARG002
+    def concern_of(self, request: HttpRequest) -> Callable[[], ErrorContext] | None:  # noqa: ARG002
         """Gives whom an error of MongoDB concerns, where that is not said already; asked after MongoDB has answered."""
         return None
 

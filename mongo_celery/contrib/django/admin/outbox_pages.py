@@ -30,7 +30,7 @@ from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.quantities import duration, moment, number
 
 if TYPE_CHECKING:
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.mongo.verdicts import ErrorContext
     from mongo_celery.outbox.health import Health
     from mongo_celery.outbox.registry import AnyOutbox
     from mongo_celery.outbox.replay import DeadLetter
@@ -83,7 +83,7 @@ class OutboxAdmin(OperationsAdmin):
         shown_ = {"outbox": outbox.name, "letters": rows, **self.pages(request, count)}
         return "outbox.html", f"Outbox {outbox.name}", shown_
 
-    def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
+    def concern_of(self, request: HttpRequest) -> Callable[[], ErrorContext] | None:
         """Of the outbox that is named."""
         return lambda: concern_of(one_in_project(OUTBOXES, chosen(request, "outbox")))
 

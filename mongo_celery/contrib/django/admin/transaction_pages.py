@@ -25,7 +25,7 @@ from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from mongo_celery.twophase.values import from_text, plain_id, readings, to_text
 
 if TYPE_CHECKING:
-    from mongo_celery.mongo.verdicts import Concern
+    from mongo_celery.mongo.verdicts import ErrorContext
     from mongo_celery.twophase import TwoPhaseCommit
     from mongo_celery.twophase.states import Transaction
 
@@ -71,7 +71,7 @@ class TransactionAdmin(OperationsAdmin):
         chosen_by = {"names": names, "name": coordinator.name, "state": state, "states": STATES, "id": text}
         return {**chosen_by, "transactions": rows, **self.pages(request, skip + len(found))}
 
-    def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:
+    def concern_of(self, request: HttpRequest) -> Callable[[], ErrorContext] | None:
         """Of the coordinator that is named, or shown."""
         return lambda: _coordinator(request).log.concern
 

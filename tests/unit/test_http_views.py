@@ -1,0 +1,77 @@
+"""The page and the metrics of snapshots, without a browser and without Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from celery import Celery
+from prometheus_client.parser import text_string_to_metric_families
+
+from mongo_celery.bridge.http.metrics import expose
+from mongo_celery.bridge.http.page import render_page
+from mongo_celery.bridge.listener.activity import Activity
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, unreadable
+from mongo_celery.bridge.operations.judgement import judge
+from mongo_celery.bridge.operations.snapshot_reader import shape
+from mongo_celery.findings import degraded, failing
+from tests.unit.test_status import facts, image
+
+HEALTHY = judge(shape(facts()))
+HALTED = judge(shape(facts(images=[image(0), image(1, state="halted", error="ValueError: no", retry={})])))
+MARKUP = "<b>'{names}' & \"x\"</b>"
+
+
+def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
+    """Return the values of a scrape, by name and the labels beside the bridge."""
+    activity = Activity(shown.bridge, ["summarise"], 15.0)
+    text = expose(Celery("shop", set_as_current=False), [activity], lambda: [shown]).decode()
+    return {
+        (
+            sample.name.removeprefix("mongo_celery_bridge_"),
+            *(sample.labels[name] for name in sample.labels if name != "bridge"),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def page_of(shown: BridgeSnapshot, **values: object) -> str:
+    return render_page([shown], **{"others": [], "host": "one", "pid": 42, **values})
+
+
+def test_a_value_is_escaped_wherever_it_is() -> None:
+    """It is neither markup nor a field of the template."""
+    finding = failing(MARKUP, f"{MARKUP} `{MARKUP}`", MARKUP)
+    text = page_of(replace(HEALTHY, bridge=MARKUP, findings=(finding,)), host=MARKUP, others=[(MARKUP, MARKUP)])
+    assert "<b>'" not in text
+    assert "&lt;b&gt;&#x27;{names}&#x27; &amp; &quot;x&quot;&lt;/b&gt;" in text
+
+
+def test_all_commands_of_a_finding_can_be_copied_and_each_is_there_once() -> None:
+    finding = degraded("paused", "Resume `celery -A shop changes a 1`, or `other`.", "celery -A shop changes b")
+    text = page_of(replace(HEALTHY, findings=(finding, replace(finding, command=None))))
+    assert text.count("<button") == 3
+    assert text.count("celery -A shop changes a 1") == 2
+    assert "<code>a 1</code>" in text
+
+
+@pytest.mark.parametrize("shown", [HEALTHY, HALTED, unreadable("shop", "MongoDB gave no answer.")])
+def test_the_verdict_of_page_and_metrics_is_that_of_the_snapshot(shown: BridgeSnapshot) -> None:
+    """P16: the metrics of state are missing where MongoDB cannot be read."""
+    assert f"<title>{shown.verdict}: shop</title>" in page_of(shown)
+    metrics = metrics_of(shown)
+    assert metrics["verdict",] == shown.exit_code
+    failing_codes = {labels[0] for (name, *labels), value in metrics.items() if name == "finding" and value == 2}
+    assert failing_codes == {each.code for each in shown.findings if each.severity == "failing"}
+    assert metrics["up",] == (("lag_seconds", "summarise") in metrics) == shown.is_readable
+
+
+def test_the_partitions_of_a_handler_are_counted_by_state() -> None:
+    found = {
+        state: value
+        for (name, *labels), value in metrics_of(HALTED).items()
+        if name == "partitions"
+        for state in labels[1:]
+    }
+    assert found == {"flowing": 1, "halted": 1, "paused": 0, "waiting": 0, "retrying": 0, "not_led": 0}
