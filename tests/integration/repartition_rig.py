@@ -23,7 +23,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout, parse_layout, parse_name
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.worker.envelope import Run
-from tests.fixtures.samples import event, mark, token_data
+from tests.fixtures.samples import event, first_token, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
 
 Document = dict[str, Any]
@@ -134,7 +134,7 @@ class Term:
             term=run.version,
             first=run.first,
             last=run.last,
-            token=run.head,
+            token=first_token(run),
         )
 
     def handle(self, run: Run) -> bool:

@@ -31,7 +31,7 @@ from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
 from tests.fixtures.mongo import sparse
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import event, mark, token_data
+from tests.fixtures.samples import event, first_token, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
 
 Document = dict[str, Any]
@@ -170,7 +170,7 @@ class Term:
             term=run.version,
             first=run.first,
             last=run.last,
-            token=run.head,
+            token=first_token(run),
         )
         if claim is None:
             raise RefusedError(f"somebody else has run {run.first}, or does")

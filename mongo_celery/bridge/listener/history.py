@@ -29,6 +29,7 @@ whose place is in the oplog.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,10 @@ class LostHistory:
         wiring: of the bridge. The oplog of its client is asked how far it reaches back.
         decision: `halt`, `oldest` or `now`.
         fingerprint: of the stream that is read.
+
+    Attributes:
+        due_at: monotonic time of the next tick that may have something to do.
+        is_unread: whether nothing is read, since a refusal is not settled.
     """
 
     def __init__(self, wiring: Wiring, renewal: Renewal, *, decision: str, fingerprint: str) -> None:
@@ -97,6 +102,8 @@ class LostHistory:
         self._fingerprint = fingerprint
         self._followed_at = 0.0
         self._error = HistoryLostError()
+        self.due_at = 0.0
+        self.is_unread = False
         self._refusal: HistoryLostError | None = None
         self._retry = RetryGate()
         self._gap: _Gap | None = None
@@ -131,12 +138,7 @@ class LostHistory:
 
     def note_refusal(self, error: HistoryLostError) -> None:
         """Note that the server refuses the place at which the stream is read, so that nothing is read any more."""
-        self._refusal = error
-
-    @property
-    def is_unread(self) -> bool:
-        """Return True while nothing is read, since a refusal is not settled."""
-        return self._refusal is not None
+        self._refusal, self.is_unread, self.due_at = error, True, 0.0
 
     def tick(
         self,
@@ -159,7 +161,7 @@ class LostHistory:
         try:
             if self._refusal is not None:
                 position = self.settle_refusal(self._refusal, subscriptions, watermarks)
-                self._refusal = None
+                self._refusal, self.is_unread = None, False
                 read_from(position)
             elif (position := self.follow_moves(subscriptions, now)) is not None:
                 read_from(position)
@@ -167,11 +169,15 @@ class LostHistory:
             renew_connections(self._client, error)
             raise_if_final(error, self._wiring.state_concern)
             self._retry.note_failure()
+            self.due_at = self._retry.opens_at
             logger.warning(
                 "resuming after an oplog gap failed, trying again: %s",
                 brief(error),
                 extra={"event": "history_unsettled"},
             )
+            return
+        if not any(each.lost for each in subscriptions.values()):
+            self.due_at = math.inf
 
     def settle_refusal(
         self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks
@@ -313,6 +319,7 @@ class LostHistory:
         ):
             raise LeaseLostError
         subscription.lost = subscription.has_gap = True
+        self.due_at = 0.0
         self._error = error
         logger.error(
             "handler %s has lost its history: its position is %s, and %s. It is blocked until you decide. Others whose "

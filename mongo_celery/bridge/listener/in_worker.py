@@ -149,7 +149,7 @@ HTTP_OPTION = click.Option(
 
 
 Serving = Callable[..., Beside]
-"""Makes the server of an address, as `bridge.http.serve_beside`. Errors are `ConfigurationError`."""
+"""Makes the server of an address, as `bridge.http.make_http_service`. Errors are `ConfigurationError`."""
 
 
 class ListenerStep(bootsteps.StartStopStep):

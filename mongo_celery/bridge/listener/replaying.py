@@ -43,21 +43,21 @@ class Replaying:
 
     Args:
         wiring: of the bridge.
+
+    Attributes:
+        due_at: monotonic time of the next turn.
     """
 
     def __init__(self, wiring: Wiring) -> None:
         self._replays, self._line = wiring.store.replays, wiring.line
         self._concern = wiring.state_concern
-        self._poll_at = 0.0
+        self.due_at = 0.0
         self._indexing = RetryGate(_INDEX_PAUSES)
 
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
         """Read the requests: every second, and immediately if something has ended in a partition that has more."""
-        ended = [each for each in subscriptions.values() if each.has_ended_replay]
-        if now < self._poll_at and not ended:
-            return
         for each in subscriptions.values():
-            each.has_ended_replay = False
+            each.has_ended_replay = each.has_replays = False
             for partition in each.partitions.values():
                 partition.replay = None
                 partition.is_replaying = partition.is_replaying and partition.in_flight is not None
@@ -66,9 +66,9 @@ class Replaying:
             threading.Thread(target=self._create_index, name="mongo_celery-replays-index", daemon=True).start()
         try:
             self._read(subscriptions)
-            self._poll_at = now + _POLL_SECONDS
+            self.due_at = now + _POLL_SECONDS
         except PyMongoError as error:  # nothing else waits for it
-            self._poll_at = now + _PAUSE_SECONDS
+            self.due_at = now + _PAUSE_SECONDS
             logger.warning(
                 "reading which dead letters are to be replayed failed, trying again: %s",
                 explain_error(error, self._concern) or short(error),
@@ -117,7 +117,7 @@ class Replaying:
             if replay.due_in > 0:
                 held.append(replay)
             elif partition.replay is None and not any(_is_successor(replay, first) for first in held):
-                partition.replay = replay
+                partition.replay, subscription.has_replays = replay, True
 
     def _withdraw(self, replays: Sequence[ReplayRequest], reason: str, *, is_over: bool = False) -> None:
         if replays:

@@ -65,6 +65,7 @@ class Snapshotting:
 
     Attributes:
         thread: reads and records chunks.
+        reached: comparable part of the last place that all subscriptions have taken in. Empty before the first.
     """
 
     def __init__(self, wiring: Wiring, wake: Callable[[], None]) -> None:
@@ -73,7 +74,7 @@ class Snapshotting:
         self._looks_up = wiring.options.full_document == "updateLookup"
         self._led: Mapping[str, Subscription] = {}
         self.thread = SnapshotThread(wiring, self._room, wake)
-        self._reached = ""
+        self.reached = ""
 
     def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
         """
@@ -107,8 +108,14 @@ class Snapshotting:
 
     # -- the stream --------------------------------------------------------------------------------
 
+    @property
+    def has_work(self) -> bool:
+        """Return True if a turn has something to see to. False without snapshots."""
+        thread = self.thread
+        return bool(thread.records or thread.appended or thread.allowed) or thread.reading is not None
+
     def note_arrival(self, item: ChangeEvent | Mark) -> None:
-        """Append a chunk whose place lies before this. Called with each thing that was read, before it is taken in."""
+        """Append a chunk whose place lies before this. Called before each item while a chunk is read."""
         chunk = self.thread.reading
         if chunk is None or chunk.high is None:
             return
@@ -118,14 +125,13 @@ class Snapshotting:
             self.thread.end_reading(chunk, error)
             return
         if not chunk.place:  # all was read before H was written, which moves the stream past it
-            reached = self._reached[:PLACE_CHARS] + END if self._reached else ""
+            reached = self.reached[:PLACE_CHARS] + END if self.reached else ""
             chunk.place = max(place_after_time(previous_time(chunk.high)), reached)
         if data > chunk.place:
             self._append(chunk)
 
     def note_taken(self, item: ChangeEvent | Mark) -> None:
-        """The stream has been taken in up to this, by all subscriptions."""
-        self._reached = _token_data(item)
+        """Spoil a chunk whose collection may be another one now. Called behind each item while a chunk is read."""
         chunk, event = self.thread.reading, getattr(item, "document", None)
         if chunk is not None and event is not None:
             with contextlib.suppress(Exception):  # an event of whatever form
@@ -140,7 +146,7 @@ class Snapshotting:
 
     def note_reopening(self) -> None:
         """The stream is read from another place on: what is not appended begins anew."""
-        self._reached = ""
+        self.reached = ""
         if self.thread.reading is not None:
             self.thread.end_reading(self.thread.reading)
 
