@@ -673,8 +673,8 @@ def test_handlers_that_begin_together_have_snapshots_that_can_be_told_apart(worl
     assert stop_one(wiring, ids[1])["handler"] == "other"
     world.client[world.state]["leases"].update_one({"_id": "shop"}, {"$set": {"expiresAt": None}})
     resumed = resume_one(wiring, f"{HANDLER}/pinned")
-    assert (resumed["state"], resumed["sentence"]) == ("running", "waits: nobody leads")
-    assert [each["sentence"] for each in commands.listed(wiring)] == ["waits: nobody leads", None]
+    assert (resumed["state"], resumed["reason"]) == ("running", "waits: nobody leads")
+    assert [each["reason"] for each in commands.listed(wiring)] == ["waits: nobody leads", None]
 
 
 def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
