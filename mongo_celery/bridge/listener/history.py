@@ -129,7 +129,7 @@ class LostHistory:
                 lost.append(name)
             elif start.lost is not None:
                 if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer oplog, or a larger one
-                    self._store.subscriptions.clear_lost(name, self._renewal.term.version)
+                    self._store.subscriptions.clear_lost(name, self._renewal.term.number)
                 else:
                     lost.append(name)
         if not lost:
@@ -284,14 +284,14 @@ class LostHistory:
 
     def _try_to_move(self, subscription: Subscription, policy: str, before: Start, gap: _Gap) -> bool:
         """Move a handler to where its policy says. False if that place itself was refused, so that it cannot help."""
-        name, version = subscription.name, self._renewal.term.version
+        name, version = subscription.name, self._renewal.term.number
         if policy not in gap.places:
             first = gap.oplog.first if gap.oplog is not None and policy == "oldest" else None
             gap.places[policy] = first or start_time(self._client, policy)
         if before.watermark is None and before.place[0] >= gap.places[policy]:
             return False
         start = max(gap.places[policy], before.place[0])
-        self._store.partitions.forget_attempts(name, subscription.plan.layout.generation)
+        self._store.partitions.forget_attempts(name, subscription.plan.layout.term)
         if not self._store.subscriptions.move_start(name, version, start, policy):
             return False
         unseen = "" if gap.oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
@@ -315,7 +315,7 @@ class LostHistory:
         reason = _reason(place, oldest, error)
         # The stored position is left as it is: somebody may move it at this very moment.
         if start.lost is None and not self._store.subscriptions.mark_lost(
-            name, self._renewal.term.version, place, oldest, reason
+            name, self._renewal.term.number, place, oldest, reason
         ):
             raise LeaseLostError
         subscription.lost = subscription.has_gap = True
@@ -334,7 +334,7 @@ class LostHistory:
     # -- positions ---------------------------------------------------------------------------------
 
     def _read_starts(self, subscriptions: Subscriptions) -> dict[str, Start]:
-        return read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        return read_starts(self._store, list(subscriptions), self._renewal.term.number)
 
     def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
         """Up to where each one that can be read has been read. In front of its start nothing is owed."""
