@@ -24,7 +24,7 @@ from mongo_celery.bridge.state.subscriptions import Layout, parse_layout, parse_
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.mongo.verdicts import ErrorContext
-from tests.fixtures.samples import event, mark, token_data
+from tests.fixtures.samples import event, first_token, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
 
 Document = dict[str, Any]
@@ -136,7 +136,7 @@ class Term:
             term=run.version,
             first=run.first,
             last=run.last,
-            token=run.head,
+            token=first_token(run),
         )
 
     def handle(self, run: Run) -> bool:
@@ -215,7 +215,7 @@ class Shop:
 
     def images(self, term: Term, name: str = NAME) -> dict[int, Image]:
         """The partitions in force."""
-        found = term.rig.store.partitions.of({name: self.in_force(term, name).generation})
+        found = term.rig.store.partitions.of({name: self.in_force(term, name).term})
         return {image.index: image for image in found}
 
     def generations(self, name: str = NAME) -> set[int]:

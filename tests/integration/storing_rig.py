@@ -32,7 +32,7 @@ from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.mongo import sparse
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import event, mark, token_data
+from tests.fixtures.samples import event, first_token, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
 
 Document = dict[str, Any]
@@ -172,7 +172,7 @@ class Term:
             term=run.version,
             first=run.first,
             last=run.last,
-            token=run.head,
+            token=first_token(run),
         )
         if claim is None:
             raise RefusedError(f"somebody else has run {run.first}, or does")
@@ -191,7 +191,7 @@ class Term:
 
     def retry(self, index: int = 0) -> None:
         """Let a halted partition go on."""
-        assert self.rig.store.partitions.retry(self.image(index), self.takeover.layouts["record"].generation)
+        assert self.rig.store.partitions.retry(self.image(index), self.takeover.layouts["record"].term)
 
     def work(self, *, until: int, later: float = 0.0) -> list[int]:
         """Run everything up to a place; all that ran in this term."""

@@ -489,7 +489,8 @@ def test_what_is_stored_at_or_below_the_watermark_runs_and_keeps_the_listener(ma
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.partitions[0].backlog = backlog = StoredRange(ROLLED.data, mark_at(Timestamp(4, 1)).data)
+    backlog = StoredRange(ROLLED.data, mark_at(Timestamp(4, 1)).data)
+    led.run_stored(led.partitions[0], backlog)
     assert bridge.look() is None, "stored changes are left to run"
     backlog.complete(ROLLED.data)
     with pytest.raises(HistoryLostError):
@@ -501,7 +502,7 @@ def test_what_is_stored_behind_the_watermark_waits_for_the_decision(make: Make, 
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.partitions[0].backlog = StoredRange(tip.data, ROLLED.data)
+    led.run_stored(led.partitions[0], StoredRange(tip.data, ROLLED.data))
     assert led.last_readable_place(led.partitions[0]) == ROLLED.data
     with pytest.raises(HistoryLostError):
         bridge.look()

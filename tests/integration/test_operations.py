@@ -120,7 +120,7 @@ class Led:
         renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl)
         takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)
         self.version = takeover.version
-        self.generations = {name: layout.generation for name, layout in takeover.layouts.items()}
+        self.generations = {name: layout.term for name, layout in takeover.layouts.items()}
 
     def claim(self, index: int = 0, number: int = 1, subscription: str = "summarise") -> Claim | None:
         """Claim one change of a partition, as a worker does."""

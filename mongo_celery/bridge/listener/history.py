@@ -29,6 +29,7 @@ whose place is in the oplog.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,10 @@ class LostHistory:
         decision: `halt`, `oldest` or `now`.
         fingerprint: of the stream that is read.
         concern: whom an error of the state database concerns.
+
+    Attributes:
+        due_at: monotonic time of the next tick that may have something to do.
+        is_unread: whether nothing is read, since a refusal is not settled.
     """
 
     def __init__(
@@ -115,6 +120,8 @@ class LostHistory:
         self._fingerprint = fingerprint
         self._followed_at = 0.0
         self._error = HistoryLostError()
+        self.due_at = 0.0
+        self.is_unread = False
         self._refusal: HistoryLostError | None = None
         self._retry = RetryGate()
         self._gap: _Gap | None = None
@@ -140,7 +147,7 @@ class LostHistory:
                 lost.append(name)
             elif start.lost is not None:
                 if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer oplog, or a larger one
-                    self._store.subscriptions.clear_lost(name, self._renewal.term.version)
+                    self._store.subscriptions.clear_lost(name, self._renewal.term.number)
                 else:
                     lost.append(name)
         if not lost:
@@ -149,12 +156,7 @@ class LostHistory:
 
     def note_refusal(self, error: HistoryLostError) -> None:
         """Note that the server refuses the place at which the stream is read, so that nothing is read any more."""
-        self._refusal = error
-
-    @property
-    def is_unread(self) -> bool:
-        """Return True while nothing is read, since a refusal is not settled."""
-        return self._refusal is not None
+        self._refusal, self.is_unread, self.due_at = error, True, 0.0
 
     def tick(
         self,
@@ -177,7 +179,7 @@ class LostHistory:
         try:
             if self._refusal is not None:
                 position = self.settle_refusal(self._refusal, subscriptions, watermarks)
-                self._refusal = None
+                self._refusal, self.is_unread = None, False
                 read_from(position)
             elif (position := self.follow_moves(subscriptions, now)) is not None:
                 read_from(position)
@@ -185,11 +187,15 @@ class LostHistory:
             renew_connections(self._client, error)
             raise_if_final(error, self._concern)
             self._retry.note_failure()
+            self.due_at = self._retry.opens_at
             logger.warning(
                 "resuming after an oplog gap failed, trying again: %s",
                 brief(error),
                 extra={"event": "history_unsettled"},
             )
+            return
+        if not any(each.lost for each in subscriptions.values()):
+            self.due_at = math.inf
 
     def settle_refusal(
         self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks
@@ -214,7 +220,7 @@ class LostHistory:
 
     def _find_gap(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> _Gap:
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
-        before = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        before = read_starts(self._store, list(subscriptions), self._renewal.term.number)
         reached = self._find_reached(subscriptions, before)
         oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
@@ -242,7 +248,7 @@ class LostHistory:
         if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._followed_at = now
-        starts = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        starts = read_starts(self._store, list(subscriptions), self._renewal.term.number)
         moved = [name for name in lost if starts[name].lost is None]
         if not moved:
             if is_over:
@@ -266,7 +272,7 @@ class LostHistory:
             LeaseLostError: the term has ended.
         """
         reached = self._find_reached(
-            subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.version)
+            subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.number)
         )
         return open_position(reached, self._fingerprint) if reached else None
 
@@ -282,7 +288,7 @@ class LostHistory:
             else:
                 self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
             gap.left.remove(name)
-        after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        after = read_starts(self._store, list(subscriptions), self._renewal.term.number)
         for name in gap.moved:
             subscriptions[name].move(after[name].time)
         reached = self._find_reached(subscriptions, after)
@@ -298,14 +304,14 @@ class LostHistory:
 
     def _try_to_move(self, subscription: Subscription, policy: str, before: Start, gap: _Gap) -> bool:
         """Move a handler to where its policy says. False if that place itself was refused, so that it cannot help."""
-        name, version = subscription.name, self._renewal.term.version
+        name, version = subscription.name, self._renewal.term.number
         if policy not in gap.places:
             first = gap.oplog.first if gap.oplog is not None and policy == "oldest" else None
             gap.places[policy] = first or start_time(self._client, policy)
         if before.watermark is None and before.place[0] >= gap.places[policy]:
             return False
         start = max(gap.places[policy], before.place[0])
-        self._store.partitions.forget_attempts(name, subscription.plan.layout.generation)
+        self._store.partitions.forget_attempts(name, subscription.plan.layout.term)
         if not self._store.subscriptions.move_start(name, version, start, policy):
             return False
         unseen = "" if gap.oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
@@ -329,10 +335,11 @@ class LostHistory:
         reason = _reason(place, oldest, error)
         # The stored position is left as it is: somebody may move it at this very moment.
         if start.lost is None and not self._store.subscriptions.mark_lost(
-            name, self._renewal.term.version, place, oldest, reason
+            name, self._renewal.term.number, place, oldest, reason
         ):
             raise LeaseLostError
         subscription.lost = subscription.has_gap = True
+        self.due_at = 0.0
         self._error = error
         logger.error(
             "handler %s has lost its history: its position is %s, and %s. It is blocked until you decide. Others whose "

@@ -140,7 +140,10 @@ class Storing:
     @property
     def size(self) -> int:
         """Bytes of memory that changes take, of all subscriptions."""
-        return sum(subscription.window.size for subscription in self._led.values())
+        size = 0
+        for subscription in self._led.values():
+            size += subscription.window.size
+        return size
 
     @property
     def is_full(self) -> bool:
@@ -153,9 +156,18 @@ class Storing:
 
     def next_turn_time(self) -> float:
         """Monotonic time of the next turn that has something to do, as far as that is known."""
-        large = [partition.not_stored for each in self._led.values() for partition in each.too_large]
-        due = [0.0 if failed is None else failed.gate.opens_at for failed in large] + [0.0] * self._unfinished
-        return max(min(due, default=math.inf), self._gate.opens_at)
+        due = 0.0 if self._unfinished else math.inf
+        for subscription in self._led.values():
+            for partition in subscription.too_large:
+                failed = partition.not_stored
+                due = min(due, 0.0 if failed is None else failed.gate.opens_at)
+        return max(due, self._gate.opens_at)
+
+    def is_due(self, now: float) -> bool:
+        """Return True if it is time for a turn, or something is to be stored immediately, or read back."""
+        if self._unfinished or now - self._judged_at >= _JUDGED_SECONDS:
+            return True
+        return any(each.stored_partitions or each.too_large or each.undeliverable for each in self._led.values())
 
     def turn(self, now: float, *, at_end: bool) -> None:
         """
