@@ -215,7 +215,7 @@ class Shop:
 
     def images(self, term: Term, name: str = NAME) -> dict[int, Image]:
         """The partitions in force."""
-        found = term.rig.store.partitions.of({name: self.in_force(term, name).generation})
+        found = term.rig.store.partitions.of({name: self.in_force(term, name).term})
         return {image.index: image for image in found}
 
     def generations(self, name: str = NAME) -> set[int]:

@@ -191,7 +191,7 @@ class Term:
 
     def retry(self, index: int = 0) -> None:
         """Let a halted partition go on."""
-        assert self.rig.store.partitions.retry(self.image(index), self.takeover.layouts["record"].generation)
+        assert self.rig.store.partitions.retry(self.image(index), self.takeover.layouts["record"].term)
 
     def work(self, *, until: int, later: float = 0.0) -> list[int]:
         """Run everything up to a place; all that ran in this term."""

@@ -66,7 +66,7 @@ class TermRig:
 
     @property
     def version(self) -> int:
-        return self.renewal.term.version
+        return self.renewal.term.number
 
     @property
     def partitions(self) -> Collection[Document]:
@@ -82,7 +82,7 @@ class TermRig:
 
     def _led(self, takeover: Takeover, handler: Handler, mark: Mark | None) -> Subscription:
         images = takeover.images[handler.name]
-        generation = takeover.layouts[handler.name].generation
+        generation = takeover.layouts[handler.name].term
         rule = find_rule(handler, takeover.layouts[handler.name], self.options, [handler])
         plan = TermFacts(
             handler,

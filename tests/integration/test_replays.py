@@ -368,7 +368,7 @@ class Asked:
         letters = self._term.store.dead_letters
         letters.collection.insert_one(document)
         (letter,) = letters.find(Selection(ids=[name or token(number)["_data"]]), [SUBSCRIPTION], 0)
-        in_force = self.subscription.plan.layout.generation
+        in_force = self.subscription.plan.layout.term
         self.replays.request(
             letter.document_id,
             generation=in_force if generation is None else generation,

@@ -452,7 +452,7 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
         world.write(key, 2)
     term.failing = []
     (halted,) = [image for image in term.images() if image.state == "halted"]
-    generation = term.leader.subscriptions[HANDLER].plan.layout.generation
+    generation = term.leader.subscriptions[HANDLER].plan.layout.term
     assert term.wiring.store.partitions.retry(halted, generation)
     term.until(world.is_equal)
     world.judge()
@@ -462,7 +462,7 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
 def test_a_snapshot_that_waits_for_its_handler_hurries_nobody(world: World) -> None:
     """The stream was asked 32 times a second, for as long as the handler is paused."""
     term = world.term(start_from="now").begin()
-    generation = term.leader.subscriptions[HANDLER].plan.layout.generation
+    generation = term.leader.subscriptions[HANDLER].plan.layout.term
     for image in term.images():
         assert term.wiring.store.partitions.pause(image, generation)
     term.until(lambda: all(image.state == "paused" for image in term.images()))

@@ -147,7 +147,7 @@ class LostHistory:
                 lost.append(name)
             elif start.lost is not None:
                 if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer oplog, or a larger one
-                    self._store.subscriptions.clear_lost(name, self._renewal.term.version)
+                    self._store.subscriptions.clear_lost(name, self._renewal.term.number)
                 else:
                     lost.append(name)
         if not lost:
@@ -220,7 +220,7 @@ class LostHistory:
 
     def _find_gap(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> _Gap:
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
-        before = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        before = read_starts(self._store, list(subscriptions), self._renewal.term.number)
         reached = self._find_reached(subscriptions, before)
         oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
@@ -248,7 +248,7 @@ class LostHistory:
         if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._followed_at = now
-        starts = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        starts = read_starts(self._store, list(subscriptions), self._renewal.term.number)
         moved = [name for name in lost if starts[name].lost is None]
         if not moved:
             if is_over:
@@ -272,7 +272,7 @@ class LostHistory:
             LeaseLostError: the term has ended.
         """
         reached = self._find_reached(
-            subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.version)
+            subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.number)
         )
         return open_position(reached, self._fingerprint) if reached else None
 
@@ -288,7 +288,7 @@ class LostHistory:
             else:
                 self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
             gap.left.remove(name)
-        after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        after = read_starts(self._store, list(subscriptions), self._renewal.term.number)
         for name in gap.moved:
             subscriptions[name].move(after[name].time)
         reached = self._find_reached(subscriptions, after)
@@ -304,14 +304,14 @@ class LostHistory:
 
     def _try_to_move(self, subscription: Subscription, policy: str, before: Start, gap: _Gap) -> bool:
         """Move a handler to where its policy says. False if that place itself was refused, so that it cannot help."""
-        name, version = subscription.name, self._renewal.term.version
+        name, version = subscription.name, self._renewal.term.number
         if policy not in gap.places:
             first = gap.oplog.first if gap.oplog is not None and policy == "oldest" else None
             gap.places[policy] = first or start_time(self._client, policy)
         if before.watermark is None and before.place[0] >= gap.places[policy]:
             return False
         start = max(gap.places[policy], before.place[0])
-        self._store.partitions.forget_attempts(name, subscription.plan.layout.generation)
+        self._store.partitions.forget_attempts(name, subscription.plan.layout.term)
         if not self._store.subscriptions.move_start(name, version, start, policy):
             return False
         unseen = "" if gap.oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
@@ -335,7 +335,7 @@ class LostHistory:
         reason = _reason(place, oldest, error)
         # The stored position is left as it is: somebody may move it at this very moment.
         if start.lost is None and not self._store.subscriptions.mark_lost(
-            name, self._renewal.term.version, place, oldest, reason
+            name, self._renewal.term.number, place, oldest, reason
         ):
             raise LeaseLostError
         subscription.lost = subscription.has_gap = True

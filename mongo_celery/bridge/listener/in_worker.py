@@ -152,7 +152,7 @@ class Serving(Protocol):
     """Make the server of an address. Errors are `ConfigurationError`."""
 
     def __call__(self, address: str, app_argument: object, *, tried: bool) -> Beside:
-        """As `bridge.http.serve_beside`."""
+        """As `bridge.http.make_http_service`."""
 
 
 class ListenerStep(bootsteps.StartStopStep):

@@ -196,7 +196,7 @@ class PartitionPoller:
 
     def _sweep(self, now: float, reopenings: int) -> list[Image]:
         self.times.swept_at = self.times.polled_at = now
-        generations = {name: led.plan.layout.generation for name, led in self._led.items()}
+        generations = {name: led.plan.layout.term for name, led in self._led.items()}
         self._known = self._partitions.sweep(generations, self._session, self._known)
         for subscription in self._led.values():
             self._activity.of(subscription.name).add_counts(subscription.counted)

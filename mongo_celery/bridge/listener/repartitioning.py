@@ -327,14 +327,14 @@ class Repartitioning:
         seen = (partition.image.fencing_token for partition in old.partitions.values())
         largest = max([given, *seen])  # no token is given twice
         store.partitions.prepare({name: token}, {name: layout}, self._version, fencing_token=largest)
-        images = store.partitions.of({name: layout.generation}, self._session)
+        images = store.partitions.of({name: layout.term}, self._session)
         if len(images) != layout.partitions or any(image.term != self._version for image in images):
             raise LeaseLostError
         del self._moves[name]
         logger.warning(
             "partitioning of %s changed: generation %d, %d partitions",
             name,
-            layout.generation,
+            layout.term,
             layout.partitions,
             extra={"event": "layout_changed", "subscription": name},
         )
@@ -354,7 +354,7 @@ class Repartitioning:
         """The handler under its new partitioning. It begins where the old one has ended."""
         rule, watermark = old.plan.handler.partitioner(self._options), old.window.watermark
         plan = replace(old.plan, layout=layout, partitioner=rule, watermark=watermark, undeliverable={})
-        partitions = make_partitions(images, self._store.partitions, layout.generation, self._version, self._options)
+        partitions = make_partitions(images, self._store.partitions, layout.term, self._version, self._options)
         new = Subscription(self._options, plan, partitions)
         new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
         if old.has_left:  # it takes in nothing until that is read again, since it must miss nothing

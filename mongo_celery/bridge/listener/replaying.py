@@ -102,8 +102,8 @@ class Replaying:
     def _choose(self, subscription: Subscription, waiting: Sequence[ReplayRequest]) -> None:
         """Give each partition of a subscription the next one."""
         layout = subscription.plan.layout
-        current = [each for each in waiting if each.generation == layout.generation]
-        older = [each for each in waiting if each.generation < layout.generation]
+        current = [each for each in waiting if each.term == layout.term]
+        older = [each for each in waiting if each.term < layout.term]
         self._withdraw([each for each in older if not each.failed], "its handler was repartitioned", is_over=True)
         self._replays.withdraw([each for each in older if each.failed])
         failed = [each for each in current if each.failed]

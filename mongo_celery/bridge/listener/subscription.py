@@ -374,7 +374,7 @@ class Subscription:
         run = Run(
             self._options.name,
             self.name,
-            plan.layout.generation,
+            plan.layout.term,
             index,
             plan.version,
             first,
@@ -391,7 +391,7 @@ class Subscription:
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
         index, first = partition.index, partition.next_sequence
-        generation, version = self.plan.layout.generation, self.plan.version
+        generation, version = self.plan.layout.term, self.plan.version
         run = Run(
             self._options.name,
             self.name,

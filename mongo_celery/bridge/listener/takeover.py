@@ -85,7 +85,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         LeaseLostError: the term ended meanwhile.
     """
     for _ in range(_ROUNDS):
-        version = renewal.term.version
+        version = renewal.term.number
         keys = {handler.name: handler.partitioner(options).layout_key for handler in handlers}
         wanted = {name: Layout(version, options.partitions, key) for name, key in keys.items()}
         documents = store.subscriptions.take_over(wanted, version)
@@ -112,7 +112,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
 
 def list_generations(layouts: Mapping[str, Layout]) -> dict[str, int]:
     """The generations of some layouts, by subscription."""
-    return {name: layout.generation for name, layout in layouts.items()}
+    return {name: layout.term for name, layout in layouts.items()}
 
 
 def _win_all(store: Store, layouts: Mapping[str, Layout], version: int) -> dict[str, Sequence[Image]]:
@@ -191,7 +191,7 @@ def find_undeliverable(
         watermark: from where the stream is read again. None for its start.
     """
     found: dict[str, int] = {}
-    generation = takeover.layouts[name].generation
+    generation = takeover.layouts[name].term
     for image in () if rule.is_by_document else takeover.images[name]:
         until = max(image.spilled["to"] if image.spilled is not None else "", image.data)
         after = watermark.data if watermark is not None else ""
@@ -259,7 +259,7 @@ def begin_term(
             token_seconds=token_seconds(wiring.app, handler.task_name),
         )
         images = takeover.images[name]
-        partitions = make_partitions(images, store.partitions, layout.generation, takeover.version, options)
+        partitions = make_partitions(images, store.partitions, layout.term, takeover.version, options)
         subscriptions[name] = Subscription(options, plan, partitions)
     renewal.alive()
     return Beginning(takeover, subscriptions, {name: starts[name] for name in subscriptions})

@@ -8,16 +8,15 @@ one that the handler does not watch, a condition that the server cannot judge.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp, json_util
 from pymongo.errors import OperationFailure
 
-from mongo_celery.arguments import is_number, nearest
+from mongo_celery.arguments import is_number
 from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, find_collections, read_facts
-from mongo_celery.bridge.operations.acts import Act, reached
+from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
 from mongo_celery.bridge.operations.snapshot_progress import Surroundings, named, progress_of, short_names, surroundings
 from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING, STOPPED, Snapshot
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
@@ -33,22 +32,6 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSnapshot:
-    """
-    A snapshot that is, or would be, started.
-
-    Attributes:
-        id: its `_id`; None where it is only planned.
-        estimated: how many documents there are; None where nobody could say.
-    """
-
-    id: str | None
-    handler: str
-    source: str
-    estimated: int | None
-
-
 def plan_start(act: Act, handler: str | None, *, sources: Sequence[str], match: str | None, rate: float | None) -> Plan:
     """Plan to give a handler the documents that exist; see `Operations.start_snapshot`."""
     if rate is not None and not (is_number(rate) and rate > 0):
@@ -62,34 +45,37 @@ def plan_start(act: Act, handler: str | None, *, sources: Sequence[str], match: 
             if condition is not None:
                 _judge(wiring, source, condition)
         _refuse_running(act, chosen, found)
-        planned = [PlannedSnapshot(None, chosen.name, each, estimate(wiring.client, each)) for each in found]
+        planned: list[dict[str, Any]] = [
+            {"id": None, "handler": chosen.name, "source": each, "estimated": estimate(wiring.client, each)}
+            for each in found
+        ]
 
     def run(running: Act) -> PlanResult:
         _refuse_running(act, chosen, found)
         store, started = wiring.store.snapshots, []
         for each in planned:
-            started.append(replace(each, id=store.make_id(chosen.name)))
-            store.insert([_record(started[-1], found[each.source], condition, rate, running.by)])
+            started.append({**each, "id": store.make_id(chosen.name)})
+            store.insert([_record(started[-1], found[each["source"]], condition, rate, running.by)])
             running.count("snapshots", chosen.name)
         store.remove_ended(chosen.name)
         return PlanResult(
             lines=[*map(_line, started), "They come when a listener leads. `status --watch` shows their progress."],
-            fields={"snapshots": [asdict(each) for each in started]},
+            fields={"snapshots": started},
         )
 
     return Plan(
         command=act.command,
         lines=[*map(_line, planned)],
-        fields={"bridge": wiring.name, "snapshots": [asdict(each) for each in planned]},
+        fields={"bridge": wiring.name, "snapshots": planned},
         question="Start it?" if len(planned) == 1 else "Start them?",
         act=partial(act.run, run),
     )
 
 
-def _line(each: PlannedSnapshot) -> str:
-    count = "an unknown number of" if each.estimated is None else f"about {each.estimated}"
-    name = f"{each.id.rpartition('/')[2]}  " if each.id is not None else ""
-    return f"{name}{each.source} for {each.handler}: {count} documents"
+def _line(each: Mapping[str, Any]) -> str:
+    count = "an unknown number of" if each["estimated"] is None else f"about {each['estimated']}"
+    name = f"{each['id'].rpartition('/')[2]}  " if each["id"] is not None else ""
+    return f"{name}{each['source']} for {each['handler']}: {count} documents"
 
 
 def plan_stop(act: Act, snapshot_id: str) -> Plan:
@@ -146,7 +132,7 @@ def _around(wiring: Wiring) -> Surroundings:
     store = wiring.store
     lease, subscriptions = store.leases.read(), store.subscriptions.read_all()
     layouts = layouts_in_force(subscriptions)
-    images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
+    images = store.partitions.of({name: layout.term for name, layout in layouts.items()})
     return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images, wiring.line)
 
 
@@ -159,9 +145,7 @@ def _handler(wiring: Wiring, name: str | None) -> Handler:
             raise CommandRefusedError(f"Name the handler: one of {names or 'none, for this app has none'}.")
         return taking[0]
     if name not in handlers:
-        raise CommandRefusedError(
-            f"Bridge {wiring.name} has no handler {name!r} in this app{nearest(name, list(handlers))}; it has {names}."
-        )
+        raise refuse_unknown(wiring, name, handlers)
     if not handlers[name].filter.takes_documents:
         raise CommandRefusedError(
             f"Handler {name} asks for none of insert, update and replace, so that documents are nothing to it."
@@ -242,18 +226,11 @@ def _refuse_running(act: Act, handler: Handler, found: Mapping[str, object]) -> 
 
 
 def _record(
-    planned: PlannedSnapshot, facts: CollectionFacts | None, condition: str | None, rate: float | None, by: str
+    planned: Mapping[str, Any], facts: CollectionFacts | None, condition: str | None, rate: float | None, by: str
 ) -> dict[str, Any]:
     known = {"uuid": facts.uuid} if facts is not None else {}
-    return {
-        "_id": planned.id,
-        "source": planned.source,
-        "match": condition,
-        "rate": rate,
-        "estimated": planned.estimated,
-        "by": by,
-        **known,
-    }
+    record = {"_id": planned["id"], "source": planned["source"], "estimated": planned["estimated"]}
+    return {**record, "match": condition, "rate": rate, "by": by, **known}
 
 
 def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:

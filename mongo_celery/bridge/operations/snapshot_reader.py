@@ -201,12 +201,12 @@ def _read_facts(
     lease = store.leases.read()
     subscriptions = store.subscriptions.read_all()
     layouts = layouts_in_force(subscriptions)
-    images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
+    images = store.partitions.of({name: layout.term for name, layout in layouts.items()})
     oplog = oplog_or_none(client)
     dead_letters = store.dead_letters.count()
     marked = {
         (each.subscription, each.index): (
-            store.partitions.partition_id(each.subscription, layouts[each.subscription].generation, each.index),
+            store.partitions.partition_id(each.subscription, layouts[each.subscription].term, each.index),
             each,
         )
         for each in images
@@ -493,7 +493,7 @@ def _handler(
         commit=facts.commits.get(name),
         time_limit=facts.time_limits.get(name),
         run_gain=_run_gain(facts, name, images) if is_registered else None,
-        partitioning_term=int(layout.generation) if layout else None,
+        partitioning_term=int(layout.term) if layout else None,
         lost=HistoryLoss(
             since=to_time(lost.get("since")),
             at=to_time(lost.get("at")),

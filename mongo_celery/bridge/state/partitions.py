@@ -167,7 +167,7 @@ class Partitions(StateCollection):
         """
         if not positions:
             return
-        generations = {name: layouts[name].generation for name in positions}
+        generations = {name: layouts[name].term for name in positions}
         present = {doc["_id"] for doc in self._table.find(self._scope(generations), {"_id": 1})}
         wanted = {
             self.partition_id(name, generations[name], index): (name, index, token)
@@ -324,7 +324,7 @@ class Partitions(StateCollection):
             The largest fencing token that they have given; 0 where they are gone already. None where one has anything
             left to do, is blocked, has gone beyond the watermark, or is another term's.
         """
-        mine = self._scope({name: layout.generation})
+        mine = self._scope({name: layout.term})
         drained = {**mine, "term": term, **_match_drained(token["_data"] if token else "")}
         left = {"_id": ids_under(f"{self._bridge}/{name}"), "term": {"$lte": term}}
         collection = self._table.collection

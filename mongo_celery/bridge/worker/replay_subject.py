@@ -136,7 +136,7 @@ class ReplaySubject(Subject):
         key, run, place = f"{self.run.bridge}/{self.run.subscription}", self.run, self._place
         if self._request.over_newer:
             return Fence(key, run.generation, run.index, change.fencing_token)
-        return Fence(key, place.generation, place.partition, change.fencing_token, self._origin(offset, rewound))
+        return Fence(key, place.term, place.partition, change.fencing_token, self._origin(offset, rewound))
 
     # -- outcomes ----------------------------------------------------------------------------------
 
