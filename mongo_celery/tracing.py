@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +65,11 @@ class _Api(NamedTuple):
     propagate: Any
     trace: Any
     tracer: Any
+
+    def fields(self) -> Collection[str]:
+        """Return the names of the headers that carry a trace."""
+        found: Collection[str] = self.propagate.get_global_textmap().fields
+        return found
 
 
 @cache
@@ -189,7 +194,7 @@ def received(request: Any) -> AbstractContextManager[None]:
     def begin() -> Begun | None:
         if api.trace.get_current_span().get_span_context().is_valid:
             return None
-        found = {name: request.get(name) for name in api.propagate.get_global_textmap().fields}
+        found = {name: request.get(name) for name in api.fields()}
         carried = {name: value for name, value in found.items() if _is_header(name, value)}
         # A listener has no baggage, so what calls itself so was put into the message by somebody else.
         span = api.trace.get_current_span(api.propagate.extract(carried, api.context.Context()))
@@ -255,13 +260,29 @@ def _span(
 
 def _is_unheard(api: _Api) -> bool:
     """Return True if no SDK keeps a span, and it continues no trace. Many have the API alone."""
-
-    def is_unheard() -> bool:
+    try:
         if not isinstance(api.trace.get_tracer_provider(), api.trace.ProxyTracerProvider):
             return False
         return not api.trace.get_current_span().get_span_context().is_valid
+    except SoftTimeLimitExceeded:  # of the handler, whose time this is
+        raise
+    except Exception as error:  # noqa: BLE001 - as `_guarded`
+        _report(error)
+        return False
 
-    return _guarded(is_unheard, otherwise=False)
+
+def is_heard(request: Any = None) -> bool:
+    """
+    Return True if somebody may keep a span that begins now, or what is done now belongs to a trace.
+
+    Args:
+        request: what a worker has made of a message, which may carry a trace.
+    """
+    api = _api()
+    if api is None or not _is_unheard(api):
+        return api is not None
+    names: Collection[str] = _guarded(api.fields, frozenset[str]())
+    return request is not None and any(map(request.get, names))
 
 
 def _receiver(api: _Api, kind: Any) -> Any:

@@ -16,7 +16,7 @@ from pymongo.collection import Collection
 from mongo_celery.app import check_app
 from mongo_celery.bridge.declarations import BOUND, LOCK, DeclaredHandler, DeclaredOutbox, find_shared_handlers
 from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
-from mongo_celery.bridge.http import serve_beside
+from mongo_celery.bridge.http import make_http_service
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges
@@ -311,7 +311,7 @@ class Bridge:
             outbox.bind(wiring)
         if BRIDGES.add(app, wiring, wiring.name):
             register_commit(app)
-            install(app, serve_beside)
+            install(app, make_http_service)
             install_intake(app)
             discover_last()
         self._bound.add(wiring)

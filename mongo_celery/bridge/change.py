@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import bson
@@ -39,6 +39,7 @@ FLAGS = "_mongoCelery"
 """Name of the field under which the pipeline carries the verdicts of `match` expressions."""
 
 _KEY_CHARS = 80
+_NAMESPACES = 4096
 _NAMESPACE_CHARS = 330  # a database's name has at most 63 bytes, a collection's 255
 _LENIENT: CodecOptions[Any] = CodecOptions(
     unicode_decode_error_handler="replace",
@@ -368,7 +369,7 @@ def wrap_event(raw: bytes | memoryview) -> RawEvent:
 
 def read_token(raw: bytes) -> Mapping[str, Any]:
     """Return the resume token from an event's bytes, which no handler could touch. The rest is not decoded."""
-    token = wrap_event(raw).token
+    token = RawEvent(raw).token
     if token is None:
         raise KeyError("_id")
     return token
@@ -380,6 +381,11 @@ def read_namespace(event: Mapping[str, Any]) -> str:
     if not isinstance(ns, Mapping):
         return ""
     return ".".join(str(ns[name]) for name in ("db", "coll") if ns.get(name))
+
+
+@lru_cache(maxsize=_NAMESPACES)
+def _read_name(namespace: bytes) -> str:
+    return storable(read_namespace({"ns": RawEvent(namespace)})[:_NAMESPACE_CHARS])
 
 
 def token_data(token: Mapping[str, Any]) -> str:
@@ -394,7 +400,10 @@ def describe(event: Mapping[str, Any] | bytes) -> str:
     Whatever the event holds, also where it is no valid BSON, there is an answer that can be logged and stored.
     """
     try:
-        found = wrap_event(event) if isinstance(event, bytes) else event
+        found = RawEvent(event) if isinstance(event, bytes) else event
+        summary = found.summary if isinstance(found, RawEvent) else None
+        if summary is not None:  # most are changes of a document with an ObjectId
+            return f"{_read_name(summary[0])} {summary[1][:_KEY_CHARS]} ObjectId('{summary[2].hex()}')"
         key = found.get("documentKey")
         text = _brief(key["_id"]) if isinstance(key, Mapping) and "_id" in key else "-"
         operation = str(found.get("operationType"))[:_KEY_CHARS]

@@ -27,7 +27,6 @@ from mongo_celery.bridge.worker.tasks import make_task
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import Outbox
-from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.watching import OPERATIONS, delivery_handler, handler_name, still_pending, watched_fields
 
@@ -133,7 +132,7 @@ class DeclaredOutbox:
         made = Outbox(wiring.app, lambda: wiring.collection(self.namespace), name=self.name, **options)
         wiring.outboxes[self.name] = made
         if self.watch:
-            field = PendingField(self.options.get("field", FIELD))
+            field = PendingField()
             delivery = {
                 "name": handler_name(self.namespace),
                 "operations": OPERATIONS,

@@ -116,6 +116,9 @@ _AROUND_TOKEN = 4 + len(_TOKEN) + 4 + 2
 _NAMESPACE = b"\x03ns\0"
 _KEY = b"\x03documentKey\0"
 _UPDATE = b"\x03updateDescription\0"
+_DOCUMENTS = (_NAMESPACE, _KEY, _UPDATE)
+_AFTER_DOCUMENT = (b"", *_DOCUMENTS)  # whose name is read already
+_READ_PLAIN = frozenset({"operationType", "ns", "documentKey"})
 
 Plain = tuple[str, bytes, bytes, bytes, bytes]
 """Token, time, operation, namespace and document key of an event of the usual form: the first as text, else bytes."""
@@ -135,26 +138,22 @@ class RawEvent(RawBSONDocument):
         BSONError: it is no BSON document, now or when a field is read.
     """
 
-    __slots__ = ("_bytes", "_decoder", "_found", "_origin", "_plain", "_values")
+    __slots__ = ("_decoder", "_found", "_origin", "_plain", "_values", "raw")
+    raw: bytes
 
     def __init__(self, raw: bytes | memoryview) -> None:
         if not isinstance(raw, bytes):
             raw = bytes(raw)  # the driver gives large documents within others so
-        self._bytes = raw
+        self.raw = raw
         self._values: dict[str, Any] = {}
         self._origin: bytes | None = None
         self._found: Mapping[str, Place] | None = None
         self._decoder: RawBSONDocument | None = None
-        self._plain = plain(raw)
+        self._plain = read_plain(raw)
         if self._plain is None:
             found = places(raw)
             self._found = found if found is not None else {}
             self._decoder = RawBSONDocument(raw, EVENT_TYPES) if found is None else None
-
-    @property
-    def raw(self) -> bytes:
-        """Its bytes."""
-        return self._bytes
 
     @property
     def token(self) -> dict[str, Any] | None:
@@ -163,7 +162,7 @@ class RawEvent(RawBSONDocument):
             return {"_data": self._plain[0]}
         kind, start, stop = self._places.get("_id", _NOWHERE)
         if kind == DOCUMENT and stop - start >= _SHORTEST_TOKEN:
-            raw, begin = self._bytes, start + _TOKEN_BEGINS
+            raw, begin = self.raw, start + _TOKEN_BEGINS
             if (
                 raw.startswith(_TOKEN, start + 4)
                 and _length_at(raw, begin - 4)[0] == stop - begin - 1
@@ -195,7 +194,7 @@ class RawEvent(RawBSONDocument):
             kind, start, stop = self._places.get("operationType", _NOWHERE)
             also, begin, end = self._places.get("ns", _NOWHERE)
             if kind == TEXT and also == DOCUMENT and stop - start + end - begin <= _ORIGIN_BYTES:
-                found = self._origin = self._bytes[start:stop] + self._bytes[begin:end]
+                found = self._origin = self.raw[start:stop] + self.raw[begin:end]
         return found
 
     @property
@@ -208,15 +207,25 @@ class RawEvent(RawBSONDocument):
             also, begin, end = self._places.get("ns", _NOWHERE)
             if kind != DOCUMENT or also != DOCUMENT:
                 return None
-            namespace, key = self._bytes[begin:end], self._bytes[start:stop]
+            namespace, key = self.raw[begin:end], self.raw[start:stop]
         if len(key) != _PLAIN_KEY_BYTES or not key.startswith(_PLAIN_KEY) or len(namespace) > _NAMESPACE_BYTES:
             return None
         return namespace, key[len(_PLAIN_KEY) : -1]
 
     @property
+    def summary(self) -> tuple[bytes, str, bytes] | None:
+        """Bytes of the namespace, operation, and bytes of the ObjectId of a change of the usual form. Else None."""
+        if self._plain is None:
+            return None
+        _, _, operation, namespace, key = self._plain
+        if len(key) != _PLAIN_KEY_BYTES or not key.startswith(_PLAIN_KEY) or len(namespace) > _NAMESPACE_BYTES:
+            return None
+        return namespace, operation[4:-1].decode(), key[len(_PLAIN_KEY) : -1]
+
+    @property
     def _places(self) -> Mapping[str, Place]:
         if self._found is None:
-            self._found = places(self._bytes) or {}
+            self._found = places(self.raw) or {}
         return self._found
 
     def __getitem__(self, item: str) -> Any:
@@ -224,7 +233,7 @@ class RawEvent(RawBSONDocument):
             return self._decoder[item]
         values = self._values
         if item not in values:
-            values[item] = self._read(item, *self._places[item])
+            values[item] = self._read_plain(item) or self._read(item, *self._places[item])
         return values[item]
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -234,6 +243,8 @@ class RawEvent(RawBSONDocument):
         return self[key] if key in self else default  # noqa: SIM401 - this is what it would call
 
     def __contains__(self, key: object) -> bool:
+        if self._plain is not None and key in _READ_PLAIN:
+            return True
         return key in self._places if self._decoder is None else key in self._decoder
 
     def __iter__(self) -> Iterator[str]:
@@ -243,7 +254,7 @@ class RawEvent(RawBSONDocument):
         return len(self._places if self._decoder is None else self._decoder)
 
     def __eq__(self, other: object) -> bool:
-        return self._bytes == other.raw if isinstance(other, RawBSONDocument) else NotImplemented
+        return self.raw == other.raw if isinstance(other, RawBSONDocument) else NotImplemented
 
     __hash__ = None
 
@@ -252,17 +263,28 @@ class RawEvent(RawBSONDocument):
         return self._decoded.items()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._bytes!r})"
+        return f"{type(self).__name__}({self.raw!r})"
 
     def __reduce__(self) -> tuple[type[RawEvent], tuple[bytes]]:
-        return RawEvent, (self._bytes,)
+        return RawEvent, (self.raw,)
 
     @property
     def _decoded(self) -> RawBSONDocument:
-        return self._decoder if self._decoder is not None else RawBSONDocument(self._bytes, EVENT_TYPES)
+        return self._decoder if self._decoder is not None else RawBSONDocument(self.raw, EVENT_TYPES)
+
+    def _read_plain(self, name: str) -> str | RawEvent | None:
+        """Return one of the fields by which an event of the usual form was recognised. None for all others."""
+        if self._plain is None or name not in _READ_PLAIN:
+            return None
+        _, _, operation, namespace, key = self._plain
+        if name == "operationType":
+            return operation[4:-1].decode()
+        if name == "documentKey":
+            return RawEvent(key)
+        return _namespace(namespace) if len(namespace) <= _NAMESPACE_BYTES else RawEvent(namespace)
 
     def _read(self, name: str, kind: int, start: int, stop: int) -> Any:
-        raw = self._bytes
+        raw = self.raw
         if kind == TEXT:
             return raw[start + 4 : stop - 1].decode("utf-8", "replace")
         if kind == DOCUMENT:
@@ -276,7 +298,7 @@ class RawEvent(RawBSONDocument):
         return None if kind == NULL else self._decoded[name]
 
 
-def plain(raw: bytes) -> Plain | None:
+def read_plain(raw: bytes) -> Plain | None:
     """
     Return the five fields of an event that has the usual form; None for any other.
 
@@ -286,45 +308,33 @@ def plain(raw: bytes) -> Plain | None:
     first = _FIRST_FIELDS(raw)
     if first is None:
         return None
-    try:
-        return _plain(raw, first)
-    except struct.error:  # it ends too early
-        return None
-
-
-def _plain(raw: bytes, first: re.Match[bytes]) -> Plain | None:
     end = len(raw) - 1
     token, operation, time_, document = first.groups()
     begin, at = first.start(2) - 4, first.end()
-    if (
-        _length_at(raw)[0] != end + 1
-        or raw[end]
-        or _length_at(raw, _AT_TOKEN_DOCUMENT)[0] != len(token) + _AROUND_TOKEN
-        or _length_at(raw, _AT_TOKEN_TEXT)[0] != len(token) + 1
-        or _length_at(raw, begin)[0] != len(operation) + 1
-    ):
+    found: dict[bytes, slice] = {}
+    try:
+        if (
+            _length_at(raw)[0] != end + 1
+            or raw[end]
+            or _length_at(raw, _AT_TOKEN_DOCUMENT)[0] != len(token) + _AROUND_TOKEN
+            or _length_at(raw, _AT_TOKEN_TEXT)[0] != len(token) + 1
+            or _length_at(raw, begin)[0] != len(operation) + 1
+        ):
+            return None
+        for name in _DOCUMENTS if document is None else _AFTER_DOCUMENT:
+            if not raw.startswith(name, at):
+                break
+            start = at + len(name)
+            (length,) = _length_at(raw, start)
+            at = start + length
+            if length < _SMALLEST or at > end or raw[at - 1]:
+                return None
+            found[name] = slice(start, at)
+    except struct.error:  # it ends too early
         return None
-    if document is not None:
-        at = _end_of_document(raw, at, end)
-    if not raw.startswith(_NAMESPACE, at):
+    if at != end or _KEY not in found:
         return None
-    namespace, at = at + len(_NAMESPACE), _end_of_document(raw, at + len(_NAMESPACE), end)
-    if not raw.startswith(_KEY, at):
-        return None
-    key, key_end = at + len(_KEY), _end_of_document(raw, at + len(_KEY), end)
-    last = key_end
-    if last != end and raw.startswith(_UPDATE, last):
-        last = _end_of_document(raw, last + len(_UPDATE), end)
-    if last != end:
-        return None
-    return token.decode(), time_, raw[begin : first.end(2) + 1], raw[namespace:at], raw[key:key_end]
-
-
-def _end_of_document(raw: bytes, at: int, end: int) -> int:
-    """Behind a document; behind all of them where its length cannot be."""
-    (length,) = _length_at(raw, at)
-    stop: int = at + length
-    return stop if length >= _SMALLEST and stop <= end and not raw[stop - 1] else end + 1
+    return token.decode(), time_, raw[begin : first.end(2) + 1], raw[found[_NAMESPACE]], raw[found[_KEY]]
 
 
 @lru_cache(maxsize=_NAMESPACES)

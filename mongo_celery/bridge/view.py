@@ -75,7 +75,7 @@ class AppOutboxes:
         key = id(outbox)  # the app keeps it
         if key not in self._names:
             try:
-                self._names[key] = outbox.backing.full_names
+                self._names[key] = [outbox.collection.full_name]
             except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
                 if key not in self._failed:
                     self._failed.add(key)

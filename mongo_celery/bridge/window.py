@@ -32,7 +32,7 @@ from typing import Any
 
 from bson import Timestamp
 
-from mongo_celery.bridge.existing import opens_stream
+from mongo_celery.bridge.existing import END, opens_stream
 from mongo_celery.mongo.verdicts import storable
 
 _CHARS = 1000
@@ -156,42 +156,36 @@ class Queue:
     The changes of one partition that were read and are not done, in stream order.
 
     Attributes:
+        changes: to be read alone.
         size: bytes that they take in memory.
     """
 
-    __slots__ = ("_changes", "size")
+    __slots__ = ("changes", "size")
 
     def __init__(self) -> None:
         self.size = 0
-        self._changes: deque[PendingChange] = deque()
+        self.changes: deque[PendingChange] = deque()
 
     def __len__(self) -> int:
-        return len(self._changes)
+        return len(self.changes)
 
     @property
     def first(self) -> PendingChange | None:
         """The first change; None if there is none."""
-        return self._changes[0] if self._changes else None
+        return self.changes[0] if self.changes else None
 
     def add(self, change: PendingChange) -> None:
         """Append a change."""
-        assert not self._changes or self._changes[-1].data < change.data, "changes come in stream order"
-        self._changes.append(change)
-        self.size += change.weight
-
-    def take(self, data: str) -> list[PendingChange]:
-        """Remove and return the changes up to a token."""
-        taken: list[PendingChange] = []
-        while self._changes and self._changes[0].data <= data:
-            taken.append(self._changes.popleft())
-        self.size -= sum(change.weight for change in taken)
-        return taken
+        changes, data = self.changes, change.mark.data
+        assert not changes or changes[-1].mark.data < data, "changes come in stream order"
+        changes.append(change)
+        self.size += len(change.raw) + OVERHEAD_BYTES
 
     def head(self, limit: int, max_bytes: int) -> list[PendingChange]:
         """Return the next changes: at least one if there is one, within both limits."""
         taken: list[PendingChange] = []
         size = 0
-        for change in self._changes:
+        for change in self.changes:
             size += len(change.raw)
             if len(taken) >= limit or (taken and size > max_bytes):
                 break
@@ -208,22 +202,18 @@ class Window:
         watermark: the last place before which everything is done; None until the first.
         count: changes that are not done.
         size: bytes that they take in memory.
+        seen: comparable part of the last place that was taken in; empty before the first.
     """
 
     watermark: Mark | None = None
     count: int = 0
     size: int = 0
-    _seen: str = ""
+    seen: str = ""
     _order: deque[PendingChange | _Completed] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         if self.watermark is not None:
-            self._seen = self.watermark.data
-
-    @property
-    def seen(self) -> str:
-        """Comparable part of the last place that was taken in; empty before the first."""
-        return self._seen
+            self.seen = self.watermark.data
 
     @property
     def oldest(self) -> PendingChange | None:
@@ -231,14 +221,11 @@ class Window:
         head = self._order[0] if self._order else None
         return head if isinstance(head, PendingChange) else None
 
-    def is_new(self, data: str) -> bool:
-        """Return True if a token lies after everything that was read; a reopened stream may repeat itself."""
-        return data > self._seen
-
     def add(self, change: PendingChange, queue: Queue) -> None:
         """Append a change to the stream and to the queue of its partition. Its token must be new, in stream order."""
-        assert change.mark.data > self._seen, "changes come in stream order"
-        self._seen = change.mark.data
+        data = change.mark.data
+        assert data > self.seen, "changes come in stream order"
+        self.seen = data
         self._order.append(change)
         self.add_existing(change, queue)
 
@@ -250,13 +237,13 @@ class Window:
         """
         queue.add(change)
         self.count += 1
-        self.size += change.weight
+        self.size += len(change.raw) + OVERHEAD_BYTES
 
     def pass_over(self, mark: Mark) -> None:
         """Record a place at which nothing is owed: an unmatched change or a post-batch token."""
-        if mark.data <= self._seen:
+        if mark.data <= self.seen:
             return
-        self._seen = mark.data
+        self.seen = mark.data
         if not opens_stream(mark.data):
             return  # the next place counts
         if not self._order:
@@ -273,22 +260,22 @@ class Window:
         Returns:
             How many changes that took out of its queue. The watermark has moved as far as the prefix allows.
         """
-        before = queue.size
-        taken = queue.take(data)
-        self.count -= len(taken)
-        self.size -= before - queue.size
-        for change in taken:
+        count, size, changes = 0, 0, queue.changes
+        while changes and changes[0].mark.data <= data:
+            change = changes.popleft()
+            count, size = count + 1, size + len(change.raw) + OVERHEAD_BYTES
             change.done, change.raw = True, b""
-        self._advance()
-        if len(self._order) > _FOLD_FACTOR * self.count + _FOLD_SLACK:
-            self._fold()
-        return len(taken)
-
-    def _advance(self) -> None:
-        while self._order and self._order[0].done:
-            mark = self._order.popleft().mark
-            if opens_stream(mark.data):
+        queue.size -= size
+        self.count -= count
+        self.size -= size
+        order = self._order
+        while order and order[0].done:
+            mark = order.popleft().mark
+            if END not in mark.data:  # a stream can be opened there
                 self.watermark = mark
+        if len(order) > _FOLD_FACTOR * self.count + _FOLD_SLACK:
+            self._fold()
+        return count
 
     def _fold(self) -> None:
         """Of neighbours that are done only the last place counts: what is left is at most twice what is not done."""

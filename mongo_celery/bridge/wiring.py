@@ -315,7 +315,9 @@ class Wiring:
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
         """Return a part's value for this process: made at its first use, and anew after a fork."""
-        part: PerProcess[T] = self._parts.setdefault(make, PerProcess(partial(make, self)))
+        part: PerProcess[T] | None = self._parts.get(make)
+        if part is None:
+            part = self._parts.setdefault(make, PerProcess(partial(make, self)))
         return part.get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:

@@ -59,4 +59,5 @@ def grants(
                 optional_note = f" Optional; without it {right.without}." if right.without else ""
                 say(f"// - {right.words}: {right.purpose}.{optional_note}")
             for command in commands:
-                click.echo(f"db.adminCommand({json.dumps(command, indent=2)})\n")
+                for line in f"db.adminCommand({json.dumps(command, indent=2)})\n".split("\n"):
+                    say(line)

@@ -117,11 +117,11 @@ def _serving(ctx: click.Context, given: str | None) -> Beside | None:
     """What serves HTTP beside the listeners, where that was asked for."""
     if given is None:
         return None
-    from mongo_celery.bridge.http import serve_beside
+    from mongo_celery.bridge.http import make_http_service
     from mongo_celery.cli.apps import one_sentence_errors
 
     with one_sentence_errors():
-        return serve_beside(given, ctx.find_root().params.get("app"))
+        return make_http_service(given, ctx.find_root().params.get("app"))
 
 
 def _run(

@@ -92,8 +92,8 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
     worker sweep it, broker and workers. Takes some seconds, changes nothing, and ends with status 1 if
     anything is an error.
     """
-    from mongo_celery.outbox.check.examination import check as preflight
-    from mongo_celery.outbox.check.examination import look_around
+    from mongo_celery.outbox.check import check as preflight
+    from mongo_celery.outbox.check import look_around
 
     chosen = _outboxes(ctx, name)
     facts = look_around(ctx.obj.app)

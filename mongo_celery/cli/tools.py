@@ -10,7 +10,7 @@ import click
 from mongo_celery.cli.apps import one_sentence_errors
 
 _COMMANDS = {
-    "bench": ("mongo_celery.bench.command:bench", "Measure this machine: changes per second, and latency."),
+    "bench": ("mongo_celery.bench.command:bench", "Measure this machine: changes per second, and processor time."),
     "demo": ("mongo_celery.demo.command:command", "Run an end-to-end demo with injected faults."),
     "services": ("mongo_celery.cli.services:services", "Start a MongoDB replica set and Redis to develop with."),
 }

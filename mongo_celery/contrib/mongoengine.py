@@ -13,6 +13,7 @@ from typing import Any
 
 from mongoengine.base import BaseField
 from mongoengine.context_managers import set_write_concern
+from pymongo import ReplaceOne, UpdateOne
 
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 from mongo_celery.outbox import Event, Outbox
@@ -138,18 +139,19 @@ class OutboxMixin:
         if not force_insert and "_id" in doc:
             which = self._own("_integrate_shard_key")(doc, {"_id": doc["_id"]})
             with set_write_concern(self._own("_get_collection")(), write_concern) as collection:
-                if collection.find_one_and_update(which, self._replacement(doc)) is not None:
+                if collection.bulk_write([self._replacement(which, doc)]).matched_count:
                     return doc["_id"]
         return super()._save_create(self._with_followers(doc), True, write_concern)  # type: ignore[misc]
 
-    def _replacement(self, doc: Any) -> list[Mapping[str, Any]]:
+    def _replacement(self, which: Mapping[str, Any], doc: Any) -> UpdateOne:
         """All of the document but what is pending in it."""
         if self._followers is not None:
             outbox, tasks, events = self._followers
-            return outbox.replacement(doc, tasks, events)
+            carried: UpdateOne = outbox.with_tasks(ReplaceOne(which, doc), tasks, events)
+            return carried
         names = [each.db_field for each in self._own("_fields").values() if isinstance(each, PendingEventsField)]
         kept = {name: f"${name}" for name in ("_id", *names)}
-        return [{"$replaceWith": {"$mergeObjects": [{"$literal": doc}, kept]}}]
+        return UpdateOne(which, [{"$replaceWith": {"$mergeObjects": [{"$literal": doc}, kept]}}])
 
     def _get_update_doc(self) -> Any:
         """MongoEngine's operators for what has changed; where nothing has, tasks still need some to go with."""

@@ -13,17 +13,17 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import pymongo
 from pymongo.client_session import ClientSession
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import NetworkTimeout, OperationFailure, PyMongoError
 
 from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.table import Table, Update
 
 _PATIENCE_SECONDS = 1.0
+_GLANCE_SECONDS = 0.25
 _GROUP = 64
 _TRANSIENT = "TransientTransactionError"
 
@@ -78,7 +78,9 @@ def update_one_around_lock(
     table: Table, guard: Mapping[str, Any], change: Update, session: ClientSession | None = None
 ) -> bool:
     """
-    Update the document that a guard names. If an open transaction has locked it, that is refused.
+    Update the document that a guard names; where an open transaction has locked it, that is waited for a moment only.
+
+    It may be made twice.
 
     Args:
         session: what is read in it afterwards is no older than the update; None for one of its own.
@@ -92,8 +94,20 @@ def update_one_around_lock(
     if session is None:
         with open_session(table.collection.database.client) as own:
             return update_one_around_lock(table, guard, change, own)
-    update = partial(table.collection.update_one, guard, change, session=session)
-    return _in_transaction(table, session, update).matched_count == 1
+
+    def write() -> bool:
+        return table.collection.update_one(guard, change, session=session).matched_count == 1
+
+    try:
+        with pymongo.timeout(min(table.timeout, _GLANCE_SECONDS)):
+            return write()
+    except NetworkTimeout:
+        with table.limit():  # a transaction of which nobody hears again would be open, and lock it, for a minute
+            table.collection.database.command("ping")
+    except PyMongoError as error:
+        if not error.timeout:
+            raise
+    return _in_transaction(table, session, write)
 
 
 def is_lock(error: BaseException) -> bool:

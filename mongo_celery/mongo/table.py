@@ -71,6 +71,8 @@ class Table:
     def __init__(self, collection: Collection[dict[str, Any]], timeout: float) -> None:
         self.collection = collection
         self.timeout = timeout
+        self._database, self._name = collection.database, collection.name
+        self._types = collection.codec_options  # a command would read its answer by the driver's defaults
 
     def limit(self) -> AbstractContextManager[Any]:
         """The limit of one call for all that is called inside."""
@@ -137,7 +139,7 @@ class Table:
     def update_unretried(self, guard: Mapping[str, Any], change: Update, concern: Mapping[str, Any] = MAJORITY) -> bool:
         """As `update`, by a plain command; the collection's own write concern does not count."""
         updates = [{"q": guard, "u": change}]
-        return bool(self._run({"update": self.collection.name, "updates": updates, "writeConcern": concern})["n"])
+        return bool(self._run({"update": self._name, "updates": updates, "writeConcern": concern})["n"])
 
     def update_timed(self, guard: Mapping[str, Any], change: Update) -> Timestamp | None:
         """
@@ -150,7 +152,7 @@ class Table:
             OperationFailure: also where the server gave no time, as a set does that still makes its signing keys.
         """
         updates = [{"q": guard, "u": change}]
-        answer = self._run({"update": self.collection.name, "updates": updates, "writeConcern": MAJORITY})
+        answer = self._run({"update": self._name, "updates": updates, "writeConcern": MAJORITY})
         if not answer["n"]:  # looked at first: what was refused is answered with another time
             return None
         if not isinstance(answer.get("operationTime"), Timestamp):
@@ -161,13 +163,13 @@ class Table:
     def update_each_unretried(self, guards: Sequence[Mapping[str, Any]], change: Update) -> int:
         """The same update for each document that a guard names, by one plain command; how many matched."""
         updates = [{"q": guard, "u": change} for guard in guards]
-        command = {"update": self.collection.name, "updates": updates, "ordered": False, "writeConcern": MAJORITY}
+        command = {"update": self._name, "updates": updates, "ordered": False, "writeConcern": MAJORITY}
         return int(self._run(command)["n"])
 
     def find_and_update_unretried(self, guard: Mapping[str, Any], change: Update, fields: Mapping[str, Any]) -> Any:
         """As `find_and_update`, by a plain command and a majority write; only some fields are returned."""
         command = {
-            "findAndModify": self.collection.name,
+            "findAndModify": self._name,
             "query": guard,
             "update": change,
             "new": True,
@@ -176,10 +178,9 @@ class Table:
         }
         return self._run(command)["value"]
 
-    def _run(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
-        with self.limit():
-            types = self.collection.codec_options  # a command would read its answer by the driver's defaults
-            answer: dict[str, Any] = self.collection.database.command(dict(command), codec_options=types)
+    def _run(self, command: dict[str, Any]) -> Mapping[str, Any]:
+        with pymongo.timeout(self.timeout):
+            answer: dict[str, Any] = self._database.command(command, codec_options=self._types)
         failures = [*answer.get("writeErrors", ()), *filter(None, [answer.get("writeConcernError")])]
         if failures:  # a write concern that failed leaves the outcome open
             raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0].get("code"), answer)

@@ -1,10 +1,9 @@
 """The transactional outbox: tasks and events that are saved with their document, or not at all."""
 
-from mongo_celery.outbox.bulk import Write
 from mongo_celery.outbox.collection import OutboxCollection
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.once import once
 from mongo_celery.outbox.outbox import Outbox
 from mongo_celery.outbox.stored_id import STORED_ID
 
-__all__ = ["STORED_ID", "Event", "Outbox", "OutboxCollection", "Write", "once"]
+__all__ = ["STORED_ID", "Event", "Outbox", "OutboxCollection", "once"]

@@ -24,7 +24,6 @@ from mongo_celery.outbox.commands import COMMAND_SECONDS
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, Delivery
 from mongo_celery.outbox.dispatcher import AppDispatcher, DispatcherState, OutboxDispatcher
-from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.failures import FailurePolicy
 from mongo_celery.outbox.index import OutboxIndexes
 from mongo_celery.outbox.options import OutboxOptions
@@ -33,12 +32,12 @@ from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Relay
 from mongo_celery.outbox.signing import EntrySigner
 from mongo_celery.outbox.swept import SweepRecords, patience, sweep_watch
-from mongo_celery.outbox.writes import Writer
 
 _PROBE_SECONDS = 5
 """How long a broker may take to answer whether it is back."""
 
 
+_LOOK = 100
 _WAIT_SECONDS_MAX = 5.0
 """How long a write with `at_once="wait"` waits at most."""
 
@@ -86,9 +85,12 @@ class Backing:
         source: the user's collection, or a callable that returns it.
         publisher: to the broker.
         options: of the outbox.
+        is_own: whether the collection is the outbox's own, so that an emptied document is deleted.
     """
 
-    def __init__(self, app: Celery, source: Source, publisher: Publisher, options: OutboxOptions) -> None:
+    def __init__(
+        self, app: Celery, source: Source, publisher: Publisher, options: OutboxOptions, *, is_own: bool
+    ) -> None:
         if not isinstance(source, Collection) and (isinstance(source, type) or not callable(source)):
             raise ConfigurationError(
                 f"{source!r} is no PyMongo collection and no callable that returns one; pass client.db.collection, or "
@@ -100,7 +102,8 @@ class Backing:
         self.counters = Counters()
         self._source = source
         self._options = options
-        self.field = PendingField(options.field)
+        self.field = PendingField()
+        self.is_own = is_own
         self.others_told_at = -math.inf
         self.watch = sweep_watch(
             lambda: self.collection.full_name,
@@ -126,15 +129,6 @@ class Backing:
         return self.plain.with_options(read_concern=ReadConcern("local"))
 
     @per_process
-    def writer(self) -> Writer:
-        """Writes changes and entries."""
-        return Writer(
-            self.collection,
-            self.field,
-            max_pending=self._options.max_pending,
-        )
-
-    @per_process
     def indexes(self) -> OutboxIndexes:
         """The index, which comes with the first delivery."""
         return OutboxIndexes(index.of_pending(self.plain, self.field))
@@ -154,6 +148,7 @@ class Backing:
             signer=self.signer,
             claims=self.claims,
             claim_ttl=self._options.claim_ttl,
+            is_own=self.is_own,
             policy=FailurePolicy(self._options.failure_policy, self._options.max_attempts),
             counters=self.counters,
         )
@@ -212,32 +207,32 @@ class Backing:
         apps = [app or "" for app in self.publisher.apps]
         return SweepRecords(with_majority(notes, self.plain.codec_options), name, self.app.main or "", apps)
 
-    def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
+    def dispatch(self, document_ids: Sequence[Any], session: ClientSession | None) -> None:
         """
-        Hand a document that was written to the dispatcher: never blocks, and never fails.
+        Hand documents that were written to the dispatcher, after the commit: never blocks, and never fails.
 
-        With `at_once="wait"` it returns when the document has had its turn, within a bound.
+        With `at_once="wait"` it returns when they have had their turn, within a bound.
+
+        Args:
+            document_ids: their `_id`s; `NO_ID` for one that is not known, which the index knows.
+            session: of the write.
         """
-        self.dispatch_all_at_once([written], session)
-
-    def dispatch_all_at_once(self, writes: Sequence[Written], session: ClientSession | None) -> None:
-        """As `dispatch_at_once`, of what was written together; with `at_once="wait"` within one bound for all."""
         self.watch.needed()
-        writes = [written for written in writes if written.matched or written.upserted]
-        if not self.at_once or not writes:
+        if not self.at_once:
             return
         if session is not None and session.in_transaction:
-            after = [Written(written.document_id, matched=True) for written in writes]
-            if not after_commit(lambda: self.dispatch_all_at_once(after, None), session):
+            if not after_commit(lambda: self.dispatch(document_ids, None), session):
                 self.dispatcher.expect()  # nobody says when the transaction ends
             return
-        if any(written.document_id is NO_ID for written in writes):
-            self.dispatcher.expect()
-        document_ids = [each.document_id for each in writes if each.document_id is not NO_ID]
+        known = [each for each in document_ids if each is not NO_ID]
         if self.at_once == "wait":
-            self.dispatcher.wait_all(document_ids, self._wait_seconds)
-        elif document_ids:
-            self.dispatcher.hint(*document_ids)
+            known += self.due(0.0, _LOOK) if len(known) < len(document_ids) else []
+            self.dispatcher.wait_all(known, self._wait_seconds)
+            return
+        if known:
+            self.dispatcher.hint(*known)
+        if len(known) < len(document_ids):
+            self.dispatcher.hint()
 
     def deliver_now(self, document_id: object) -> Delivery:
         """
@@ -269,37 +264,17 @@ class Backing:
             dispatcher.close()
         self.publisher.close()
 
-    @property
-    def full_names(self) -> Sequence[str]:
-        """The namespaces that are written to, dead letters apart."""
-        return [self.collection.full_name]
-
-    @property
-    def index_name(self) -> str:
-        """Of the index on what is pending."""
-        return self.field.name
-
     def is_indexed(self) -> bool | None:
         """Whether the index is there; None where the user may not look."""
         return index.of_pending(self.plain, self.field).exists()
 
     def due(
-        self,
-        older_than: float,
-        limit: int,
-        *,
-        passing_over: Sequence[Any] = (),
-        by_lot: bool = False,
-        seconds: float | None = None,
+        self, older_than: float, limit: int, *, passing_over: Sequence[Any] = (), seconds: float | None = None
     ) -> list[Any]:
         """As `index.due_documents`."""
         return index.due_documents(
-            self.plain, self.claims, older_than, limit, passing_over=passing_over, by_lot=by_lot, seconds=seconds
+            self.plain, self.claims, older_than, limit, passing_over=passing_over, seconds=seconds
         )
-
-    def still_due(self, document_ids: Sequence[Any]) -> list[Any]:
-        """As `index.still_due`."""
-        return index.still_due(self.plain, self.claims, document_ids)
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""

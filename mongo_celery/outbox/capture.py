@@ -162,13 +162,13 @@ def _refuse(name: str, call: Mapping[str, Any], options: Mapping[str, Any]) -> N
     """Refuse what a box cannot hold."""
     if call["connection"] is not None or call["router"] is not None:
         raise OutboxRefusedError(
-            f"{name} is sent with a connection or router of its own, which a transaction's box cannot keep; send it "
+            f"{name} is sent with a connection or router of its own, which an outbox cannot keep; send it "
             "after the commit.",
             task=name,
         )
     if options.get("chord") is not None:
         raise OutboxRefusedError(
-            f"{name} is part of a chord, for which Celery has asked the result backend already; put the chord as a "
-            "whole into the transaction's box, with box.add([chord(...)]).",
+            f"{name} is part of a chord, for which Celery asks the result backend when it is sent; have a task start "
+            "the chord.",
             task=name,
         )

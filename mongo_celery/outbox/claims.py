@@ -10,24 +10,37 @@ Claims are taken by an update with a fresh owner and a majority, and a majority 
 relay publishes only what no fail-over takes back, and no command needs more than the `_id` of a document, whatever
 the key by which its collection is sharded.
 
+Updates are operators where they can be: MongoDB 4.4 logs a pipeline's result as a whole new document. So `until` is
+made of the server's clock as this process has read it a moment ago, and conditions ask the server for its time.
+
 The condition on the server's clock is written so that no stored value makes it fail: whatever a field can contain,
 somebody has written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection as AnyOf
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from bson import ObjectId
+from bson.codec_options import CodecOptions
+from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import after, literal, millis
-from mongo_celery.outbox.pending import NOBODY, UNCLAIMED, PendingField
+from mongo_celery.outbox.pending import NOBODY, PendingField
 
 Document = dict[str, Any]
 
 _SKEW_SECONDS = 1.0
 """How far ahead of the server's clock a writer's may be before its times count as long ago."""
+
+_CLOCK_SECONDS = 5.0
+"""For so long a process goes by what it has read of the server's clock."""
+
+_AWARE: CodecOptions[dict[str, Any]] = CodecOptions(tz_aware=True, tzinfo=UTC)
 
 _LONGEST_SECONDS = 7200.0
 """No claim and no pause lasts so long: an `until` beyond it is not a relay's, and counts as past."""
@@ -42,7 +55,7 @@ class PendingClaims:
         apps: whose entries this process publishes; None for those that name no app.
     """
 
-    def __init__(self, field: PendingField, apps: Collection[str | None]) -> None:
+    def __init__(self, field: PendingField, apps: AnyOf[str | None]) -> None:
         self.field = field
         name = field.name
         self.with_entries: Document = {field.count: {"$gt": 0}}
@@ -69,6 +82,11 @@ class PendingClaims:
     def _head(self) -> Document:
         # Not "$events.app": a path through an array skips entries that have no such field.
         return {"$arrayElemAt": [self._events, 0]}
+
+    @property
+    def _size(self) -> Document:
+        events = f"${self.field.events}"
+        return {"$cond": [{"$isArray": events}, {"$size": events}, -1]}
 
     @property
     def attempts(self) -> Document:
@@ -113,97 +131,99 @@ class PendingClaims:
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def claimed(self, owner: ObjectId, ttl: float) -> list[Document]:
+    def claimed(self, owner: ObjectId, until: datetime) -> Document:
         """Claim a document."""
-        return [{"$set": {self.field.claim: _whole({"owner": literal(owner), "until": after(ttl)})}}]
+        return {"$set": {self.field.claim: {"owner": owner, "until": until}}}
 
-    def emptied(self, published: Sequence[tuple[object, Sequence[object]]]) -> tuple[Document, Document]:
+    def emptied(self, published: Sequence[tuple[object, Sequence[object]]]) -> Document:
         """
-        Filter and update that remove the field of documents that hold exactly what was published, in this order.
+        A filter for documents that hold exactly what was published, in this order.
 
-        One update for all of them: as many updates by `_id`, each with conditions of its own, cost the server four
-        times as much.
+        One for all of them: as many updates by `_id`, each with conditions of its own, cost the server four times as
+        much.
 
         Args:
-            published: the `_id` of each document, and the names of its entries.
+            published: the `_id` of each document, and the ids of its entries.
         """
         events = f"${self.field.events}"
-        size = {"$cond": [{"$isArray": events}, {"$size": events}, -1]}  # names alone pass over what has none
-        there = ["$_id", f"${self.field.count}", size, f"{events}.id"]
-        whole = [[document_id, len(names), len(names), list(names)] for document_id, names in published]
+        there = ["$_id", f"${self.field.count}", self._size, f"{events}.id"]  # ids alone pass over what has none
+        whole = [[document_id, len(ids), len(ids), list(ids)] for document_id, ids in published]
         these = {"_id": {"$in": [document_id for document_id, _ in published]}}
-        return {**these, "$expr": {"$in": [there, literal(whole)]}}, {"$unset": {self.field.name: 1}}
+        return {**these, "$expr": {"$in": [there, literal(whole)]}}
 
-    def removed(
-        self, document_id: object, names: Sequence[object], owner: ObjectId, ttl: float
-    ) -> tuple[Document, list[Document]]:
+    def removed(self, document_id: object, ids: Sequence[object]) -> tuple[Document, Document]:
+        """Filter and update that remove entries by id, where each of them is there once and more is left."""
+        is_one = {"$in": [{"$ifNull": ["$$entry.id", None]}, literal(list(ids))]}
+        found = {"$size": {"$filter": {"input": self._events, "as": "entry", "cond": is_one}}}
+        conditions = [
+            {"$eq": [found, len(ids)]},
+            {"$gt": [self._size, len(ids)]},
+            {"$eq": [f"${self.field.count}", self._size]},
+        ]
+        update = {"$pull": {self.field.events: {"id": {"$in": list(ids)}}}, "$inc": {self.field.count: -len(ids)}}
+        return {"_id": {"$eq": document_id}, "$expr": {"$and": conditions}}, update
+
+    def removed_anyhow(self, document_id: object, ids: Sequence[object]) -> tuple[Document, list[Document]]:
         """
-        Filter and update that remove entries by name; with its last one a document's field goes.
+        As `removed`, whatever else is there: an id of None removes those that have none, and nothing left the field.
 
-        Where more is left and the owner still holds the claim, it begins anew, by the server's clock.
-
-        Args:
-            document_id: where they are.
-            names: of the entries; None for those that have none.
-            owner: of this relay's claim.
-            ttl: of this claim.
+        MongoDB 4.4 logs such an update as a whole new document.
         """
         field = self.field
-        mine = {"$eq": [f"${field.claim}.owner", literal(owner)]}
-        renewed = {"$mergeObjects": [f"${field.claim}", {"until": after(ttl)}]}
-        rest = {
-            "$filter": {
-                "input": f"${field.events}",
-                "as": "entry",
-                "cond": {"$not": [{"$in": [{"$ifNull": ["$$entry.id", None]}, literal(list(names))]}]},
-            },
-        }
-        left = {
-            "$mergeObjects": [
-                f"${field.name}",
-                {
-                    "count": {"$size": "$$rest"},
-                    "events": "$$rest",
-                    "claim": {"$cond": [mine, renewed, f"${field.claim}"]},
-                },
-            ],
-        }
+        is_other = {"$not": [{"$in": [{"$ifNull": ["$$entry.id", None]}, literal(list(ids))]}]}
+        rest = {"$filter": {"input": f"${field.events}", "as": "entry", "cond": is_other}}
+        left = {"$mergeObjects": [f"${field.name}", {"count": {"$size": "$$rest"}, "events": "$$rest"}]}
         value = {"$let": {"vars": {"rest": rest}, "in": {"$cond": [{"$eq": ["$$rest", []]}, "$$REMOVE", left]}}}
         readable = {"$and": [self._object, {"$isArray": f"${field.events}"}]}  # else it is no longer the outbox's
-        return {"_id": document_id, "$expr": readable}, [{"$set": {field.name: value}}]
+        return {"_id": {"$eq": document_id}, "$expr": readable}, [{"$set": {field.name: value}}]
 
     def discarded(self, document_id: object, owner: ObjectId) -> tuple[Document, Document]:
         """Filter and update that remove a field in which no entries are, whatever its count says."""
-        here = {"_id": document_id, f"{self.field.claim}.owner": owner}
+        here = {"_id": {"$eq": document_id}, f"{self.field.claim}.owner": owner}
         no_entries = {"$or": [{self.field.events: {"$size": 0}}, {self.field.events: {"$not": {"$type": "array"}}}]}
         return {**here, **no_entries}, {"$unset": {self.field.name: 1}}
 
     def released(
-        self, document_ids: Sequence[object], owners: Sequence[ObjectId], pause: float = 0.0, failed: object = None
-    ) -> tuple[Document, list[Document]]:
-        """
-        Filter and update that let claims go, and hold documents back for a while.
+        self, document_ids: Sequence[object], owners: Sequence[ObjectId], until: datetime
+    ) -> tuple[Document, Document]:
+        """Filter and update that let these owners' claims go, and hold the documents back until then."""
+        mine = {"_id": {"$in": list(document_ids)}, f"{self.field.claim}.owner": {"$in": list(owners)}}
+        return mine, {"$set": {self.field.claim: {"owner": NOBODY, "until": until}}}
 
-        Args:
-            document_ids: which.
-            owners: of the claims; another's stays, and is held back no longer than it says itself.
-            pause: seconds before the next relay may take them.
-            failed: id of an entry whose attempts grow by one.
+    def counted(self, failed: object) -> tuple[Document, list[Document]]:
+        """Update and array filters that count an attempt of an entry; a count that is no number stays."""
+        one_more = {"$inc": {f"{self.field.events}.$[failed].attempts": 1}}
+        return one_more, [{"failed.id": failed, "failed.attempts": {"$type": "number"}}]
+
+
+class ServerClock:
+    """
+    The server's clock, as this process knows it: read every few seconds, and the monotonic clock in between.
+
+    Args:
+        collection: of the server.
+    """
+
+    def __init__(self, collection: Collection[Any]) -> None:
+        self._collection = collection
+        self._read: tuple[float, datetime] | None = None
+
+    def after(self, seconds: float) -> datetime:
         """
-        field = self.field
-        mine = {"_id": {"$in": list(document_ids)}, f"{field.claim}.owner": {"$in": list(owners)}}
-        free = {**UNCLAIMED, "until": after(pause)} if pause else UNCLAIMED
-        change: Document = {field.claim: _whole(free)}
-        if failed is not None:
-            counted = {"$mergeObjects": ["$$entry", {"attempts": _one_more("$$entry.attempts")}]}
-            change[field.events] = {
-                "$map": {
-                    "input": self._events,
-                    "as": "entry",
-                    "in": {"$cond": [{"$eq": ["$$entry.id", literal(failed)]}, counted, "$$entry"]},
-                },
-            }
-        return mine, [{"$set": change}]
+        Return the server's time, so many seconds from now.
+
+        Raises:
+            PyMongoError: the server did not answer.
+        """
+        now, read = time.monotonic(), self._read
+        if read is None or now - read[0] > _CLOCK_SECONDS:
+            answer = self._collection.database.command("hello", codec_options=_AWARE)
+            read = self._read = now, answer["localTime"]
+        return read[1] + timedelta(seconds=time.monotonic() - read[0] + seconds)
+
+    def forget(self) -> None:
+        """Read it again: another server may be the primary now."""
+        self._read = None
 
 
 def age_of(field: Mapping[str, Any], ttl: float, at: Any) -> float | None:
@@ -223,17 +243,6 @@ def age_of(field: Mapping[str, Any], ttl: float, at: Any) -> float | None:
         return None
 
 
-def _whole(document: Document) -> Document:
-    """Return what replaces a value; `$set` alone would merge a document into one, or into each of an array."""
-    return {"$mergeObjects": [document]}
-
-
 def _readable(value: object, kind: str, otherwise: object) -> Document:
     """A value, or another where somebody else has written something that is none: no query fails for it."""
     return {"$convert": {"input": value, "to": kind, "onError": otherwise, "onNull": otherwise}}
-
-
-def _one_more(path: str) -> Document:
-    """A count and one more; what is no number, or too large for one more, begins anew."""
-    number = {"$min": [_readable(path, "int", 0), 1_000_000]}
-    return {"$add": [number, 1]}

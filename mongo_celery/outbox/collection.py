@@ -1,36 +1,99 @@
-"""An outbox for what has no document of its own: tasks and events that go with a transaction."""
+"""
+An outbox for what has no document of its own: tasks and events that go with a transaction.
+
+::
+
+    {_id: key as text, or an ObjectId, pendingEvents: {count, events: [entry ...], claim}}
+
+A transaction without a key inserts a document. One with a key appends to the key's document, or creates it. So two
+transactions of one key conflict, and one of them is repeated: the order of the entries is that of the commits. The
+relay delivers these documents as it delivers any other, and deletes one that is empty.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Unpack
+from typing import Any, Unpack
+from uuid import UUID
 from weakref import WeakKeyDictionary
 
 import pymongo
+from bson import ObjectId
 from celery import Celery
+from celery.canvas import Signature
 from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
-from mongo_celery.locking import after_commit
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.transaction.scopes import scope_of
-from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.entries import Entry, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
-from mongo_celery.outbox.options import SharedOptions, options_of
-from mongo_celery.outbox.parcel_backing import ParcelBacking
-from mongo_celery.outbox.parcels import key_text
+from mongo_celery.outbox.options import SharedOptions
+from mongo_celery.outbox.pending import explain_refusals
 from mongo_celery.outbox.registry import AnyOutbox
 from mongo_celery.outbox.stored_id import mentions_stored_id
 
-_NOWHERE = Home()
-"""Of what is stored in no document of the user's."""
-
+_KEY_BYTES_MAX = 1024
 _WRITE_SECONDS = 5.0
 """For so long a block that has met an error tries to write what was sent in it."""
+
+Contents = dict[str | None, list[Entry]]
+"""What one transaction is to send, by key, in the order in which it was added."""
+
+
+class TransactionBuffer:
+    """
+    Takes what is to follow a transaction: of `OutboxCollection.collect`.
+
+    Whatever the app sends in the body is put in automatically. `add` is for events, and for another key. With the end
+    of the block the buffer is closed: what is sent into it later is refused.
+
+    Args:
+        contents: of the transaction.
+        make: makes entries of tasks and events, for a key.
+        key: under which is added what is given none.
+    """
+
+    def __init__(self, contents: Contents, make: Callable[..., list[Entry]], key: str | None) -> None:
+        self._contents = contents
+        self._make = make
+        self._key = key
+        self._is_closed = False
+
+    def add(self, tasks: Sequence[object] = (), events: Sequence[Event] = (), *, key: object = None) -> None:
+        """
+        Add tasks and events to what is sent if the transaction is committed.
+
+        Args:
+            tasks: signatures, chains, groups.
+            events: events.
+            key: of what their order is that of the commits; by default the block's.
+
+        Raises:
+            OutboxRefusedError: something cannot be stored, or the block has ended; nothing was added.
+        """
+        self._refuse_if_closed()
+        chosen = self._key if key is None else key_text(key)
+        self._contents.setdefault(chosen, []).extend(self._make(tasks, events, chosen))
+
+    def take(self, signature: Signature) -> None:
+        """Add one task that the body sends."""
+        self._refuse_if_closed(signature.task)
+        self.add([signature])
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._is_closed = True
+
+    def _refuse_if_closed(self, name: Any = "this") -> None:
+        if self._is_closed:
+            raise OutboxRefusedError(
+                f"{name} is sent by something that was started in a transaction's body and has outlived it, so it can "
+                "no longer go with the commit; wait for it inside the body, or start it in a context of its own.",
+            )
 
 
 class OutboxCollection(AnyOutbox):
@@ -51,13 +114,10 @@ class OutboxCollection(AnyOutbox):
             client.shop.seats.delete_one({"_id": seat}, session=session)
             send_ticket.delay(seat)         # stored with the delete; sent after the commit, or never
 
-    Entries of one key go out in the order of the commits, for transactions that follow each other or that write a
-    document in common; two others may go out in either order. Without a key there is an order within each transaction
-    only.
+    Entries of one key go out in the order of the commits. Transactions of one key that meet each other conflict, and
+    one of them is repeated. Without a key there is an order within each transaction only.
 
-    Not promised: that an entry is dispatched only once (see `once`); an order between keys. It needs MongoDB 5.0 (an
-    older one is refused when something is to be stored), and the right to read and write its collection and the one
-    beside it (`<name>_keys`, for `serialize`).
+    Not promised: that an entry is dispatched only once (see `once`); an order between keys.
 
     Args:
         app: the Celery app.
@@ -69,14 +129,10 @@ class OutboxCollection(AnyOutbox):
         ConfigurationError: an option is unknown or cannot work, or the app has an outbox of this name.
     """
 
-    backing: ParcelBacking
-
     def __init__(self, app: Celery, collection: Source, **options: Unpack[SharedOptions]) -> None:
-        super().__init__(app, collection, options_of(options), ParcelBacking)
+        super().__init__(app, collection, options, is_own=True)
         self._contents: WeakKeyDictionary[ClientSession, Contents] = WeakKeyDictionary()
         install(app)
-
-    # -- writes ------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -85,45 +141,39 @@ class OutboxCollection(AnyOutbox):
         *,
         session: ClientSession | None = None,
         key: object = None,
-        serialize: bool = False,
     ) -> None:
         """
         Store tasks and events, to be dispatched if the transaction is committed.
 
         Args:
-            tasks: signatures, chains, groups, chords.
+            tasks: signatures, chains, groups.
             events: events.
-            session: of the transaction. Without one they are stored at once, by a write of their own: sent for certain,
-                and tied to nothing else.
-            key: whose entries keep their order, such as the id of an order; text, a whole number, ObjectId or UUID.
-            serialize: have transactions of this key follow each other: one that meets another fails as after a
-                write conflict, and is repeated. Then the order of the key is that of the commits without exception.
+            session: of the transaction. Without one they are stored immediately, by a write of their own: sent for
+                certain, and tied to nothing else.
+            key: whose entries keep the order of the commits, such as the id of an order; text, a whole number, ObjectId
+                or UUID.
 
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
         chosen = key_text(key)
-        self.backing.prepare()
-        if serialize and (chosen is None or session is None or not session.in_transaction):
-            raise OutboxRefusedError("serialize=True orders the transactions of a key; give key= and session=.")
         entries = self._entries(tasks, events, chosen)
         gathered = self._contents.get(session) if session is not None else None
         if gathered is not None:
-            gathered.add(chosen, entries, serialize=serialize)
+            gathered.setdefault(chosen, []).extend(entries)
             return
-        contents = Contents()
-        contents.add(chosen, entries, serialize=serialize)
-        self._write(contents, session)
+        self.backing.indexes.ensure(patiently=False)  # one that is created later waits for this transaction
+        self._write({chosen: entries}, session)
 
     @contextmanager
-    def collect(self, session: ClientSession, *, key: object = None, serialize: bool = False) -> Iterator[Box]:
+    def collect(self, session: ClientSession, *, key: object = None) -> Iterator[TransactionBuffer]:
         """
         Gather what is sent inside, and store it when the block ends, just before the commit.
 
-        Inside, whatever this app sends (`delay`, `apply_async`, `send_task`, chains, groups) is put into the box, and
-        its result object is returned as ever. Sent at once, as without a block: what a thread sends that the body
-        starts, and a `retry` or `replace` of the task that is running. A chord is put into the box as a whole, with
-        `box.add([chord(...)])`. With `task_always_eager` tasks run in the body.
+        Inside, whatever this app sends (`delay`, `apply_async`, `send_task`, chains, groups) is put into the buffer,
+        and its result object is returned as ever. Sent immediately, as without a block: what a thread sends that the
+        body starts, and a `retry` or `replace` of the task that is running. A chord is refused: a task starts it. With
+        `task_always_eager` tasks run in the body.
 
         What was sent has the fate of the transaction's writes, also where the block ends by an error: aborted, nothing
         of it is sent; where whoever began the transaction catches the error and commits, it was stored with the rest.
@@ -134,7 +184,6 @@ class OutboxCollection(AnyOutbox):
         Args:
             session: of a transaction in progress.
             key: as of `add`, of what is sent inside.
-            serialize: as of `add`.
 
         Raises:
             TransactionRequiredError: there is no transaction in progress.
@@ -146,26 +195,24 @@ class OutboxCollection(AnyOutbox):
                 "collect stores what is sent inside with a transaction; pass the session of one in progress, such as "
                 "the one that transactional hands to the function."
             )
-        if serialize and chosen is None:
-            raise OutboxRefusedError("serialize=True orders the transactions of a key; give key=.")
-        self.backing.prepare()
+        self.backing.indexes.ensure(patiently=False)
         outer = self._contents.get(session)
-        contents = outer or Contents()
-        box = Box(contents, self._entries, chosen, serialize=serialize)
+        contents: Contents = {} if outer is None else outer
+        buffer = TransactionBuffer(contents, self._entries, chosen)
         self._contents[session] = contents
         try:
             try:
-                with captured(self.app, box):
-                    yield box
+                with captured(self.app, buffer):
+                    yield buffer
             finally:
-                box.close()
+                buffer.close()
                 if outer is None:
                     self._contents.pop(session, None)
         except BaseException:
             if outer is None and session.in_transaction:  # whoever began it may catch this, and commit
                 self._write_after_error(contents, session)
             raise
-        if outer is None and contents.entries:
+        if outer is None and any(contents.values()):
             if not session.in_transaction:
                 raise OutboxRefusedError(
                     "the transaction was ended inside the block that gathers what goes with it; nothing of that was "
@@ -174,7 +221,7 @@ class OutboxCollection(AnyOutbox):
             self._write(contents, session)
 
     @contextmanager
-    def atomic(self, using: str | None = None, *, key: object = None, serialize: bool = False) -> Iterator[Box]:
+    def atomic(self, using: str | None = None, *, key: object = None) -> Iterator[TransactionBuffer]:
         """
         Django's transaction (django-mongodb-backend), with `collect` around its body.
 
@@ -182,7 +229,6 @@ class OutboxCollection(AnyOutbox):
             using: alias of the database; by default Django's default, or where that is relational the one that is
                 MongoDB's. What is written to others is no part of the transaction.
             key: as of `add`, of what is sent inside.
-            serialize: as of `add`.
 
         Raises:
             OutboxRefusedError: as of `collect`; the transaction was rolled back, unless this is inside another
@@ -190,29 +236,31 @@ class OutboxCollection(AnyOutbox):
         """
         from mongo_celery.outbox.django import transaction
 
-        with transaction(using) as session, self.collect(session, key=key, serialize=serialize) as box:
-            yield box
+        with transaction(using) as session, self.collect(session, key=key) as buffer:
+            yield buffer
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _entries(self, tasks: Sequence[object], events: Sequence[Event], key: str | None) -> list[Entry]:
         tasks, events = listed(tasks), listed(events)
         _refuse_ids(asks_for_id(each) for each in (*tasks, *events))
-        found = self._maker.entries(tasks, (), _NOWHERE)
-        more = self._maker.entries((), events, _NOWHERE if key is None else Home(key))
+        found = self._maker.entries(tasks, (), Home())
+        more = self._maker.entries((), events, Home() if key is None else Home(key))
         _refuse_ids(bool(entry.bind) for entry in found)
         _refuse_ids(mentions_stored_id(event.body) for event in events)
         return [*found, *more]
 
     def _write(self, contents: Contents, session: ClientSession | None) -> None:
-        if not contents.entries:
-            return
-        in_transaction = session is not None and session.in_transaction
-        ids = self.backing.insert(contents, session)
-        if session is None or not in_transaction:
-            self.backing.dispatch_parcels(ids)
-        elif not after_commit(lambda: self.backing.dispatch_parcels(ids), session):
-            self.backing.dispatcher.expect()
+        field = self.backing.field
+        stored: list[Any] = []
+        with explain_refusals(self.collection.full_name, field.name):
+            for key, entries in contents.items():
+                if entries:
+                    where = {"_id": ObjectId() if key is None else key}
+                    change = field.with_entries({}, entries)
+                    self.collection.update_one(where, change, upsert=True, session=session)
+                    stored.append(where["_id"])
+        self.backing.dispatch(stored, session)
 
     def _write_after_error(self, contents: Contents, session: ClientSession) -> None:
         """Write what goes with a transaction that may be committed yet; one that the server has ended cannot be."""
@@ -226,6 +274,29 @@ class OutboxCollection(AnyOutbox):
             if scope is None:
                 raise
             scope.mark_rollback_only(error)  # it is not committed without this, and ends by the block's own error
+
+
+def key_text(key: object) -> str | None:
+    """
+    A key as it is stored; None stays None.
+
+    Raises:
+        OutboxRefusedError: it is none.
+    """
+    if key is None:
+        return None
+    if isinstance(key, bool) or not isinstance(key, (str, int, ObjectId, UUID)):
+        raise OutboxRefusedError(
+            f"key={key!r} must be text, a whole number, an ObjectId or a UUID: the id of what tasks are about."
+        )
+    text = str(key)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair
+        size = 0
+    if not 0 < size <= _KEY_BYTES_MAX:
+        raise OutboxRefusedError(f"a key must be text of 1 to {_KEY_BYTES_MAX} bytes.")
+    return text
 
 
 def _refuse_ids(asked: Iterable[bool]) -> None:

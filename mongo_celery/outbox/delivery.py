@@ -1,4 +1,4 @@
-"""What relays and dispatchers tell each other: a document that is held, what was published of it, what is left."""
+"""A delivery: the documents that a relay holds, and the sums of what was done."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bson import ObjectId
-from pymongo.errors import PyMongoError
 
-from mongo_celery.outbox.failures import FailureKind, FailureVerdict
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.failures import FailureKind, FailureVerdict, entry_id_of
 
 
 @dataclass(slots=True)
@@ -73,72 +73,63 @@ class Delivery:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class HeldDocument:
     """
-    A document that this process holds, with what is pending in it.
+    A document that a relay holds, and how far its entries are published.
 
     Attributes:
-        document_id: its `_id`.
-        events: the stored entries from the head, acknowledged or read by a majority; some of them, if there are many.
+        id: its `_id`.
+        stored: what is pending in it, read by a majority, with the first entries alone.
+        entries: these, from the head.
         owner: of the claim.
         claimed_at: the monotonic clock before the claim was sent.
-        field: all of what was read; empty where the writer knows it without reading.
-    """
-
-    document_id: object
-    events: Any
-    owner: ObjectId
-    claimed_at: float
-    field: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """How many entries the document says that it has; 0 where it says nothing sensible."""
-        found = self.field.get("count")
-        return int(found) if isinstance(found, int) else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedPart:
-    """
-    What was published of one document, to be removed.
-
-    Attributes:
-        held: the document.
-        names: of the entries that were published or set aside, from the head.
+        names: ids of the entries that were published or set aside, from the head; None for those that have none.
         dispatched: how many were published.
         dead: how many were set aside.
-        verdict: on what stands behind them, if it could not be published; the document is let go then.
-        error: why it ended early, in words.
-        lets_go: whether this relay has nothing more to do with the document.
-        failed: name of the entry whose attempts grow.
-        ran_out: whether it ended since the claim's time was used up, and the document is to be claimed anew.
+        verdict: on the next entry, if it could not be published.
+        error: why publishing ended early, in words.
+        is_stopped: whether this relay publishes no more of it, and lets it go.
+        is_expired: whether it was stopped since half of the claim's time was over; then it is claimed anew.
     """
 
-    held: HeldDocument
-    names: Sequence[Any]
-    dispatched: int
+    id: object
+    stored: Mapping[str, Any]
+    entries: Sequence[Entry | Mapping[str, Any]]
+    owner: ObjectId
+    claimed_at: float
+    names: list[Any] = field(default_factory=list)
+    dispatched: int = 0
     dead: int = 0
     verdict: FailureVerdict | None = None
     error: str | None = None
-    lets_go: bool = False
-    failed: object = None
-    ran_out: bool = False
+    is_stopped: bool = False
+    is_expired: bool = False
+
+    @property
+    def next(self) -> Entry | Mapping[str, Any]:
+        """The entry that is to be published next."""
+        return self.entries[len(self.names)]
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if all entries that were read are published or set aside."""
+        return len(self.names) == len(self.entries)
 
     @property
     def left(self) -> int:
         """How many entries are behind those, as far as is known."""
-        return max(self.held.count, len(self.held.events)) - len(self.names)
+        count = self.stored.get("count")
+        return max(count if isinstance(count, int) else 0, len(self.entries)) - len(self.names)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the document's field can go with these entries, as far as was read."""
-        return bool(self.names) and not self.left and not self.lets_go and None not in self.names
+        """Return True if nothing is left of what was read, so that the document can be emptied."""
+        return bool(self.names) and not self.left and not self.is_stopped and None not in self.names
 
     @property
     def is_outage(self) -> bool:
-        """Whether it ended since the broker did not answer."""
+        """Return True if it ended since the broker did not answer."""
         return self.verdict is not None and self.verdict.is_outage
 
     @property
@@ -147,32 +138,19 @@ class PublishedPart:
         return self.verdict is not None and self.verdict.kind is FailureKind.WAIT_FOR_BROKER
 
     @property
+    def failed(self) -> object:
+        """The id of the entry whose attempts grow; None for none."""
+        return entry_id_of(self.next) if self.verdict is not None and self.verdict.counts else None
+
+    def stop(
+        self, verdict: FailureVerdict | None = None, error: str | None = None, *, is_expired: bool = False
+    ) -> None:
+        """Publish no more of it."""
+        self.is_stopped, self.verdict, self.error, self.is_expired = True, verdict, error, is_expired
+
+    @property
     def delivery(self) -> Delivery:
         """As a sum of one."""
-        is_left = self.lets_go and not self.ran_out
-        refused = [self.held.document_id] if is_left and not self.is_outage else []
+        is_left = self.is_stopped and not self.is_expired
+        refused = [self.id] if is_left and not self.is_outage else []
         return Delivery(self.dispatched, self.dead, self.left if is_left else 0, self.is_outage, self.error, refused)
-
-
-@dataclass(frozen=True, slots=True)
-class Remainder:
-    """
-    What a removal has left.
-
-    Attributes:
-        document_ids: documents in which something is left.
-        owners: of this process's claims on them.
-        failed: what could not be removed, each with the reason.
-    """
-
-    document_ids: Sequence[Any] = ()
-    owners: Sequence[ObjectId] = ()
-    failed: Sequence[tuple[PublishedPart, PyMongoError]] = ()
-
-    def and_(self, other: Remainder) -> Remainder:
-        """Both."""
-        return Remainder(
-            [*self.document_ids, *other.document_ids],
-            [*self.owners, *other.owners],
-            [*self.failed, *other.failed],
-        )

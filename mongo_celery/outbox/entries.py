@@ -18,9 +18,9 @@ from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import (
     bound,
     encoded,
-    frozen,
     ids_in,
     mentions_id,
+    messages_of,
     representation,
     signature_of,
     with_id,
@@ -162,30 +162,36 @@ def asks_for_id(given: object) -> bool:
     return callable(given) and not isinstance(given, (Signature, Mapping, Task, type))
 
 
-def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) -> Entry:
+def task_entries(app: Celery, task: object, now: datetime, home: Home = Home()) -> list[Entry]:
     """
-    An entry for a signature or canvas, or for what a callable makes of the `_id`.
+    Return an entry for each message of a signature or canvas, or of what a callable makes of the `_id`.
 
     Raises:
-        OutboxRefusedError: as of `Home.made`, `canvas.frozen` and `canvas.encoded`.
+        OutboxRefusedError: as of `Home.made`, `canvas.messages_of` and `canvas.encoded`.
     """
-    id = str(uuid4())  # noqa: A001
     signature = signature_of(app, home.made(task))
-    canvas, bind = frozen(app, signature, now, id), ""
     keeps = set() if home.id is not NO_ID or home.many else ids_in(signature)
-    shown = shown_arguments(canvas)
-    asks = mentions_id(canvas)
+    first_id = str(uuid4())
+    found = []
+    for place, message in enumerate(messages_of(app, signature, now, first_id)):
+        id = str(uuid4()) if place else first_id  # noqa: A001
+        found.append(_message_entry(app, message, now, home, id, keeps))
+    return found
+
+
+def _message_entry(app: Celery, message: Signature, now: datetime, home: Home, id: str, keeps: set[str]) -> Entry:  # noqa: A002
+    bind, shown, asks = "", shown_arguments(message), mentions_id(message)
     if home.id is not NO_ID:
-        canvas = with_id(canvas, as_argument(home.id)) if asks else canvas
-    elif asks or home.many or (home.many is None and not ids_in(canvas) <= keeps):
+        message = with_id(message, as_argument(home.id)) if asks else message
+    elif asks or home.many or (home.many is None and not ids_in(message) <= keeps):
         bind = placeholder(id)
-        canvas = with_id(canvas, bind) if asks else canvas
-    content_type, content_encoding, payload = encoded(app, canvas)
+        message = with_id(message, bind) if asks else message
+    content_type, content_encoding, payload = encoded(app, message)
     return Entry(
         id=id,
         kind="task",
         at=now,
-        name=str(canvas.task),
+        name=str(message.task),
         argsrepr=shown,
         content_type=content_type,
         content_encoding=content_encoding,
@@ -292,11 +298,11 @@ class EntryMaker:
         Return entries of tasks and events, in this order.
 
         Raises:
-            OutboxRefusedError: as of `task_entry` and `event_entry`, and for what is no list.
+            OutboxRefusedError: as of `task_entries` and `event_entry`, and for what is no list.
             DeploymentError, PyMongoError: the process has not read the signing key yet, and cannot.
         """
         now, events = self.now(), listed(events)
-        found = [task_entry(self._app, task, now, home) for task in listed(tasks)]
+        found = [entry for task in listed(tasks) for entry in task_entries(self._app, task, now, home)]
         if events:
             source = self._source()
             found += [event_entry(self._app, event, now, source=source, home=home) for event in events]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.broker.connection import reach_broker, write_connection
-from mongo_celery.command_line import ANY_APP
+from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import ConfigurationError, DeploymentError
+from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import ErrorContext, explain_error
@@ -69,81 +70,91 @@ class Health:
         oldest = self.status.oldest_seconds
         return oldest is not None and oldest > late_after(self.sweep_after, self.sweep_every)
 
-    def advice(self) -> list[str]:
-        """What to do, most urgent first; empty when all is well."""
-        found = []
-        if self.broker_error is not None:
-            found.append(
-                f"The broker does not answer: {self.broker_error}. Writes go on, and entries wait in MongoDB until it "
-                "is back.",
-            )
-        elif self.late and self.status.failing + self.status.other_apps < self.status.documents:
-            found.append(self._late_sweep())
-        elif not self.swept:
-            found.append(self._unswept())
-        if self.status.stuck:
-            found.append(
-                f"{number(self.status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again "
-                "and again through its own fault; the worker's log says why. It is tried for ever, with pauses of five "
-                "minutes: cure the cause, or set it aside with failure_policy='dead_letter'.",
-            )
-        failing = self.status.failing - self.status.stuck
-        if failing > 0:
-            found.append(
-                f"{number(failing, 'document holds', 'documents hold')} an entry that could not be published; the "
-                "worker's log says why. It is tried again, with growing pauses.",
-            )
-        if self.status.other_apps:
-            found.append(
-                f"{number(self.status.other_apps, 'document waits', 'documents wait')} for another app, whose entry is "
-                "the next one there: run that app's sweep, or name the app in delivers= here.",
-            )
-        if self.status.unsigned:
-            found.append(unsigned_sentence(self.status.unsigned))
-        if self.status.dead_letters:
-            letters = ANY_APP.celery("outbox", "dead-letters", "list")
-            found.append(f"Look at the dead letters with `{letters}`, then replay or discard them.")
-        if self.indexed is False and self.status.pending:
-            found.append(
-                f"The index {self.index} is missing: each sweep reads the whole collection. The first delivery creates "
-                "it, unless the user may not create indexes, or a transaction stays open; then create it by hand.",
-            )
-        return found
-
     @property
     def swept(self) -> bool:
-        """Whether somebody has swept lately, as far as that can be known."""
+        """Return True if somebody has swept lately, as far as that can be known."""
         if self.swept_seconds is None:
             return not self.sweeps_known
         return self.swept_seconds <= self.patience
 
-    def _unswept(self) -> str:
-        since = "yet" if self.swept_seconds is None else f"for {duration(self.swept_seconds)}"
-        return (
-            f"Nobody has swept it {since}: what a crash or an outage leaves is never sent. What is missing says "
-            f"`{ANY_APP.celery('outbox', 'check')}`."
+    def advice(self) -> list[str]:
+        """What to do, most urgent first; empty when all is well."""
+        broker, hidden = [], {"late"}
+        if self.broker_error is not None:
+            broker = [f"The broker does not answer: {self.broker_error}. Entries wait in MongoDB until it is back."]
+            hidden = {"late", "sweep"}
+        elif self.late and self.status.failing + self.status.other_apps < self.status.documents:
+            hidden = {"sweep"}  # one cause, one sentence
+        wrong = [each for each in judge_health(self, ANY_APP) if each.severity != "ok" and each.code not in hidden]
+        return [*broker, *(f"{each.sentence} `{each.command}`" if each.command else each.sentence for each in wrong)]
+
+
+def judge_health(health: Health, line: CommandLine) -> Iterator[Finding]:
+    """Judge what is pending, for how long, what has failed, and whether somebody sweeps."""
+    status = health.status
+    if not health.late:
+        yield ok("late", f"{number(status.pending, 'entry is', 'entries are')} pending, none for long.")
+    else:
+        yield failing(
+            "late",
+            f"{number(status.pending, 'entry waits', 'entries wait')}, the oldest for "
+            f"{duration(status.oldest_seconds or 0.0)}; a sweep should take them after {health.sweep_after:g} s. Look "
+            "for `outbox` in the worker's log. This delivers them now:",
+            line.celery("outbox", "sweep"),
+        )
+    if health.swept:
+        yield ok("sweep", "Somebody sweeps it.")
+    else:
+        since = "yet" if health.swept_seconds is None else f"for {duration(health.swept_seconds)}"
+        beat = "" if health.scheduled else "This app has no beat entry for it: make the outbox with sweep_every. "
+        yield failing(
+            "sweep",
+            f"Nobody has swept it {since}: what a crash or an outage leaves is never sent. {beat}Run beat, or the "
+            "listener of a bridge, and a worker on the queue of the sweep, each with the module that makes the outbox.",
+            line.celery("beat"),
+        )
+    yield from _judge_failures(status, line)
+    if health.indexed is False and status.pending:
+        yield degraded(
+            "index",
+            f"The index {health.index} is missing: each sweep reads the whole collection. The first delivery creates "
+            "it, unless the user may not create indexes, or a transaction stays open; then create it by hand.",
         )
 
-    def _late_sweep(self) -> str:
-        oldest = self.status.oldest_seconds or 0.0
-        waited = f"Entries have waited for {oldest:.0f} s; a sweep should take them after {self.sweep_after:g} s."
-        cure = f"`{ANY_APP.celery('outbox', 'sweep')}` delivers them now."
-        if not self.scheduled:
-            return f"{waited} This app has no beat entry for it: make an outbox with sweep_every, or run {cure}"
-        return (
-            f"{waited} Is `{ANY_APP.celery('beat')}`, or the listener of a bridge, running, and a worker on the queue "
-            f"of {SWEEP_TASK}? Look for `outbox` in the worker's log; {cure}"
+
+def _judge_failures(status: OutboxStatus, line: CommandLine) -> Iterator[Finding]:
+    letters = line.celery("outbox", "dead-letters", "list")
+    if status.stuck:
+        yield failing(
+            "stuck",
+            f"{number(status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again and again "
+            "through its own fault; the worker's log says why. Fix the cause, or set such entries aside with "
+            "failure_policy='dead_letter'.",
         )
-
-
-def unsigned_sentence(count: int) -> str:
-    """Return what to do about entries that the outbox has not signed."""
-    letters = ANY_APP.celery("outbox", "dead-letters", "list")
-    return (
-        f"{number(count, 'dead letter was', 'dead letters were')} not signed by the outbox, and not sent. Somebody "
-        "else writes to its field, its signing key was lost, or its writers have another option database. Find out who "
-        f"wrote them with `{letters}`, and discard them or replay them with --sign."
-    )
+    failed = status.failing - status.stuck
+    if failed > 0:
+        yield degraded(
+            "failing",
+            f"{number(failed, 'document holds', 'documents hold')} an entry that could not be published; the worker's "
+            "log says why. It is tried again, with growing pauses.",
+        )
+    if status.other_apps:
+        yield degraded(
+            "other_apps",
+            f"{number(status.other_apps, 'document waits', 'documents wait')} for another app, whose entry is the next "
+            "one there: run that app's sweep, or name the app in delivers= here.",
+        )
+    if status.unsigned:
+        yield failing(
+            "unsigned",
+            f"{number(status.unsigned, 'dead letter was', 'dead letters were')} not signed by the outbox, and not "
+            "sent. Somebody else writes to its field, its signing key was lost, or its writers have another option "
+            "database. Find out who wrote them, and discard them or replay them with --sign:",
+            letters,
+        )
+    if status.dead_letters:
+        entries = number(status.dead_letters, "entry was", "entries were")
+        yield degraded("dead_letters", f"{entries} set aside: look at them, then replay or discard them:", letters)
 
 
 def late_after(sweep_after: float, sweep_every: float | None) -> float:
@@ -206,7 +217,7 @@ def known_name(outbox: AnyOutbox) -> str:
 
 def concern_of(outbox: AnyOutbox) -> ErrorContext:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
-    documents, dead_letters = " and ".join(outbox.backing.full_names), outbox.dead_letters.full_name
+    documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
     notes, keys = outbox.backing.sweeps.full_name, outbox.backing.signer.full_name
     return ErrorContext(
         f"the outbox's collection {documents}, its dead letters, {dead_letters}, the notes of its sweeps, {notes}, or "
@@ -245,7 +256,7 @@ def read_outbox(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Hea
         sweep_every=outbox.backing.options.sweep_every,
         indexed=outbox.backing.is_indexed(),
         broker_error=broker_error,
-        index=outbox.backing.index_name,
+        index=outbox.backing.field.name,
     )
 
 

@@ -12,7 +12,7 @@ is done is final, until `expiresAt` removes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -137,7 +137,7 @@ class IdempotencyStore:
                 return IdempotencyClaim(result=found.get("result"))
         return IdempotencyClaim(wait=min(self.claim_ttl, _WAIT_SECONDS))
 
-    def renew(self, running: Iterable[tuple[Any, ObjectId]]) -> set[ObjectId]:
+    def renew(self, running: Sequence[tuple[Any, ObjectId]]) -> set[ObjectId]:
         """
         Renew claims, all by one write.
 
@@ -147,19 +147,15 @@ class IdempotencyStore:
         Returns:
             The owners whose claims are lost: another run has them. A claim that has ended meanwhile is not lost.
         """
-        identities, owners = zip(*running, strict=True)
+        identities, owners = [identity for identity, _ in running], [owner for _, owner in running]
         mine = {"_id": {"$in": identities}, "owner": {"$in": owners}, "state": "running"}
         times = {"until": after(self.claim_ttl), "expiresAt": after(self.claim_ttl + self._keep)}
         collection = self.collection
         if collection.update_many(mine, [{"$set": times}]).matched_count == len(owners):
             return set()
-        kept = {found["owner"] for found in collection.find(mine, {"owner": 1})}
-        ended = [(identity, owner) for identity, owner in zip(identities, owners, strict=True) if owner not in kept]
-        return {
-            owner
-            for identity, owner in ended
-            if collection.find_one({"_id": identity, "owner": {"$ne": owner}}, {"_id": 1}) is not None
-        }
+        others = {"_id": {"$in": identities}, "owner": {"$nin": owners}}
+        taken = [found["_id"] for found in collection.find(others, {"_id": 1})]
+        return {owner for identity, owner in running if identity in taken}
 
     def finish(self, identity: Any, owner: ObjectId, result: str | None) -> bool:
         """Record that an id has run, and with which result; False if its claim was lost."""

@@ -2,8 +2,8 @@
 The heartbeat of idempotency records: one thread of a process renews claims while their functions run.
 
 A claim is first due a third of its time after the *start* of the claim call: a slow answer shortens the first pause,
-not the safety. One write renews all due claims of a `once`. A renewal without an answer is tried again soon. A refused
-claim belongs to another run, and is renewed no more. A function that ends within a third of the time costs no write.
+not the safety. One write renews all due claims of a `once`. A renewal without an answer is tried again soon. A function
+that ends within a third of the time costs no write.
 
 Not promised: that no second run starts beside a frozen process (stopped, swapped out, in a debugger). Its claim lapses
 by the server's clock, whatever the process believes.
@@ -15,16 +15,13 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import pymongo
 from bson import ObjectId
-from pymongo.errors import PyMongoError
 
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import brief
 from mongo_celery.outbox.idempotency import IdempotencyStore
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -68,72 +65,65 @@ class ClaimHeartbeats:
     """The heartbeats of one process. Thread-safe; the thread starts with the first claim, and ends after the last."""
 
     def __init__(self) -> None:
-        self._running: dict[int, RunningClaim] = {}
+        self._running: dict[ObjectId, RunningClaim] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._wakes = 0.0
 
     def begin(self, store: IdempotencyStore, identity: Any, owner: ObjectId, started: float) -> RunningClaim:
         """Renew a claim from now on; `started` is the monotonic time at which the claim call began."""
         running = RunningClaim(store, identity, owner, started + store.claim_ttl / 3)
         with self._changed:
-            self._running[id(running)] = running
+            self._running[owner] = running
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mongo_celery-once", daemon=True)
                 self._thread.start()
-            elif running.due < self._wakes:
-                self._changed.notify_all()
+            self._changed.notify_all()
         return running
 
     def end(self, running: RunningClaim) -> None:
         """Renew it no more; a renewal in progress changes nothing once the record is done."""
         with self._changed:
-            self._running.pop(id(running), None)
+            self._running.pop(running.owner, None)
 
     def _run(self) -> None:
-        while (due := self._next()) is not None:
-            for _, group in groupby(sorted(due, key=_store_of), key=_store_of):
-                self._renew([*group])
+        while due := self._next():
+            for store in {each.store for each in due}:
+                self._renew(store, [each for each in due if each.store is store])
 
-    def _next(self) -> list[RunningClaim] | None:
-        """Wait for what is due; None, and no thread from now on, if nothing has run for a while."""
-        idle_since = time.monotonic()
+    def _next(self) -> list[RunningClaim]:
+        """Wait for what is due; nothing, and no thread from now on, if nothing has run for a while."""
+        idle_at = time.monotonic() + _IDLE_SECONDS
         with self._changed:
             while True:
                 now = time.monotonic()
                 due = [each for each in self._running.values() if each.due <= now]
                 if due:
                     return due
-                if self._running:
-                    idle_since = now
-                elif now - idle_since >= _IDLE_SECONDS:
+                if not self._running and now >= idle_at:
                     self._thread = None
-                    return None
-                self._wakes = min((each.due for each in self._running.values()), default=idle_since + _IDLE_SECONDS)
-                self._changed.wait(self._wakes - now)
+                    return []
+                self._changed.wait(min((each.due for each in self._running.values()), default=idle_at) - now)
 
-    def _renew(self, due: list[RunningClaim]) -> None:
+    def _renew(self, store: IdempotencyStore, due: list[RunningClaim]) -> None:
         """Renew some of one store; whatever goes wrong, the thread continues for the others."""
-        store, started = due[0].store, time.monotonic()
-        period = store.claim_ttl / 3
+        started, period = time.monotonic(), store.claim_ttl / 3
         try:
             with pymongo.timeout(max(period, _ANSWER_SECONDS_MIN)):
-                lost = store.renew((each.identity, each.owner) for each in due)
+                lost = store.renew([(each.identity, each.owner) for each in due])
         except Exception as error:  # noqa: BLE001 - the user's callable, too; without this thread every claim lapses
             logger.warning(
                 "renewal of %d claims of once failed, trying again: %s",
                 len(due),
-                brief(error) if isinstance(error, PyMongoError) else short(error),
+                short(error),
                 extra={"event": "mark_renewal_failed"},
             )
             lost, started, period = set(), time.monotonic(), period / 4
         for each in due:
             each.due = started + period
-            if each.owner in lost:
-                with self._changed:  # one that has just ended is not lost
-                    found = self._running.pop(id(each), None)
-                if found is not None:
-                    each.lose()
+            with self._changed:  # one that has just ended is not lost
+                is_lost = each.owner in lost and self._running.pop(each.owner, None) is not None
+            if is_lost:
+                each.lose()
 
 
 def described(identity: Any) -> str:
@@ -141,10 +131,6 @@ def described(identity: Any) -> str:
     named = isinstance(identity, dict)
     text = f"{identity['t']} for {identity['k']!r}" if named else repr(identity)
     return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}..."
-
-
-def _store_of(running: RunningClaim) -> int:
-    return id(running.store)
 
 
 HEARTBEATS = PerProcess(ClaimHeartbeats)

@@ -77,10 +77,12 @@ class OutboxIndex:
             if is_transient(error):
                 raise
             return None
-        return any(
-            list(each["key"]) == list(self.keys) and each.get("partialFilterExpression") == self.condition
-            for each in found
-        )
+        return any(map(self.is_like, found))
+
+    def is_like(self, found: Mapping[str, Any]) -> bool:
+        """Return True if a stored index has these keys and this condition, whatever its name."""
+        keys = found["key"].items() if isinstance(found["key"], Mapping) else found["key"]
+        return list(keys) == list(self.keys) and found.get("partialFilterExpression") == self.condition
 
     def create(self, *, patiently: bool) -> bool:
         """
@@ -178,21 +180,18 @@ def due_documents(
     limit: int,
     *,
     passing_over: Sequence[Any] = (),
-    by_lot: bool = False,
     seconds: float | None = None,
 ) -> list[Any]:
     """
-    The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim.
+    Return the `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim.
 
     Args:
         collection: of the outbox.
         claims: conditions on its field.
         older_than: the seconds.
-        limit: how many at most.
+        limit: how many at most, the first that the index has.
         passing_over: `_id`s of documents that are not wanted.
-        by_lot: drawn from all that are due, those that were never claimed before the others. It reads all of them.
-            Else the first that the index has, which may be the same ones each time.
-        seconds: that this may take, where it is not by lot; None for no bound.
+        seconds: that this may take; None for no bound.
 
     Raises:
         PyMongoError: it took longer, or MongoDB did not answer.
@@ -200,22 +199,8 @@ def due_documents(
     condition = claims.claimable(older_than)
     if passing_over:
         condition["_id"] = {"$nin": list(passing_over)}
-    if not by_lot:
-        with nullcontext() if seconds is None else pymongo.timeout(seconds):
-            return [each["_id"] for each in _local(collection).find(condition, {"_id": 1}, limit=limit)]
-    stages: list[dict[str, Any]] = [
-        {"$match": condition},
-        {"$project": {"until": f"${claims.field.until}", "lot": {"$rand": {}}}},  # documents may be large
-        {"$sort": {"until": 1, "lot": 1}},
-        {"$limit": limit},
-    ]
-    return [document["_id"] for document in _local(collection).aggregate(stages)]
-
-
-def still_due(collection: Collection[Any], claims: PendingClaims, document_ids: Sequence[Any]) -> list[Any]:
-    """Those of some documents that this process may claim at once."""
-    these = {"_id": {"$in": list(document_ids)}, **claims.claimable()}
-    return [document["_id"] for document in _local(collection).find(these, {"_id": 1})]
+    with nullcontext() if seconds is None else pymongo.timeout(seconds):
+        return [each["_id"] for each in _local(collection).find(condition, {"_id": 1}, limit=limit)]
 
 
 def waiting_for_others(collection: Collection[Any], claims: PendingClaims, older_than: float) -> Any:

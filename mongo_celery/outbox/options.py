@@ -9,7 +9,6 @@ from typing import Any, Literal, TypedDict
 from mongo_celery.arguments import Duration, check_count, check_flags, check_known, check_texts, positive, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
-from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.failures import FAILURE_POLICIES
 
 _SECONDS_MAX = 3600.0
@@ -73,13 +72,11 @@ class OutboxOptions:
     sweep_every: float | None = 15.0
     at_once: AtOnce = True
     claim_ttl: float = 10.0
-    max_pending: int = 1000
     max_attempts: int = 5
     database: str = DEFAULT_DATABASE
     exchange: str = "mongo_celery.events"
     source: str | None = None
     foreign_tasks: bool = False
-    field: str = FIELD
     failure_policy: str = "halt"
     delivers: Sequence[str] = ()
     dead_letter_retention: float | None = None
@@ -91,8 +88,7 @@ class OutboxOptions:
         if self.dead_letter_retention is not None:
             kept = positive(self.dead_letter_retention, "dead_letter_retention")
             object.__setattr__(self, "dead_letter_retention", kept)
-        for name in ("max_pending", "max_attempts"):
-            check_count(name, getattr(self, name))
+        check_count("max_attempts", self.max_attempts)
         optional = {name: getattr(self, name) for name in ("name", "source") if getattr(self, name) is not None}
         check_texts(database=self.database, exchange=self.exchange, **optional)
         check_flags(foreign_tasks=self.foreign_tasks)
@@ -110,32 +106,17 @@ class OutboxOptions:
             raise ConfigurationError(
                 f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it at least 1 s."
             )
-        if not _is_name(self.field):
-            raise ConfigurationError(
-                f"field={self.field!r} must be the name of a field at the top of a document: not _id, no $ at its "
-                "beginning and no dot in it."
-            )
 
 
-def options_of(shared: Mapping[str, Any], **own: Any) -> OutboxOptions:
+def options_of(given: Mapping[str, Any]) -> OutboxOptions:
     """
-    The options of one outbox from its keyword arguments.
-
-    Args:
-        shared: those of either kind.
-        own: those of its kind.
+    Return the options of one outbox from its keyword arguments.
 
     Raises:
         ConfigurationError: there is no such option, or a value cannot work.
     """
-    check_known(list(shared), [*SharedOptions.__annotations__, *own], "option")
-    return OutboxOptions(**own, **shared)
-
-
-def _is_name(field: object) -> bool:
-    if not isinstance(field, str) or not field or field == "_id":
-        return False
-    return not field.startswith("$") and "." not in field and "\0" not in field
+    check_known(list(given), list(SharedOptions.__annotations__), "option")
+    return OutboxOptions(**given)
 
 
 def _bounded(value: Duration, name: str) -> float:

@@ -17,16 +17,18 @@ long ago: a writer with a wrong clock can cost a duplicate, and never makes an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from datetime import UTC, datetime
 from typing import Any
 
-from bson import Decimal128, ObjectId
+from bson import ObjectId
+from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.verdicts import Code, is_too_large
 from mongo_celery.mongo.writes import Addition, Body, Modifications, Operators, Pipeline, Replacement
 from mongo_celery.outbox.entries import FIELD, Entry
 
@@ -39,13 +41,7 @@ The smallest claim, so that `$max` fills it in where there is none and changes n
 compares documents key by key, which is why these stand in the order in which they are stored.
 """
 
-_COUNT_MAX = 2**63 - 1
-
 _PATH_STAGES = {"$set", "$addFields", "$unset"}
-
-
-class NewField(dict[str, Any]):
-    """The field of a new document, made here: another outbox's replacement may take it, and none that was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +51,9 @@ class PendingField:
 
     Args:
         name: of the field, at the top of the document.
-        beside: gives the fields of other outboxes on the collection, which a replacement keeps, too.
     """
 
     name: str = FIELD
-    beside: Callable[[], Sequence[PendingField]] = dataclass_field(default=tuple, compare=False)
 
     @property
     def count(self) -> str:
@@ -81,27 +75,12 @@ class PendingField:
         """Path of the time until which a document is claimed, or held back."""
         return f"{self.claim}.until"
 
-    def room_for(self, count: int, max_pending: int) -> Document:
-        """A condition: there is still room for so many entries; true of a document without the field."""
-        return {self.count: {"$not": {"$gt": max_pending - count}}}
-
-    def count_in(self, document: Mapping[str, Any]) -> int:
-        """How many entries a document says that it holds; what is no number counts as none."""
-        field = document.get(self.name)
-        count = field.get("count", 0) if isinstance(field, Mapping) else 0
-        try:
-            return int(count.to_decimal() if isinstance(count, Decimal128) else count)
-        except OverflowError:  # infinity, which is beyond any bound
-            return _COUNT_MAX
-        except (TypeError, ValueError):
-            return 0
-
     # -- append ------------------------------------------------------------------------------------
 
     def new_field(self, entries: Sequence[Entry]) -> Document:
         """Return the field's value in a document that is inserted."""
         events = [entry.to_document() for entry in entries]
-        return NewField(count=len(entries), events=events, claim=dict(UNCLAIMED))
+        return {"count": len(entries), "events": events, "claim": dict(UNCLAIMED)}
 
     def with_entries(self, update: Modifications, entries: Sequence[Entry]) -> Any:
         """
@@ -125,34 +104,15 @@ class PendingField:
 
     def replacement(self, document: Mapping[str, Any], entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
         """
-        A pipeline that replaces a document and keeps its `_id` and what is pending, of other outboxes, too.
+        A pipeline that replaces a document and keeps its `_id` and what is pending.
 
         Args:
-            document: the new one; an `_id` in it must be the stored document's own, or the server refuses it. It may
-                carry new entries of other outboxes.
+            document: the new one; an `_id` in it must be the stored document's own, or the server refuses it.
             entries: to append; may be empty.
         """
-        own = self.addition(entries) if entries else self._kept()
-        beside = {other.name: other.kept_with(document.get(other.name)) for other in self.beside()}
+        own = self.addition(entries) if entries else Addition(self.name, {}, f"${self.name}")
         identity = [] if "_id" in document else [Addition("_id", {}, "$_id")]
-        rest = {name: value for name, value in document.items() if name not in beside} if beside else document
-        return Replacement(rest).build_update(*identity, own, *beside.values())
-
-    def kept_with(self, brought: Any) -> Addition:
-        """
-        Return what keeps the pending entries, and adds those that `with_tasks` has put into a new document.
-
-        Raises:
-            OutboxRefusedError: the field was read: an entry in it may have been delivered since, and would be again.
-        """
-        if brought is None:
-            return self._kept()
-        if not isinstance(brought, NewField):
-            raise OutboxRefusedError(
-                f"the document carries {self.name} of another outbox as it was read; a delivered entry would be sent "
-                f"again; leave it out: document.pop({self.name!r}, None)."
-            )
-        return Addition(self.name, {}, self._appended(literal(brought["events"])))
+        return Replacement(document).build_update(*identity, own)
 
     def addition(self, entries: Sequence[Entry]) -> Addition:
         """Return what the outbox writes to a document that is there: the entries appended, and a place for a claim."""
@@ -163,10 +123,6 @@ class PendingField:
             "$max": {self.claim: dict(UNCLAIMED)},
         }
         return Addition(self.name, pushed, self._appended(literal(events)))
-
-    def _kept(self) -> Addition:
-        """What is pending stays; where nothing is, no field comes to be."""
-        return Addition(self.name, {}, f"${self.name}")
 
     def _appended(self, new: Document) -> Document:
         there = {"$ifNull": [f"${self.events}", []]}
@@ -206,3 +162,22 @@ class PendingField:
     def _refuse(self, body: Body) -> None:
         if body.find_name(self.name) is not None:
             raise OutboxRefusedError(f"{self.name} belongs to the outbox; leave it out of the update or document.")
+
+
+@contextmanager
+def explain_refusals(namespace: str, field: str, otherwise: str = "nothing was written") -> Iterator[None]:
+    """Say in our words why the server refuses a document: larger than 16 MB, or with a value where entries belong."""
+    try:
+        yield
+    except Exception as error:
+        if is_too_large(error):
+            raise OutboxRefusedError(
+                f"the document with its entries would be larger than 16 MB; {otherwise} to {namespace}. Pass ids "
+                "instead of values to the tasks, or keep less in the document.",
+            ) from error
+        if isinstance(error, OperationFailure) and error.code == Code.PathNotViable and field in str(error):
+            raise OutboxRefusedError(
+                f"{field} of a document of {namespace} is no document, as where an ODM has written null; {otherwise}. "
+                f'Remove it there: update_many({{"{field}": {{"$type": "null"}}}}, {{"$unset": {{"{field}": 1}}}}).',
+            ) from error
+        raise

@@ -27,7 +27,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.outbox.canvas import heads, leaves
+from mongo_celery.outbox.canvas import leaves
 from mongo_celery.outbox.capture import captured
 from mongo_celery.outbox.entries import Entry, bound_event, canvas_of
 from mongo_celery.tracing import sending_for, trace_headers
@@ -189,7 +189,7 @@ class Publisher:
             batch.flush()
         except Exception as error:
             limit = _time_limit(error)
-            verdict = None if limit is not None else self._verdict(error, connection, is_canvas=False)
+            verdict = None if limit is not None else self._verdict(error, connection)
             is_refusal = any(isinstance(each, connection.channel_errors) for each in _causes(error))
             _forget(producer, connection)  # it may be in the middle of a command
             if limit is not None:
@@ -210,8 +210,6 @@ class Publisher:
             try:
                 if signature is None:
                     self._publish_event(producer, entry, retry=not is_collected)
-                elif is_collected and signature.subtask_type is not None:
-                    raise BatchAbandonedError  # Celery may send parts of it on a connection of its own
                 elif is_collected and _is_listened_to(signature.task):
                     raise BatchAbandonedError
                 else:
@@ -227,7 +225,7 @@ class Publisher:
                     raise limit from None
                 if is_collected:
                     raise BatchAbandonedError from error
-                verdict = self._verdict(error, connection, is_canvas=bool(signature and signature.subtask_type))
+                verdict = self._verdict(error, connection)
                 if isinstance(verdict, BrokerUnavailableError):
                     _forget(producer, connection)
                     raise verdict from error
@@ -244,13 +242,12 @@ class Publisher:
 
     def _signature(self, entry: Entry, document_id: object) -> Any:
         signature = canvas_of(self.app, entry, document_id)
-        for head in heads(signature):
-            head["args"] = tuple(head["args"])  # monitors show them as `delay` would
+        signature["args"] = tuple(signature["args"])  # monitors show them as `delay` would
         if not self._foreign_tasks:
             for leaf in leaves(signature):
-                if leaf.task not in self.app.tasks:
+                if leaf["task"] not in self.app.tasks:
                     raise UnknownTaskError(
-                        f"task {leaf.task!r} is not registered in this process; import its module there, or make "
+                        f"task {leaf['task']!r} is not registered in this process; import its module there, or make "
                         "the outbox with foreign_tasks=True if another app runs it.",
                     )
         return signature
@@ -297,7 +294,7 @@ class Publisher:
         except (OperationalError, OSError) as error:
             raise BrokerUnavailableError(error) from error
 
-    def _verdict(self, error: Exception, connection: Any, *, is_canvas: bool) -> Exception:
+    def _verdict(self, error: Exception, connection: Any) -> Exception:
         """Whether it is the entry's fault; if not, what to say instead."""
         causes = list(_causes(error))
         if any(getattr(each, "reply_code", None) == _FRAME_SYNTAX for each in causes):
@@ -309,7 +306,7 @@ class Publisher:
             return BrokerUnavailableError(error, answers=answers)
         # kombu's Redis transport counts any KeyError as a lost connection; a damaged entry can raise one too.
         lost = tuple(each for each in connection.connection_errors if each is not KeyError)
-        # The result backend: a chord writes to it, and Celery listens there for the result of any task.
+        # The result backend, at which Celery listens for the result of any task.
         backend_lost = getattr(self.app.backend, "connection_errors", ())
         backend_refused = getattr(self.app.backend, "channel_errors", ())
         if not any(isinstance(each, (*lost, *backend_lost, *backend_refused, *_LOST)) for each in causes):
@@ -317,7 +314,7 @@ class Publisher:
         if any(isinstance(each, (*backend_refused, RuntimeError, BackendError)) for each in causes):
             return BrokerUnavailableError(error, answers=True)
         silent = any(type(each).__name__ == "TimeoutError" for each in causes)  # Python's, and redis-py's of that name
-        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self.answers())
+        return BrokerUnavailableError(error, answers=not silent and self.answers())
 
     def answers(self, seconds: int = _BROKER_SECONDS) -> bool:
         """Whether the broker takes a new connection, within a bound."""
@@ -350,9 +347,9 @@ def _connect(app: Celery) -> Any:
 def _carry(signature: Any, headers: Mapping[str, str]) -> None:
     """Let each message of a canvas carry these headers, also what a worker sends later; the user's own stand."""
     for leaf in leaves(signature) if headers else ():
-        own = leaf.options.get("headers") or {}
+        own = leaf["options"].get("headers") or {}
         if isinstance(own, Mapping):
-            leaf.options["headers"] = {**headers, **own}
+            leaf["options"]["headers"] = {**headers, **own}
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from celery import Celery
@@ -15,7 +15,7 @@ from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry, EntryMaker
-from mongo_celery.outbox.options import OutboxOptions
+from mongo_celery.outbox.options import options_of
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.sweep import SWEEP_TASK, SweepTarget, sweep_all, sweep_one
 
@@ -27,22 +27,21 @@ class AnyOutbox:
     Args:
         app: the Celery app; it knows the outbox afterwards, by its name.
         collection: where entries are stored, or a callable that returns it.
-        options: of the outbox.
-        kind: what stands behind it.
+        given: options of the outbox.
+        is_own: whether the collection is the outbox's own, so that an emptied document is deleted.
 
     Raises:
         ConfigurationError: the collection is none, or the app has an outbox of this name.
     """
 
-    def __init__(
-        self, app: Celery, collection: Source, options: OutboxOptions, kind: Callable[..., Backing] = Backing
-    ) -> None:
+    def __init__(self, app: Celery, collection: Source, given: Mapping[str, Any], *, is_own: bool = False) -> None:
+        options = options_of(given)
         self.app = app
         self.sweep_after = options.sweep_after
         self.publisher = Publisher(
             app, options.exchange, foreign_tasks=options.foreign_tasks, delivers=options.delivers
         )
-        self.backing = kind(app, collection, self.publisher, options)
+        self.backing = Backing(app, collection, self.publisher, options, is_own=is_own)
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
         self._maker = EntryMaker(
             app,
@@ -90,8 +89,8 @@ class AnyOutbox:
         Deliver what was left behind in this collection.
 
         Args:
-            older_than: seconds that the oldest entry of a document (of a key) has waited; by default `sweep_after`.
-            limit: how many documents (keys, and transactions without one) at most.
+            older_than: seconds that the oldest entry of a document has waited; by default `sweep_after`.
+            limit: how many documents at most.
 
         Returns:
             The sum of what was done.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from bson import ObjectId
@@ -18,9 +19,10 @@ from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.outbox.claims import PendingClaims
+from mongo_celery.outbox.claims import PendingClaims, ServerClock
 from mongo_celery.outbox.commands import bounded, is_about_some, once_more, singly
-from mongo_celery.outbox.delivery import HeldDocument, PublishedPart, Remainder
+from mongo_celery.outbox.delivery import HeldDocument
+from mongo_celery.outbox.pending import LONG_AGO
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -31,6 +33,22 @@ SETTLE_DOCUMENTS = 100
 """How many documents may have entries that were published and are still pending."""
 
 
+@dataclass(slots=True)
+class Remainder:
+    """
+    What removals have left.
+
+    Attributes:
+        document_ids: documents in which something is left that this process may deliver now.
+        owners: of this process's claims on them.
+        failed: what could not be removed, each with the reason.
+    """
+
+    document_ids: list[Any] = field(default_factory=list)
+    owners: list[ObjectId] = field(default_factory=list)
+    failed: list[tuple[HeldDocument, PyMongoError]] = field(default_factory=list)
+
+
 class Removals:
     """
     Removes entries from the documents of one collection.
@@ -38,87 +56,95 @@ class Removals:
     Args:
         collection: of the outbox.
         claims: conditions and updates on the collection's field.
-        claim_ttl: seconds of a claim.
+        clock: of the server.
+        is_own: whether an emptied document is deleted.
     """
 
-    def __init__(self, collection: Collection[dict[str, Any]], claims: PendingClaims, claim_ttl: float) -> None:
+    def __init__(
+        self, collection: Collection[dict[str, Any]], claims: PendingClaims, clock: ServerClock, *, is_own: bool
+    ) -> None:
         self.quick = collection.with_options(write_concern=WriteConcern(1), read_concern=ReadConcern("local"))
         """The collection, with writes and reads that do not wait for a majority."""
         self._claims = claims
-        self._field = claims.field
-        self._claim_ttl = claim_ttl
+        self._clock = clock
+        self._is_own = is_own
 
-    def settle(self, parts: Sequence[PublishedPart]) -> Remainder:
+    def settle(self, held: Sequence[HeldDocument], left: Remainder) -> None:
         """
         Remove what was published, and let go what cannot go on.
 
-        Returns:
-            Documents in which something is left that this process still holds, and what could not be removed.
+        Args:
+            held: the documents.
+            left: gets those in which something is left that this process still holds, and what could not be removed.
 
         Raises:
             PyMongoError: MongoDB did not answer; anything of it may have been done, and all may be done again.
         """
-        if not parts:
-            return Remainder()
         try:
-            return self._settle(parts)
+            self._settle(held, left)
         except PyMongoError as error:
             if not is_about_some(error):
                 raise
-            if len(parts) == 1:
-                return Remainder(failed=[(parts[0], error)])
-        total = Remainder()
+            if len(held) == 1:
+                left.failed.append((held[0], error))
+            else:
+                left.failed += singly(held, lambda each: self._settle([each], left))
 
-        def settle_one(part: PublishedPart) -> None:
-            nonlocal total
-            total = total.and_(self._settle([part]))
-
-        return Remainder(failed=singly(parts, settle_one)).and_(total)
-
-    def _settle(self, parts: Sequence[PublishedPart]) -> Remainder:
-        whole = [part for part in parts if part.is_whole]
-        others = [part for part in parts if part.names and not part.is_whole]
+    def _settle(self, held: Sequence[HeldDocument], left: Remainder) -> None:
+        whole = [each for each in held if each.is_whole]
+        others = [each for each in held if each.names and not each.is_whole]
         if whole:
-            published = [(part.held.document_id, part.names) for part in whole]
+            where = self._claims.emptied([(each.id, each.names) for each in whole])
             with bounded():
-                emptied = once_more(lambda: self.quick.update_many(*self._claims.emptied(published))).matched_count
+                emptied = once_more(lambda: self._empty(where))
             if emptied < len(whole):
                 others += whole
-        remainder = self._remove(others) if others else Remainder()
-        self._release_alike([part for part in parts if part.lets_go])
-        return remainder
+        if others:
+            self._remove(others, left)
+        self._release_alike([each for each in held if each.is_stopped])
+        left.document_ids += [each.id for each in held if each.is_expired]  # they are free, to be claimed anew
 
-    def _release_alike(self, parts: Sequence[PublishedPart]) -> None:
-        """Let documents go, by one command for all that have the same pause; where an entry failed, one for each."""
-        alike: dict[tuple[float, Any], list[HeldDocument]] = {}
-        for number, part in enumerate(parts):
-            pause = part.verdict.pause if part.verdict is not None else 0.0
-            alike.setdefault((pause, None if part.failed is None else number), []).append(part.held)
-        for (pause, number), held in alike.items():
-            failed = None if number is None else parts[number].failed
-            self.release([each.document_id for each in held], [each.owner for each in held], pause, failed)
+    def _empty(self, where: Mapping[str, Any]) -> int:
+        if self._is_own:
+            return self.quick.delete_many(where).deleted_count
+        return self.quick.update_many(where, {"$unset": {self._claims.field.name: 1}}).matched_count
 
-    def _remove(self, parts: Sequence[PublishedPart]) -> Remainder:
-        ids = [part.held.document_id for part in parts]
-        removals = [
-            UpdateOne(*self._claims.removed(part.held.document_id, part.names, part.held.owner, self._claim_ttl))
-            for part in parts  # each for itself: entries of one name may lie in many documents
-        ]
+    def _remove(self, held: Sequence[HeldDocument], left: Remainder) -> None:
+        """Remove by id, of each document for itself: entries of one id may lie in many documents."""
+        ids, field = [each.id for each in held], self._claims.field
         with bounded():
-            self.quick.bulk_write(removals, ordered=False)
-            found = list(self.quick.find({"_id": {"$in": ids}}, {f"{self._field.claim}.owner": 1}))
-        for gone in [] if len(found) == len(ids) else [each for each in ids if not _is_among(each, found)]:
-            logger.warning(
-                "document %r was deleted while its entries were delivered", gone, extra={"event": "document_deleted"}
-            )
-        going_on = [part.held.owner for part in parts if not part.lets_go]
-        left = [document["_id"] for document in found if self._owner_in(document) in going_on]
-        return Remainder(left, going_on if left else ())
+            exact = [UpdateOne(*self._claims.removed(each.id, each.names)) for each in held]
+            if self.quick.bulk_write(exact, ordered=False).matched_count < len(held):
+                anyhow = [UpdateOne(*self._claims.removed_anyhow(each.id, each.names)) for each in held]
+                self.quick.bulk_write(anyhow, ordered=False)
+                if self._is_own:
+                    self.quick.delete_many({"_id": {"$in": ids}, field.name: {"$exists": False}})
+            found = list(self.quick.find({"_id": {"$in": ids}}, {f"{field.claim}.owner": 1}))
+        for gone in [] if self._is_own or len(found) == len(ids) else ids:
+            if not any(each["_id"] == gone for each in found):
+                logger.warning(
+                    "document %r was deleted while its entries were delivered",
+                    gone,
+                    extra={"event": "document_deleted"},
+                )
+        going_on = [each.owner for each in held if not each.is_stopped]
+        still = [document["_id"] for document in found if self._owner_in(document) in going_on]
+        left.document_ids += still
+        left.owners += going_on if still else []
 
     def _owner_in(self, document: Mapping[str, Any]) -> Any:
-        stored = document.get(self._field.name)
+        stored = document.get(self._claims.field.name)
         claim = stored.get("claim") if isinstance(stored, Mapping) else None
         return claim.get("owner") if isinstance(claim, Mapping) else None
+
+    def _release_alike(self, held: Sequence[HeldDocument]) -> None:
+        """Let documents go, by one command for all that have the same pause; where an entry failed, one for each."""
+        alike: dict[tuple[float, Any], list[HeldDocument]] = {}
+        for number, each in enumerate(held):
+            pause = each.verdict.pause if each.verdict is not None else 0.0
+            alike.setdefault((pause, None if each.failed is None else number), []).append(each)
+        for (pause, _), these in alike.items():
+            self.release([each.id for each in these], [each.owner for each in these], pause, these[0].failed)
 
     def release(
         self,
@@ -132,13 +158,25 @@ class Removals:
 
         A claim that cannot be let go lapses.
 
+        Args:
+            document_ids: which.
+            owners: of the claims.
+            pause: seconds before the next relay may take them.
+            failed: id of an entry whose attempts grow by one.
+
         Raises:
             PyMongoError: MongoDB did not answer.
         """
 
         def let_go(these: Sequence[object]) -> None:
             with bounded():
-                self.quick.update_many(*self._claims.released(these, owners, pause, failed))
+                until = self._clock.after(pause) if pause else LONG_AGO
+                where, change = self._claims.released(these, owners, until)
+                if failed is None:
+                    self.quick.update_many(where, change)
+                    return
+                counted, array_filters = self._claims.counted(failed)
+                self.quick.update_many(where, {**change, **counted}, array_filters=array_filters)
 
         if not document_ids or not owners:
             return
@@ -149,7 +187,3 @@ class Removals:
                 raise
             if len(document_ids) > 1:
                 singly(document_ids, lambda each: let_go([each]))
-
-
-def _is_among(document_id: object, documents: Sequence[Mapping[str, Any]]) -> bool:
-    return any(document["_id"] == document_id for document in documents)

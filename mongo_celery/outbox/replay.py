@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 from bson.binary import UuidRepresentation
+from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.document_write import DocumentWrite
 from mongo_celery.outbox.entries import Entry, canvas_of, shown_arguments, without_payload
-from mongo_celery.outbox.parcel_backing import ParcelBacking
+from mongo_celery.outbox.pending import explain_refusals
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
 if TYPE_CHECKING:
@@ -115,17 +116,13 @@ def replay(
     Raises:
         CommandRefusedError: there is no such dead letter, its document is gone, its entry is still in it, cannot be
             read, or is not signed and `sign` is not given; the dead letter is still there.
-        OutboxRefusedError: the document is full; the dead letter is still there.
+        OutboxRefusedError: the document would be too large; the dead letter is still there.
     """
     found = dead_letter(outbox, id)
     if found is None:
         raise CommandRefusedError(f"Outbox {outbox.name} has no dead letter {id}.")
     entry = _signed(outbox, found, sign=sign)
     again = outbox.backing.signer.sign(replace(entry, id=next_id(id), attempts=0, at=datetime.now(UTC)))
-    if isinstance(outbox.backing, ParcelBacking):
-        outbox.backing.put_back(found.document, again)
-        outbox.dead_letters.remove(id)
-        return Replay(id=id, result="pending", entry=again.id)
     for _ in range(_ROUNDS):
         if _append(outbox, found.document, entry.id, again):
             break
@@ -157,10 +154,18 @@ def next_id(id: str) -> str:  # noqa: A002
 
 
 def _append(outbox: AnyOutbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
-    """Add the entry, by one update; False where the document is gone or holds it under either id."""
-    guard = {"_id": document_id, f"{outbox.backing.field.events}.id": {"$nin": [id, again.id]}}
-    write = DocumentWrite(filter=guard, update={}, options={})
-    return outbox.backing.writer.write(write, [again], session=None).matched
+    """
+    Add the entry, by one update; False where the document is gone or holds it under either id.
+
+    A document of the outbox's own collection is made anew where it is gone.
+    """
+    backing, field = outbox.backing, outbox.backing.field
+    guard = {"_id": {"$eq": document_id}, f"{field.events}.id": {"$nin": [id, again.id]}}
+    with explain_refusals(outbox.collection.full_name, field.name), suppress(DuplicateKeyError):
+        change = field.with_entries({}, [again])
+        result = backing.plain.update_one(guard, change, upsert=backing.is_own)
+        return bool(result.raw_result and result.raw_result["n"])
+    return False
 
 
 def _ids_in(outbox: AnyOutbox, document_id: Any) -> list[Any] | None:

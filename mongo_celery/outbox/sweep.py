@@ -2,10 +2,8 @@
 The sweep: delivers what a crash, a lost connection or a broker outage has left behind.
 
 Outboxes take turns, a handful of documents each, so that a large backlog in one collection does not keep the others
-waiting. Nor does a document that stands: one that is still due when it has had its turn is passed over until all others
-have had theirs. After a turn in vain the next documents are drawn from all that are due, by lot, and those that have
-failed before come last, the one whose last try is the longest ago first: so however many cannot be delivered, every
-other has its turn, in whatever order the index has them.
+waiting. Documents come in the order of the index. One that may still be due after its turn is passed over until all
+others have had theirs.
 
 A broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit of its task,
 which is about no entry: every claim is let go before it passes through.
@@ -49,8 +47,8 @@ _NOTE_SECONDS = 5.0
 _IN_VAIN_MAX = 250
 """After so many documents, in turns in which nothing could be delivered, an outbox waits for the next sweep."""
 
-_PASSED_OVER_MAX = 1000
-"""Documents that stand; with more of them the first ones may have a second turn before others have their first."""
+_SEEN_MAX = 1000
+"""Documents that are passed over; with more of them the first ones may have a second turn before others."""
 
 _OTHERS_SECONDS = 60.0
 """What has waited for another app for so long is told, and looked for no more often than this."""
@@ -79,7 +77,7 @@ class OutboxSweep:
     Args:
         target: the outbox to sweep.
         older_than: seconds that the oldest entry of a document must have waited.
-        limit: how many documents at most, each in one turn, not counting those that are still due afterwards; None
+        limit: how many documents at most, each in one turn, not counting turns in which nothing was delivered; None
             for no limit, and as many turns as it takes.
     """
 
@@ -90,7 +88,7 @@ class OutboxSweep:
         self._older_than = older_than
         self._room = limit
         self._in_vain = 0
-        self._passed_over: list[Any] = []
+        self._seen: list[Any] = []
         self._has_moved = False
 
     def turn(self, deadline: float = math.inf) -> bool:
@@ -103,36 +101,28 @@ class OutboxSweep:
         Raises:
             PyMongoError: MongoDB did not answer, or refused the query.
         """
-        relay, backing = self.target.backing.relay, self.target.backing
-        backing.sweeps.note(_NOTE_SECONDS, self.id)
+        relay = self.target.backing.relay
+        self.target.backing.sweeps.note(_NOTE_SECONDS, self.id)
         found = self._due()
+        if not found and self._has_moved and self._seen and self._room is None:  # all others have had their turn
+            self._seen, self._has_moved = [], False
+            found = self._due()
         if not found:
             return False
         delivery = _deliver(self.target, relay, found, self._older_than, deadline)
         self.total = self.total.and_(delivery)
         done = delivery.dispatched + delivery.dead
+        if done < len(found) or delivery.left or delivery.error:
+            self._seen = [*self._seen, *found][-_SEEN_MAX:]
         self._in_vain = 0 if done else self._in_vain + len(found)
         self._has_moved = self._has_moved or done > 0
-        if delivery.broker_down:
-            return False
-        stands = backing.still_due(found) if delivery.left or delivery.error or done < len(found) else []
-        self._passed_over = [*self._passed_over, *stands][-_PASSED_OVER_MAX:]
-        if self._room is not None:
-            self._room -= len(found) - len(stands)
-        return self._in_vain < _IN_VAIN_MAX and self._room != 0
+        if self._room is not None and done:
+            self._room -= len(found)
+        return not delivery.broker_down and self._in_vain < _IN_VAIN_MAX and self._room != 0
 
     def _due(self) -> list[Any]:
-        found = self._look()
-        if not found and self._has_moved and self._passed_over and self._room is None:  # all others have had theirs
-            self._passed_over, self._has_moved = [], False
-            found = self._look()
-        return found
-
-    def _look(self) -> list[Any]:
         limit = _TURN if self._room is None else min(_TURN, self._room)
-        return self.target.backing.due(
-            self._older_than, limit, passing_over=self._passed_over, by_lot=self._in_vain > 0
-        )
+        return self.target.backing.due(self._older_than, limit, passing_over=self._seen)
 
 
 def take_turns(

@@ -24,26 +24,17 @@ if TYPE_CHECKING:
     from mongo_celery.testing.runner import BridgeRunner, DeliveredChanges
     from mongo_celery.testing.sessions import require_sessions
 
-_HOMES = {
-    "BridgeRunner": "runner",
-    "BridgeWorkers": "processes",
-    "DeliveredChanges": "runner",
-    "HandlerCall": "calls",
-    "OnceRuns": "once",
-    "PendingEntry": "pending",
-    "SentTask": "messages",
-    "assert_once": "once",
-    "assert_pending": "pending",
-    "deleted": "change",
-    "drain": "processes",
-    "inserted": "change",
-    "once_runs": "once",
-    "pending_entries": "pending",
-    "replaced": "change",
-    "require_sessions": "sessions",
-    "undispatched": "pending",
-    "updated": "change",
+_NAMES = {
+    "calls": ("HandlerCall",),
+    "change": ("deleted", "inserted", "replaced", "updated"),
+    "messages": ("SentTask",),
+    "once": ("OnceRuns", "assert_once", "once_runs"),
+    "pending": ("PendingEntry", "assert_pending", "pending_entries", "undispatched"),
+    "processes": ("BridgeWorkers", "drain"),
+    "runner": ("BridgeRunner", "DeliveredChanges"),
+    "sessions": ("require_sessions",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BridgeRunner",

@@ -34,7 +34,7 @@ class SentTask:
 
         with BridgeRunner(bridge, url=url) as runner:
             send_receipt.delay(4)
-            [task] = runner.sent("shop.send_receipt")
+            task: SentTask = runner.sent("shop.send_receipt")[0]
         assert task.args == (4,)
 
     Attributes:

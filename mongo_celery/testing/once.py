@@ -24,6 +24,7 @@ class OnceRuns:
 
     ::
 
+        runs: OnceRuns
         with once_runs() as runs:
             pay.apply([7])
             pay.apply([7])

@@ -10,9 +10,8 @@ from typing import Any
 
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import leaves
+from mongo_celery.outbox.collection import key_text
 from mongo_celery.outbox.entries import Entry, bound_event, canvas_of
-from mongo_celery.outbox.parcel_backing import ParcelBacking
-from mongo_celery.outbox.parcels import ORDER, key_text
 from mongo_celery.outbox.registry import AnyOutbox
 
 __tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
@@ -28,7 +27,7 @@ class PendingEntry:
 
         with undispatched(outbox):
             outbox.insert_one({"_id": 8}, tasks=[send_receipt.s(8)])
-            [entry] = pending_entries(outbox)
+            entry: PendingEntry = pending_entries(outbox)[0]
         assert (entry.name, entry.args, entry.place) == ("shop.send_receipt", (8,), 8)
 
     Attributes:
@@ -66,7 +65,7 @@ class PendingEntry:
 
 def pending_entries(outbox: AnyOutbox) -> list[PendingEntry]:
     """
-    What waits in an outbox, document by document in the order of their `_id`s, or in the order of the commits.
+    What waits in an outbox, document by document in the order of their `_id`s.
 
     ::
 
@@ -83,11 +82,10 @@ def pending_entries(outbox: AnyOutbox) -> list[PendingEntry]:
         ValueError: somebody else has written to a field of the outbox, and what is there cannot be read.
     """
     backing = outbox.backing
-    has_parcels = isinstance(backing, ParcelBacking)
-    found = backing.latest.find({backing.field.name: {"$exists": True}}).sort(ORDER if has_parcels else [("_id", 1)])
+    found = backing.latest.find({backing.field.name: {"$exists": True}}).sort("_id", 1)
     entries: list[PendingEntry] = []
     for document in found:
-        place = document.get("key") if has_parcels else document["_id"]
+        place = None if backing.is_own and not isinstance(document["_id"], str) else document["_id"]
         try:
             for stored in document[backing.field.name]["events"]:
                 entries += _parts(outbox, Entry.from_document(stored), document["_id"], place)
@@ -131,7 +129,7 @@ def assert_pending(
         AssertionError: it does not; with what waits instead.
         OutboxRefusedError: the place can be no key of an `OutboxCollection`.
     """
-    if place is not NO_ID and isinstance(outbox.backing, ParcelBacking):
+    if place is not NO_ID and outbox.backing.is_own:
         place = key_text(place)
     waiting = pending_entries(outbox)
     count = sum(each.fits(name, args, kwargs, place) for each in waiting)
@@ -177,4 +175,6 @@ def _parts(outbox: AnyOutbox, entry: Entry, document_id: object, place: object) 
         yield PendingEntry(event.name, id=event.id, place=place, kind="event", body=body)
         return
     for leaf in leaves(canvas_of(outbox.app, entry, document_id)):
-        yield PendingEntry(leaf.task, tuple(leaf.args), dict(leaf.kwargs), leaf.options.get("task_id", ""), place)
+        yield PendingEntry(
+            leaf["task"], tuple(leaf["args"]), dict(leaf["kwargs"]), leaf["options"].get("task_id", ""), place
+        )

@@ -56,7 +56,7 @@ class DeliveredChanges:
 
         with BridgeRunner(bridge, url=url) as runner:
             orders.insert_one({"_id": 2, "total": 20})
-            delivered = runner.deliver(duplicates=True)
+            delivered: DeliveredChanges = runner.deliver(duplicates=True)
         assert len(delivered.of("summarise")) == 1
         assert not delivered.failures
 

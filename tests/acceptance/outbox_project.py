@@ -26,7 +26,7 @@ from typing import Any
 
 from celery import Celery
 from celery.signals import after_task_publish, before_task_publish
-from pymongo import InsertOne, MongoClient, UpdateOne, monitoring
+from pymongo import MongoClient, monitoring
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Outbox, transactional
@@ -185,17 +185,12 @@ def _upsert(key: str) -> None:
     items.update_one({"_id": key}, _PUSH, upsert=True, tasks=both(key))
 
 
-def _replace_one(key: str) -> None:
-    items.replace_one({"_id": f"old {key}"}, {"ns": [1, 2]}, tasks=both(f"old {key}"))
-
-
 def _find_one_and_update(key: str) -> None:
     items.find_one_and_update({"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}"))
 
 
-def _bulk_write(key: str) -> None:
-    insert = InsertOne({"_id": key, "ns": [1, 2]})
-    items.bulk_write([(insert, both(key)), (UpdateOne({"_id": f"old {key}"}, _PUSH), both(f"old {key}"))])
+def _insert_many(key: str) -> None:
+    items.insert_many([{"_id": key, "ns": [1, 2]}], tasks=both(key))
 
 
 def _transaction(key: str) -> None:
@@ -210,9 +205,8 @@ KINDS: dict[str, Callable[[str], None]] = {
     "insert_one": _insert_one,
     "update_one": _update_one,
     "upsert": _upsert,
-    "replace_one": _replace_one,
     "find_one_and_update": _find_one_and_update,
-    "bulk_write": _bulk_write,
+    "insert_many": _insert_many,
     "transaction": _transaction,
 }
 POINTS_MAX = 30

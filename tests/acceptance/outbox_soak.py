@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pymongo import UpdateOne, WriteConcern
+from pymongo import ReplaceOne, UpdateOne, WriteConcern
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, DuplicateKeyError, PyMongoError
 
 from mongo_celery import STORED_ID, transactional
 from mongo_celery.errors import TransactionTimeoutError
-from mongo_celery.outbox import Write
 from tests.acceptance.outbox_project import POINTS, client, effect, fork, import_all, items, listen_to_nothing, say
 
 Document = dict[str, Any]
@@ -85,17 +84,6 @@ def _find_one_and_update(chance: random.Random, keys: Keys, n: str) -> int:
     return 1
 
 
-def _replace(chance: random.Random, keys: Keys, n: str) -> int:
-    """What was read is replaced only if nobody has written meanwhile."""
-    key = chance.choice(keys)
-    while True:
-        ns = (items.collection.find_one({"_id": key}, {"ns": 1}) or {}).get("ns", [])
-        if n in ns:
-            return 1
-        if items.replace_one({"_id": key, "ns": ns}, {"ns": [*ns, n]}, tasks=_tasks(key, n)).matched_count:
-            return 1
-
-
 def _insert(chance: random.Random, _keys: Keys, n: str) -> int:
     key, ns = f"new {n} {chance.random()}", _numbers(n)
     while True:
@@ -111,8 +99,8 @@ def _insert(chance: random.Random, _keys: Keys, n: str) -> int:
 
 def _bulk(chance: random.Random, keys: Keys, n: str) -> int:
     chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
-    requests = [Write(UpdateOne(_unwritten(key, n), _push(n)), tasks=_tasks(key, n)) for key in chosen]
-    items.bulk_write(requests, ordered=chance.random() < 0.5)
+    requests = [items.with_tasks(UpdateOne(_unwritten(key, n), _push(n)), _tasks(key, n)) for key in chosen]
+    items.collection.bulk_write(requests, ordered=chance.random() < 0.5)
     return len(chosen)
 
 
@@ -136,8 +124,8 @@ def _replacement(chance: random.Random, keys: Keys, n: str) -> int:
         ns = (items.collection.find_one({"_id": key}, {"ns": 1}) or {}).get("ns", [])
         if n in ns:
             return 1
-        carrying = items.replacement({"ns": [*ns, n]}, _tasks(key, n))
-        if _user().update_one({"_id": key, "ns": ns}, carrying).matched_count:
+        replace = ReplaceOne({"_id": key, "ns": ns}, {"ns": [*ns, n]})
+        if _user().bulk_write([items.with_tasks(replace, _tasks(key, n))]).matched_count:
             return 1
 
 
@@ -148,7 +136,7 @@ def _many(chance: random.Random, keys: Keys, n: str) -> int:
     if chance.random() < 0.5:
         items.update_many(unwritten, _push(n), tasks=[effect.s(STORED_ID, n)])
     else:
-        _user().update_many(unwritten, items.with_tasks(_push(n), [effect.s(STORED_ID, n)], many=True))
+        _user().update_many(unwritten, items.with_tasks(_push(n), [effect.s(STORED_ID, n)]))
     return len(chosen)
 
 
@@ -175,7 +163,6 @@ KINDS: dict[str, tuple[int, Callable[[random.Random, Keys, str], int]]] = {
     "update": (8, _update),
     "update_several": (4, _update_several),
     "find_one_and_update": (2, _find_one_and_update),
-    "replace": (1, _replace),
     "insert": (4, _insert),
     "bulk": (2, _bulk),
     "transaction": (1, _transaction),

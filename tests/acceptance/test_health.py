@@ -99,7 +99,7 @@ def test_a_pause_is_one_reason_and_its_command_ends_it(shop: Shop) -> None:
     shop.start_all()
     paused = shop.changes("pause", "summarise")
     code, (reason,) = wait_for(lambda: one_reason(shop), message="the pause is all that is wrong")
-    assert paused.stdout.splitlines()[-1] == f"To let it flow again: {reason['command']}"
+    assert paused.stdout.splitlines()[-1] == f"To resume: {reason['command']}"
     assert (code, reason["code"]) == (1, "paused")
     assert "summarise  paused (2 of 2)" in shop.changes("status").stdout
     assert as_printed(shop, reason["command"]).returncode == 0

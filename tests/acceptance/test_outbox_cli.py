@@ -139,7 +139,7 @@ def test_a_broker_that_is_down_is_said_and_ends_a_sweep_with_status_1(shop: Shop
     done = shop.run("status", PROJECT_BROKER=away)
     assert done.returncode == 0, done.stderr
     assert "does not answer" in done.stdout
-    assert "Writes go on" in done.stdout
+    assert "Entries wait in MongoDB" in done.stdout
     assert "APP beat" not in done.stdout, "one cause is enough"
     assert "secret" not in done.stdout + done.stderr
 

@@ -24,7 +24,7 @@ from tests.fixtures.redis import MakeRedis
 
 Document = dict[str, Any]
 
-OLD = {"update_one", "replace_one", "find_one_and_update", "bulk_write", "transaction"}
+OLD = {"update_one", "find_one_and_update", "transaction"}
 POINTS = 30
 REPLACED = 40
 

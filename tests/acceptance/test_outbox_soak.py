@@ -128,7 +128,7 @@ def test_nothing_is_lost_invented_overtaken_or_renamed_under_kills_freezes_cuts_
     kinds = {each.__name__: each for each in (freeze_broker, cut_broker, swallow_broker, step_down)}
     with (
         MongoClient[Document](replica_set.url) as client,
-        Shop(processes, client, replica_set.url, proxy.redis_url, max_pending=100_000) as shop,
+        Shop(processes, client, replica_set.url, proxy.redis_url) as shop,
         Tap(broker.url) as tap,
     ):
         keys = [f"key{number}" for number in range(DOCUMENTS)]

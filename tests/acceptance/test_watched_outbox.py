@@ -14,7 +14,7 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Outbox
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.entries import task_entry
+from mongo_celery.outbox.entries import task_entries
 from mongo_celery.outbox.pending import PendingField
 from tests.acceptance.chain_rig import QUIET
 from tests.fixtures.mongo import empty
@@ -97,7 +97,8 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
 
 def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:
     """Killed after its write, it holds the document longer than three of Celery's retries; no beat comes back to it."""
-    entry = watched.outbox.backing.signer.sign(task_entry(watched.app, watched.task(7, 1), datetime.now(UTC)))
+    (made,) = task_entries(watched.app, watched.task(7, 1), datetime.now(UTC))
+    entry = watched.outbox.backing.signer.sign(made)
     until = datetime.now(UTC) + timedelta(seconds=7)
     field = {**PendingField().new_field([entry]), "claim": {"owner": ObjectId(), "until": until}}
 

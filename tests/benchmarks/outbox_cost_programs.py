@@ -13,10 +13,10 @@ import redis
 from pymongo import UpdateOne
 from pymongo.collection import Collection
 
+from mongo_celery import STORED_ID
 from mongo_celery.bench.payload import make_order
 from mongo_celery.bench.stopwatch import Stopwatch
 from mongo_celery.bench.usage import cpu_seconds
-from mongo_celery.outbox import Write
 from tests.benchmarks.answers import answer, await_sign
 from tests.benchmarks.outbox_app import app, orders, outbox, send_receipt, setting
 
@@ -91,8 +91,7 @@ class Writers:
 
     def _outbox_bulk(self) -> None:
         ids = [next(self._there) for _ in range(self._size)]
-        requests = [Write(UpdateOne({"_id": _id}, _CHANGE), tasks=[send_receipt.s(str(_id))]) for _id in ids]
-        self.outbox.bulk_write(requests)
+        self.outbox.update_many({"_id": {"$in": ids}}, _CHANGE, tasks=[send_receipt.s(STORED_ID)])
         self._sent += len(ids)
 
     def _operators_bulk(self) -> None:

@@ -15,7 +15,7 @@ from bson.raw_bson import RawBSONDocument
 from celery import Celery
 
 from mongo_celery.bench.stage import Stage
-from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.change import Change, read_token
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition
@@ -28,10 +28,10 @@ from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Item
 from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import Scope, strip_flags
-from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run, verify_run
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from tests.benchmarks.readings import Reading, reading
 from tests.benchmarks.sizes import Sizes
-from tests.fixtures.samples import image, token_data
+from tests.fixtures.samples import image, token_data, verify_run
 
 MICROSECONDS = "us"
 RUN = 200
@@ -112,7 +112,7 @@ def _parts(events: Sequence[bytes], dispatcher: Dispatcher) -> Iterator[tuple[st
     yield "publish_run", lambda: RUN * _publish(dispatcher, many, len(events) // RUN)
     sealed = sign_run("run", many, _KEY, "here")
     yield "open_run", lambda: RUN * _each(range(len(events) // RUN), lambda _: verify_run("run", sealed, _KEY))
-    yield "token", lambda: _each(events, one.read_token)
+    yield "token", lambda: _each(events, read_token)
     yield "change", lambda: _each(events, _change)
     yield "change_read", lambda: _each(events, lambda raw: _change(raw).operation_type)
 

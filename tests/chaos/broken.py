@@ -74,7 +74,7 @@ def _watermark_as_maximum() -> None:
     complete = Window.complete
 
     def furthest(self: Window, queue: Queue, data: str) -> int:
-        done = [change.mark for change in queue._changes if change.mark.data <= data]
+        done = [change.mark for change in queue.changes if change.mark.data <= data]
         finished = complete(self, queue, data)
         if done and (self.watermark is None or self.watermark.data < done[-1].data):
             self.watermark = done[-1]

@@ -108,7 +108,7 @@ def _(shop: Shop) -> Body:
     return body
 
 
-@fate("outbox-atomic", "an instance that is saved with tasks has its fate", "paid", "sent")
+@fate("outbox-atomic", "a document that is saved with tasks has its fate", "paid", "sent")
 def _(shop: Shop) -> Body:
     from django.db import connection
     from django_mongodb_backend import transaction
@@ -119,7 +119,8 @@ def _(shop: Shop) -> Body:
 
     def body(key: str) -> None:
         with transaction.atomic():
-            box.save(Paid(shop=shop.db.name, key=f"paid {key}"), tasks=[shop.count.s(f"sent {key}")])
+            paid = {"shop": shop.db.name, "key": f"paid {key}"}
+            box.insert_one(paid, tasks=[shop.count.s(f"sent {key}")], session=connection.session)
             shop.fail(key)
 
     return body

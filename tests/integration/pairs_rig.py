@@ -288,7 +288,7 @@ class Shop:
         asked = self.bridge.operations.replay_dead_letters(ids=[each.document_id for each in letters]).run()
         assert asked.fields["requested"], asked
         for term in runner._terms:
-            term.leader._replaying._poll_at = 0.0  # at once, and not within a second
+            term.leader._replaying.due_at = 0.0  # at once, and not within a second
         return runner.deliver(raises=False)
 
     def end_waits(self, runner: BridgeRunner) -> None:

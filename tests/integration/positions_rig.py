@@ -65,7 +65,7 @@ class Stage:
         assert self.term is not None, "the lease is free"
         renewal = Renewal(self.store.leases, self.store.signing, self.term, 10.0)
         takeover = take_over(self.store, renewal, self.bridge.options, self.bridge.handlers)
-        self.version, self.generation = takeover.version, takeover.layouts[self.handler].generation
+        self.version, self.generation = takeover.version, takeover.layouts[self.handler].term
 
     def release(self) -> None:
         """End the term."""

@@ -32,7 +32,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.envelope import Run
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import IDENTITY
+from tests.fixtures.samples import IDENTITY, first_token
 from tests.integration.term_rig import KilledError
 
 Document = dict[str, Any]
@@ -189,7 +189,7 @@ class Term:
         """End it, as if it were killed."""
         leader = self.leader
         leader.intake.stop()
-        leader.snapshots.close()
+        leader.snapshots.thread.close()
         leader._storing.close()
         self.wiring.client.close()
 
@@ -197,7 +197,12 @@ class Term:
         """Claim, handle and commit a run; or fail at its first change."""
         claims, backlog = self.wiring.store.claims, self.wiring.store.backlog
         claim = claims.take(
-            run.partition_id, owner=uuid4().hex, term=run.version, first=run.first, last=run.last, token=run.head
+            run.partition_id,
+            owner=uuid4().hex,
+            term=run.version,
+            first=run.first,
+            last=run.last,
+            token=first_token(run),
         )
         if claim is None:
             return
@@ -207,7 +212,7 @@ class Term:
             changes = [found[token].raw for token in run.stored]
         first = decode_event(changes[0]) if changes[0] else {}
         if run.refusal is not None or first["documentKey"]["_id"] in self.failing:
-            assert claims.halt(claim, run.read_token(changes[0]), "key", "as asked")
+            assert claims.halt(claim, run.token or read_token(changes[0]), "key", "as asked")
             return
         if first["documentKey"]["_id"] in self.postponing:
             assert claims.park(claim, delay=3600.0, not_before=None, error="later")
@@ -238,7 +243,7 @@ class _Stepped(Leader):
             for partition, dispatch in list(subscription.due(now)):
                 partition.note_sent(now)
                 self._term.run(dispatch.run)
-        self.poller.times.polled_at = 0.0
+        self.poller.due_at = self.poller.times.polled_at = 0.0
 
 
 def _renewal(world: World, wiring: Wiring) -> tuple[Renewal]:

@@ -29,10 +29,9 @@ from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.mongo import sparse
 from tests.fixtures.process import wait_for
-from tests.fixtures.samples import event, mark, token_data
+from tests.fixtures.samples import event, first_token, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
 
 Document = dict[str, Any]
@@ -81,8 +80,7 @@ class Term:
         at = Mark(stored, stored["_data"], None) if stored else marks
         (self.led,) = self.rig.led(self.takeover, {"record": at})
         self.share = 0.0
-        concern = ErrorContext("the state database", "readWrite")
-        self.storing = Storing(self.rig.store, self.rig.options, concern, lambda _: self.share)
+        self.storing = Storing(self.rig.wiring, lambda _: self.share)
         self.housekeeping = Housekeeping()
         self.storing.begin({"record": self.led}, self.rig.version, self.housekeeping)
         self.housekeeping.start()
@@ -172,7 +170,7 @@ class Term:
             term=run.version,
             first=run.first,
             last=run.last,
-            token=run.head,
+            token=first_token(run),
         )
         if claim is None:
             raise RefusedError(f"somebody else has run {run.first}, or does")
@@ -191,7 +189,7 @@ class Term:
 
     def retry(self, index: int = 0) -> None:
         """Let a halted partition go on."""
-        assert self.rig.store.partitions.retry(self.image(index), self.takeover.layouts["record"].generation)
+        assert self.rig.store.partitions.retry(self.image(index), self.takeover.layouts["record"].term)
 
     def work(self, *, until: int, later: float = 0.0) -> list[int]:
         """Run everything up to a place; all that ran in this term."""

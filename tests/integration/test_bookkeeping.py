@@ -108,7 +108,7 @@ def with_an_outbox_in_a_large_document(rig: Rig, database: Database[Document]) -
         update = {"$push": {"paid": number}}
         database["orders"].update_one({"_id": 1}, left.with_tasks(update, [rig.add.s(STORED_ID, number)]))
     database["orders"].update_one({"_id": 1}, left.with_tasks([{"$set": {"paid": 7}}], [rig.add.s(STORED_ID, 3)]))
-    database["orders"].update_many({}, left.with_tasks({"$set": {"paid": 8}}, [rig.add.s(STORED_ID, 4)], many=True))
+    database["orders"].update_many({}, left.with_tasks({"$set": {"paid": 8}}, [rig.add.s(STORED_ID, 4)]))
     assert left.sweep(older_than=0).dispatched == 5
 
 
@@ -183,8 +183,8 @@ def test_a_handler_may_copy_what_it_is_given(rig: Rig, database: Database[Docume
             raise failing.pop()
         document = change.full_document
         assert document is not None
-        replacement = copies.replacement(document, [rig.add.s(7, 7)])
-        change.fenced(f"{database.name}.copies").update_one({"_id": document["_id"]}, replacement, upsert=True)
+        replace = ReplaceOne({"_id": document["_id"]}, document, upsert=True)
+        change.fenced(f"{database.name}.copies").bulk_write([copies.with_tasks(replace, [rig.add.s(7, 7)])])
 
     @bridge.on_change(f"{database.name}.orders", bookkeeping=True, operations={"insert"})
     def whole(change: Change) -> None:
@@ -273,13 +273,13 @@ def test_the_server_leaves_out_what_an_outbox_keeps_and_every_token_remains_good
 def test_who_watches_the_database_gets_no_parcels(rig: Rig, database: Database[Document]) -> None:
     """Neither entries of an `OutboxCollection` nor what its relays write; other changes of the transaction come."""
     leaving = OutboxCollection(rig.app, database["leaving"], sweep_every=None, at_once=False)
-    collections = frozenset(leaving.backing.full_names)
+    collections = frozenset({leaving.collection.full_name})
     start = now(database.client).time
 
     @transactional(database.client)
     def leave(*, session: Any) -> None:
         database["orders"].insert_one({"_id": 1}, session=session)
-        leaving.add([rig.add.s(1, 1)], session=session, key="Ann", serialize=True)
+        leaving.add([rig.add.s(1, 1)], session=session, key="Ann")
 
     leave()
     assert leaving.sweep(older_than=0).dispatched == 1
@@ -289,7 +289,7 @@ def test_who_watches_the_database_gets_no_parcels(rig: Rig, database: Database[D
 
     whole = read(database, [], start)
 
-    assert {event["ns"]["coll"] for event in whole} == {"orders", "leaving", "leaving_keys"}
+    assert {event["ns"]["coll"] for event in whole} == {"orders", "leaving"}
     assert [event["documentKey"] for event in whole if asked.selects(event)] == [{"_id": 1}]
 
 

@@ -13,8 +13,9 @@ from celery import Celery
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
-from mongo_celery.bridge.worker.envelope import Run, verify_run
+from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.embedded import RedisServer
+from tests.fixtures.samples import verify_run
 
 MakeRedis = Callable[..., RedisServer]
 

@@ -35,13 +35,10 @@ WRITES: dict[str, Write] = {
     "pipeline": lambda orders, outbox, task: orders.update_one(
         {"_id": 1}, outbox.with_tasks([{"$set": {"a": 1}}], [task])
     ),
-    "replacement": lambda orders, outbox, task: orders.update_one({"_id": 1}, outbox.replacement({"a": 1}, [task])),
     "find and update": lambda orders, outbox, task: orders.find_one_and_update(
         {"_id": 1}, outbox.with_tasks({"$set": {"a": 1}}, [task], id=1)
     ),
-    "many": lambda orders, outbox, task: orders.update_many(
-        {"k": 1}, outbox.with_tasks({"$set": {"a": 1}}, [task], many=True)
-    ),
+    "many": lambda orders, outbox, task: orders.update_many({"k": 1}, outbox.with_tasks({"$set": {"a": 1}}, [task])),
     "bulk": lambda orders, outbox, task: orders.bulk_write(
         [outbox.with_tasks(UpdateOne({"_id": 1}, {"$set": {"a": 1}}), [task])]
     ),
@@ -78,7 +75,7 @@ def test_a_stale_execution_enqueues_nothing(rig: Rig, database: Database[Documen
     assert list(database["orders"].find()) == [{"_id": 1, "k": 1, FENCE: stamp(9)}]
 
 
-@pytest.mark.parametrize("kind", ["operators", "a pipeline", "a replacement"])
+@pytest.mark.parametrize("kind", ["operators", "a pipeline"])
 def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, database: Database[Document], kind: str) -> None:
     """In the transaction in which the stamp's tombstone is looked at."""
     outbox = rig.outbox(at_once=False)
@@ -86,7 +83,6 @@ def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, database:
     values: dict[str, Any] = {
         "operators": outbox.with_tasks({"$set": {"a": 1}}, task),
         "a pipeline": outbox.with_tasks([{"$set": {"a": 1}}], task),
-        "a replacement": outbox.replacement({"a": 1}, task),
     }
     view(database["orders"], 5).update_one({"_id": 1}, values[kind], upsert=True)
     [document] = database["orders"].find()
@@ -120,18 +116,17 @@ def fenced(rig: Rig, outboxes: list[Outbox], token: int = 5) -> FencedCollection
 @pytest.mark.parametrize("drop", DROPPING.values(), ids=DROPPING.keys())
 def test_a_replacement_keeps_what_is_pending(rig: Rig, database: Database[Document], drop: Others) -> None:
     """Of every outbox on the collection; and where nothing is pending no field comes to be."""
-    outboxes = [rig.outbox(at_once=False), rig.outbox(at_once=False, field="waiting", name="second")]
-    for number, outbox in enumerate(outboxes):
-        outbox.update_one({"_id": 1}, {"$set": {"b": 1}}, upsert=True, tasks=[rig.add.s(number, number)])
+    outboxes = [rig.outbox(at_once=False)]
+    outboxes[0].update_one({"_id": 1}, {"$set": {"b": 1}}, upsert=True, tasks=[rig.add.s(0, 0)])
     before = database["orders"].find_one()
     assert before is not None
     drop(fenced(rig, outboxes))
-    kept = {name: before[name] for name in ("pendingEvents", "waiting")}
+    kept = {"pendingEvents": before["pendingEvents"]}
     assert database["orders"].find_one() == {"_id": 1, "a": 1, FENCE: stamp(5), **kept}
-    assert [outbox.sweep(older_than=0).dispatched for outbox in outboxes] == [1, 1]
+    assert [outbox.sweep(older_than=0).dispatched for outbox in outboxes] == [1]
     drop(fenced(rig, outboxes, 6))
     assert database["orders"].find_one() == {"_id": 1, "a": 1, FENCE: stamp(6)}
-    assert rig.sent() == [[0, 0], [1, 1]]
+    assert rig.sent() == [[0, 0]]
 
 
 @pytest.mark.parametrize("identity", [{}, {"_id": 1}], ids=["", "with an _id"])

@@ -503,11 +503,6 @@ def _write_plain_values(rig: Rig) -> None:
     _outbox(rig).dispatch(done.inserted_id)
 
 
-def _delay(rig: Rig) -> None:
-    done = rig.effects().insert_one({}, session=rig.session)
-    _outbox(rig).delay(done.inserted_id, rig.note)
-
-
 def _collect(rig: Rig) -> None:
     with _leaving(rig).collect(rig.session):
         rig.note.delay()
@@ -533,8 +528,6 @@ OUTBOX_ROWS: list[Row] = [
         InvalidOperation,
     ),
     Row("with_tasks and dispatch", _write_plain_values, JOINS, count=_sent),
-    Row("Outbox.delay", _delay, JOINS, count=_sent),
-    Row("Outbox.delay of another client", lambda rig: _outbox(rig, rig.other).delay(1, rig.note), REFUSED),
     Row(
         "OutboxCollection.add with session=",
         lambda rig: _leaving(rig).add([rig.note.s()], session=rig.session),

@@ -93,7 +93,7 @@ def test_a_free_lease_is_acquired_once(leases: Leases, documents: Collection[Doc
     assert leases.acquire(IDENTITY) is None
     document = stored(documents)
     assert document["listenerId"] == term.listener_id
-    assert document["term"] == term.version
+    assert document["term"] == term.number
     assert document["expiresAt"] > document["renewedAt"]
 
 
@@ -103,7 +103,7 @@ def test_an_expired_lease_can_be_acquired_and_not_a_moment_before(short_leases: 
     first = acquired(short_leases)
     second = wait_for(lambda: short_leases.acquire(IDENTITY))
     assert time.monotonic() - started >= SHORT_TTL * 0.95
-    assert second.version > first.version
+    assert second.number > first.number
     assert second.listener_id != first.listener_id
 
 
@@ -112,7 +112,7 @@ def test_every_acquisition_raises_the_version(leases: Leases) -> None:
     versions = []
     for _ in range(20):
         term = acquired(leases)
-        versions.append(term.version)
+        versions.append(term.number)
         assert leases.release(term)
     assert versions == sorted(set(versions))
 
@@ -120,7 +120,7 @@ def test_every_acquisition_raises_the_version(leases: Leases) -> None:
 def test_a_version_is_at_least_the_cluster_time(leases: Leases, mongo_client: MongoClient[Document]) -> None:
     """P4: the floor that a dropped state database cannot take away."""
     before = cluster_seconds(mongo_client)
-    assert acquired(leases).version >= before * SHIFT
+    assert acquired(leases).number >= before * SHIFT
 
 
 def test_the_version_does_not_start_again_after_the_document_was_deleted(
@@ -133,7 +133,7 @@ def test_the_version_does_not_start_again_after_the_document_was_deleted(
     documents.delete_one({"_id": BRIDGE})
     leases.ensure()
     new = acquired(leases)
-    assert new.version > old.version
+    assert new.number > old.number
 
 
 def test_the_version_does_not_start_again_after_the_database_was_dropped(
@@ -147,7 +147,7 @@ def test_the_version_does_not_start_again_after_the_database_was_dropped(
     assert leases.renew(old) is None
     leases.ensure()
     new = acquired(leases)
-    assert new.version > old.version
+    assert new.number > old.number
     assert leases.renew(old) is None
     assert not leases.release(old)
 
@@ -160,7 +160,7 @@ def test_a_fence_does_not_start_again_after_the_database_was_dropped(
     largest = 0
     for _ in range(3):
         store.leases.ensure()
-        version = acquired(store.leases).version
+        version = acquired(store.leases).number
         store.partitions.prepare({"record": None}, layouts("record"), version)
         store.partitions.take_over({"record": 0}, version)
         where = store.partitions.partition_id("record", 0, 0)
@@ -202,7 +202,7 @@ def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, docu
     assert leases.record_report(term, {"outstanding": 3})
     renewed = leases.renew(term)
     assert renewed is not None
-    assert (renewed.listener_id, renewed.version) == (term.listener_id, term.version)
+    assert (renewed.listener_id, renewed.number) == (term.listener_id, term.number)
     assert renewed.trusted_until > term.trusted_until
     after = stored(documents)
     assert after["expiresAt"] > before["expiresAt"]
@@ -306,15 +306,15 @@ def test_raising_the_version_passes_the_given_number_and_keeps_the_holder(
 ) -> None:
     """A take-over that met a larger epoch: the version lies above it afterwards, and never goes back."""
     term = acquired(leases)
-    far = term.version + 2**40  # numbers grow by 2**20 a second, all the time
+    far = term.number + 2**40  # numbers grow by 2**20 a second, all the time
     raised = leases.raise_version(term, far)
     assert raised is not None
-    assert raised.version == far + 1
+    assert raised.number == far + 1
     assert raised.trusted_until == term.trusted_until, "no renewal"
     assert stored(documents)["listenerId"] == term.listener_id
     again = leases.raise_version(raised, 5)
     assert again is not None
-    assert again.version > raised.version
+    assert again.number > raised.number
     assert leases.renew(term) is None, "the number before is an old term's"
 
 

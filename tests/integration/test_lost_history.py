@@ -31,7 +31,6 @@ from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
-from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, sparse
 from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
@@ -57,15 +56,7 @@ class Bridge:
     watermarks: Watermarks
 
     def history(self, decision: str) -> LostHistory:
-        return LostHistory(
-            self.rig.store,
-            self.client,
-            self.rig.renewal,
-            self.rig.options,
-            decision=decision,
-            fingerprint=STREAM,
-            concern=ErrorContext("state", "readWrite"),
-        )
+        return LostHistory(self.rig.wiring, self.rig.renewal, decision=decision, fingerprint=STREAM)
 
     def go_on(self, decision: str) -> Position | None:
         return self.history(decision).settle_refusal(HistoryLostError(), self.led, self.watermarks)
@@ -489,7 +480,8 @@ def test_what_is_stored_at_or_below_the_watermark_runs_and_keeps_the_listener(ma
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.partitions[0].backlog = backlog = StoredRange(ROLLED.data, mark_at(Timestamp(4, 1)).data)
+    backlog = StoredRange(ROLLED.data, mark_at(Timestamp(4, 1)).data)
+    led.run_stored(led.partitions[0], backlog)
     assert bridge.look() is None, "stored changes are left to run"
     backlog.complete(ROLLED.data)
     with pytest.raises(HistoryLostError):
@@ -501,7 +493,7 @@ def test_what_is_stored_behind_the_watermark_waits_for_the_decision(make: Make, 
     bridge = make(record=ROLLED)
     led = bridge.led["record"]
     assert bridge.go_on("halt") is None
-    led.partitions[0].backlog = StoredRange(tip.data, ROLLED.data)
+    led.run_stored(led.partitions[0], StoredRange(tip.data, ROLLED.data))
     assert led.last_readable_place(led.partitions[0]) == ROLLED.data
     with pytest.raises(HistoryLostError):
         bridge.look()

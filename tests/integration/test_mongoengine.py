@@ -15,7 +15,7 @@ from mongoengine.errors import FieldDoesNotExist, NotUniqueError, ValidationErro
 from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
-from mongo_celery.contrib.mongoengine import OutboxMixin, PendingEventsField
+from mongo_celery.contrib.mongoengine import OutboxMixin
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 
 Document = dict[str, Any]
@@ -34,14 +34,6 @@ class Plain(mongoengine.Document):  # type: ignore[misc] # MongoEngine has no ty
     """A model that knows nothing of the outbox."""
 
     customer = mongoengine.StringField(required=True)
-    meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
-
-
-class Renamed(OutboxMixin, mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
-    """In a collection whose outbox has another field."""
-
-    customer = mongoengine.StringField()
-    pendingEvents = PendingEventsField(db_field="outbox")  # noqa: N815
     meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
 
 
@@ -190,19 +182,6 @@ def test_a_save_that_fails_writes_neither(outbox: Outbox, database: Database[Doc
     assert (stored["customer"], "pendingEvents" in stored) == ("Ann", False)
     order.save()
     assert "pendingEvents" not in database["orders"].find()[0]
-
-
-def test_an_outbox_with_another_field_is_declared(app: Celery, database: Database[Document], note: Any) -> None:
-    outbox = Outbox(app, database["orders"], name="renamed", field="outbox", at_once=False, sweep_every=None)
-    saved = Renamed(customer="Ann")
-    saved.save(outbox=outbox, tasks=[note.s("1")])
-    assert len(pending(database, "outbox")) == 1
-    Renamed(id=saved.pk, customer="Bob").save()
-    assert len(pending(database, "outbox")) == 1
-    assert Renamed.objects.get(customer="Bob").pendingEvents is None
-    with pytest.raises(ConfigurationError, match="PendingEventsField"):
-        Order(customer="Ann").save(outbox=outbox, tasks=[note.s("1")])
-    outbox.backing.close()
 
 
 def test_wrong_use_is_refused_in_one_sentence(

@@ -13,7 +13,7 @@ from mongo_celery.broker.connection import reach_broker
 from mongo_celery.broker.occupancy import Occupancy, read_occupancy
 from mongo_celery.embedded.server import free_port
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.entries import task_entry
+from mongo_celery.outbox.entries import task_entries
 from mongo_celery.outbox.publisher import Publisher
 
 TASK = "shop.handle"
@@ -58,7 +58,7 @@ def test_a_broker_behind_servers_that_are_away_is_reached(redis_url: str, count:
     reach_broker(app, 3)
     publisher = Publisher(app, "events")
     try:
-        publisher.publish(task_entry(app, app.tasks[TASK].s("x"), datetime.now(UTC)))
+        publisher.publish(*task_entries(app, app.tasks[TASK].s("x"), datetime.now(UTC)))
     finally:
         publisher.close()
 

@@ -120,7 +120,7 @@ class Led:
         renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl)
         takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)
         self.version = takeover.version
-        self.generations = {name: layout.generation for name, layout in takeover.layouts.items()}
+        self.generations = {name: layout.term for name, layout in takeover.layouts.items()}
 
     def claim(self, index: int = 0, number: int = 1, subscription: str = "summarise") -> Claim | None:
         """Claim one change of a partition, as a worker does."""
@@ -176,7 +176,7 @@ def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
 
 def test_the_status_follows_the_lease(led: Led) -> None:
     """Held, then given back with an error."""
-    status = read_snapshot(led.bridge.wiring)
+    status = led.bridge.operations.read_status()
     assert status.state == "leading"
     assert status.term == led.version
     assert status.leader is not None
@@ -804,7 +804,7 @@ def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refus
 
 
 def find(led: Led, key: str) -> Whereabouts:
-    return find_whereabouts(led.bridge.wiring, "summarise", key)
+    return led.bridge.operations.find_document("summarise", key)
 
 
 def partition_of(led: Led, key: object) -> int:

@@ -173,16 +173,6 @@ def test_a_hint_and_a_look_find_what_somebody_else_has_written(rig: Rig) -> None
     assert rig.sent()[0] == [1, 0]
 
 
-def test_a_document_can_be_deleted_right_after_it_was_written(rig: Rig, database: Database[Document]) -> None:
-    """The dispatcher has it, so it is asked first; in the end it was delivered, and is gone."""
-    outbox = rig.outbox(at_once=True)
-    for number in range(5):
-        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-        assert outbox.delete_one({"_id": number}).deleted_count == 1
-    assert rig.sent() == [[number, 0] for number in range(5)]
-    assert database["orders"].count_documents({}) == 0
-
-
 def test_a_removal_that_mongodb_does_not_answer_is_made_again(
     rig: Rig,
     database: Database[Document],

@@ -83,7 +83,7 @@ def test_an_outbox_of_transactions_is_kept_waiting_no_longer(
     with written_to(database, "parcels") as session:
         with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
             outbox.add([rig.add.s(1, 1)], key="k")
-        assert database["parcels"].count_documents({"key": "k"}) == 1
+        assert database["parcels"].count_documents({"_id": "k"}) == 1
         assert not outbox.backing.is_indexed()
         assert len(delays(caplog)) == 1
         session.commit_transaction()
@@ -127,7 +127,7 @@ def test_relays_wait_for_no_thread_that_creates_the_index_and_writers_once(
         assert begun.wait(60)
         assert outbox.backing.relay  # and has not waited for 600 s
         monkeypatch.setattr(index, "WAIT_SECONDS", 0.0)
-        outbox.backing.prepare()
+        outbox.backing.indexes.ensure(patiently=False)
     finally:
         end.set()
         patient.join()

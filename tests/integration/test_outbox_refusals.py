@@ -11,8 +11,6 @@ import redis
 from amqp.exceptions import ChannelError as AMQPChannelError
 from amqp.exceptions import NotFound, PreconditionFailed
 from bson import encode
-from celery import chord
-from celery.result import AsyncResult
 from pymongo.database import Database
 
 from mongo_celery import Outbox
@@ -21,7 +19,6 @@ from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from tests.fixtures.redis import MakeRedis
 from tests.integration.outbox_rig import Rig, due_again, opened, pending, ripen
 
 Document = dict[str, Any]
@@ -58,27 +55,6 @@ def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
     rig.app.tasks[SWEEP_TASK]()
     assert first.dead_letters.count() == 4
     assert "WRONGTYPE" in first.dead_letters.find()[0]["error"]
-
-
-def test_a_result_backend_that_is_gone_is_no_fault_of_the_entry(
-    database: Database[Document], redis_url: str, make_redis: MakeRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chord writes to the backend before it is published; it waits, and the next document is delivered."""
-    monkeypatch.delattr(AsyncResult, "__del__")  # unsubscribes in the backend that is gone, and complains
-    backend = make_redis()
-    options = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}}
-    with opened(database, redis_url, backend=backend.url, result_backend_transport_options=options) as rig:
-        outbox = rig.outbox(at_once=False, max_attempts=2)
-        outbox.insert_one({"_id": 1}, tasks=[chord([rig.add.s(1, 1), rig.add.s(2, 2)], rig.total.s())])
-        backend.kill()
-        for _ in range(3):
-            delivery = outbox.backing.relay.deliver(1)
-            assert (delivery.dispatched, delivery.dead, delivery.broker_down) == (0, 0, False)
-            due_again(database["orders"])
-        assert [entry["attempts"] for entry in pending(database, 1)["events"]] == [0]
-        backend.restart()
-        assert outbox.backing.relay.deliver(1).dispatched == 1
-        rig.app.backend.result_consumer._pubsub = None  # type: ignore[attr-defined] # results that are collected later miss the backend, too
 
 
 def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, database: Database[Document]) -> None:
@@ -161,7 +137,7 @@ def test_what_rabbitmq_says_is_told_apart(rig: Rig, error: Exception, *, waits: 
     """An outage dead-letters nothing; what no other entry would get does not wait for ever."""
     outbox = rig.outbox(at_once=False)
     connection = SimpleNamespace(channel_errors=(AMQPChannelError,), connection_errors=(OSError,))
-    verdict = outbox.publisher._verdict(error, connection, is_canvas=False)
+    verdict = outbox.publisher._verdict(error, connection)
     assert isinstance(verdict, BrokerUnavailableError) == waits
     assert verdict is error or waits
 

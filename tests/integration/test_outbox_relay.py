@@ -17,7 +17,6 @@ from pymongo import monitoring
 from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
-from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import relay as module
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
@@ -192,7 +191,7 @@ def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(rig: Rig, dat
     old.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.new", args=(1, 1)), rig.add.s(1, 2)])
     for _ in range(3):
         assert old.backing.relay.deliver(1).dispatched == 0
-        assert 0 < pause_of(database["orders"], 1) <= 30
+        assert 0 < pause_of(database["orders"], 1) < 31
         due_again(database["orders"])
     assert (old.status().failing, old.dead_letters.count()) == (0, 0)
 
@@ -277,20 +276,6 @@ def test_a_time_limit_that_strikes_while_a_payload_is_read_is_no_entrys_fault(ri
     assert (outbox.status().pending, outbox.status().failing) == (1, 0)
 
 
-def test_a_delete_leaves_a_task_that_its_process_does_not_know_to_one_that_does(
-    rig: Rig, database: Database[Document]
-) -> None:
-    """The document stays, and nobody is held back by it."""
-    outbox = rig.outbox(at_once=False, failure_policy="dead_letter", max_attempts=1)
-    outbox.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.unknown", args=(1, 1))])
-    with pytest.raises(OutboxRefusedError, match=r"shop\.unknown"):
-        outbox.delete_one({"_id": 1})
-
-    assert (pause_of(database["orders"], 1), outbox.dead_letters.count()) == (0, 0)
-    assert outbox.status().failures == 0
-    assert rig.outbox(name="foreign", foreign_tasks=True).sweep(older_than=0).dispatched == 1
-
-
 def test_what_is_stuck_is_counted_where_it_is_tried_for_ever(rig: Rig, database: Database[Document]) -> None:
     """What will be set aside is failing, and not stuck."""
     tries, sets_aside = (
@@ -310,7 +295,7 @@ def test_a_document_that_somebody_writes_to_all_the_time_does_not_capture_a_rela
     rig: Rig, database: Database[Document]
 ) -> None:
     """It goes to the end after some entries, and is left to the next delivery after some turns."""
-    outbox = rig.outbox(at_once=False, max_pending=10_000)
+    outbox = rig.outbox(at_once=False)
     for identity in range(2):
         outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, 0)])
     publish = outbox.publisher.publish
@@ -510,20 +495,13 @@ def test_whatever_stands_where_a_claim_is_to_stand_gives_way_to_one(
     assert rig.sent() == [[1, 1]]
 
 
-def test_the_field_may_have_another_name_and_its_index_too(rig: Rig, database: Database[Document]) -> None:
-    """An equal index is used, whatever it is called; else it is called as the field is."""
+def test_an_index_may_have_another_name(rig: Rig, database: Database[Document]) -> None:
     partial: Document = {"partialFilterExpression": {"pendingEvents.count": {"$gt": 0}}}
     keys = [("pendingEvents.count", 1), ("pendingEvents.claim.until", 1)]
     database["orders"].create_index(keys, name="pending-events", **partial)
     rig.outbox().insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    other = rig.outbox("parcels", field="waiting", at_once=False)
-    other.insert_one({"_id": 1}, tasks=[rig.add.s(2, 2)])
-    assert (other.status().pending, other.sweep(older_than=0).dispatched) == (1, 1)
-
     assert sorted(database["orders"].index_information()) == ["_id_", "pending-events"]
-    assert sorted(database["parcels"].index_information()) == ["_id_", "waiting"]
-    assert database["parcels"].find_one() == {"_id": 1}
-    assert rig.sent() == [[1, 1], [2, 2]]
+    assert rig.sent() == [[1, 1]]
 
 
 def test_an_entry_that_lies_in_many_documents_is_removed_only_where_it_was_published(

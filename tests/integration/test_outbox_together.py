@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery, chain, group, signals
+from celery import Celery, chain, signals
 from kombu import Exchange, Queue
-from pymongo import InsertOne
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect
 
-from mongo_celery import Outbox
+from mongo_celery import STORED_ID, Outbox
 from mongo_celery.embedded import RedisServer
-from mongo_celery.outbox import Write
-from mongo_celery.outbox.delivery import PublishedPart
 from mongo_celery.outbox.entries import Entry, EntryMaker, Home
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
@@ -159,12 +156,8 @@ def monitor(broker: Any) -> Iterator[Callable[[], int]]:
 
 
 def test_nothing_is_taken_before_the_end(rig: Rig, broker: Any) -> None:
-    """A group, of which Celery may send a part on another connection, sends all back to go one by one."""
     publisher = Publisher(rig.app, "events")
-    first, canvas = entries(rig, [rig.add.s(1, 1), group(rig.add.s(2, 2), rig.add.s(3, 3))])
-    with pytest.raises(BatchAbandonedError):
-        together(rig, [first, canvas])
-    assert taken(broker) == {}
+    (first,) = entries(rig, [rig.add.s(1, 1)])
     with publisher.together() as send:
         publisher.publish(first, 1)
         assert lists(broker) == 0
@@ -301,25 +294,27 @@ def test_whatever_the_broker_refuses_those_beside_it_are_sent_again_once(
             publisher.close()
 
 
-def test_what_the_broker_has_is_known_though_mongodb_fails_in_the_middle(rig: Rig) -> None:
-    """Between the first entries and the second ones something is to be removed, and cannot be: nothing is forgotten."""
+def test_what_the_broker_has_is_known_though_mongodb_fails_in_the_middle(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal cannot be made: nothing is forgotten, and nothing is sent twice by this process."""
     outbox = rig.outbox(at_once=False)
     for number, count in enumerate((1, 3, 1)):
         outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, each) for each in range(count)])
-    relay, parts, steps = outbox.backing.relay, list[PublishedPart](), list[None]()
+    relay, failures = outbox.backing.relay, [AutoReconnect("the primary has stepped down")] * 2
+    settle = relay.removals.settle
 
-    def step() -> None:
-        steps.append(None)
-        if len(steps) == 3:
-            raise AutoReconnect("the primary has stepped down")
+    def settle_later(*given: Any) -> None:
+        if failures:
+            raise failures.pop()
+        settle(*given)
 
-    held = list(relay.claim([0, 1, 2]))
+    monkeypatch.setattr(relay.removals, "settle", settle_later)
     with pytest.raises(AutoReconnect):
-        parts.extend(relay.pending.publish_together(held, judge=False, step=step))  # as they come
-    assert {part.held.document_id: len(part.names) for part in parts} == {0: 1, 1: 2, 2: 1}
-    relay.removals.settle(parts)
-    assert outbox.status().pending == 1
-    assert outbox.sweep(older_than=0).dispatched == 1, "nobody holds it"
+        relay.deliver_all([0, 1, 2])
+    assert outbox.status().pending == 5
+    assert relay.deliver_all([0, 1, 2]).dispatched == 0
+    assert outbox.status().pending == 0
     assert sorted(rig.sent()) == [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0]]
 
 
@@ -367,6 +362,6 @@ def test_a_connection_that_the_broker_has_closed_costs_no_message(rig: Rig, brok
     outbox.insert_one({"_id": "before"}, tasks=[rig.add.s(9, 9)])
     wait_for(lambda: settled(outbox))
     broker.client_kill_filter(_type="normal", skipme=True)
-    outbox.bulk_write([Write(InsertOne({"_id": number}), tasks=[rig.add.s(number, 0)]) for number in range(9)])
+    outbox.insert_many([{"_id": number} for number in range(9)], tasks=[rig.add.s(STORED_ID, 0)])
     wait_for(lambda: settled(outbox))
     assert [args for args in rig.sent() if args[1] == 0] == [[number, 0] for number in range(9)]

@@ -47,6 +47,21 @@ def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
     assert all(image.fencing_token == LATER for image in others)
 
 
+def test_a_sweep_makes_a_new_image_only_where_something_has_happened(rig: Rig) -> None:
+    """P8: and what it gives is what a reading of all partitions gives."""
+    generations = {SUBSCRIPTION: 0}
+    rig.partitions.prepare({SUBSCRIPTION: token(9)}, layouts(SUBSCRIPTION, partitions=3), VERSION)
+    with rig.store.start_session() as session:
+        known = rig.partitions.sweep(generations, session, {})
+        assert list(known.values()) == rig.partitions.of(generations)
+        again = rig.partitions.sweep(generations, session, known)
+        assert all(now is before for now, before in zip(again.values(), known.values(), strict=True))
+        rig.claim()
+        later = rig.partitions.sweep(generations, session, again)
+        assert list(later.values()) == rig.partitions.of(generations)
+        assert [image.index for image in later.values() if image not in again.values()] == [0]
+
+
 def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
     """A generation 1 is not 10, and a handler `a` is not `a_b`."""
     rig.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, generation=10), VERSION)

@@ -56,13 +56,13 @@ def test_each_change_is_handled_once_in_the_order_of_its_key(shop: Shop, partiti
     shop.write(*range(41, 61))
     term.finish()
     new = shop.in_force(term)
-    assert (new.generation, new.partitions) == (term.rig.version, partitions)
-    assert new.generation > old.generation
+    assert (new.term, new.partitions) == (term.rig.version, partitions)
+    assert new.term > old.term
     assert new.key.endswith(":region" if rule else ":_id")
     shop.check()
-    assert shop.generations() == {new.generation}
+    assert shop.generations() == {new.term}
     tokens = [image.fencing_token for image in shop.images(term).values()]
-    assert min(tokens) > old.generation
+    assert min(tokens) > old.term
 
 
 def test_stored_changes_are_handled_before_the_switch(shop: Shop) -> None:
@@ -398,7 +398,7 @@ def test_a_listener_that_is_killed_at_any_step_has_lost_and_doubled_nothing(
     term = shop.begin(wanted)
     term.finish()
     assert shop.in_force(term).partitions == wanted
-    assert shop.generations() == {shop.in_force(term).generation}
+    assert shop.generations() == {shop.in_force(term).term}
     shop.check()
 
 
@@ -554,7 +554,7 @@ def test_a_larger_epoch_anywhere_raises_the_version(shop: Shop) -> None:
     term = shop.begin(NEW)
     assert term.takeover.version == term.rig.version > ahead
     term.finish()
-    assert shop.in_force(term).generation > ahead
+    assert shop.in_force(term).term > ahead
 
 
 @pytest.mark.slow

@@ -42,7 +42,6 @@ from mongo_celery.bridge.state.dead_letters import (
     keep_change,
 )
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -356,7 +355,7 @@ class Asked:
         (self.subscription,) = term.led(term.take_over(), {})
         self.led: Mapping[str, Subscription] = {self.subscription.name: self.subscription}
         self.replays = term.store.replays
-        self.replaying = Replaying(self.replays, ErrorContext("state", "readWrite"))
+        self.replaying = Replaying(term.wiring)
         self._term = term
         self._now = 0.0
 
@@ -368,7 +367,7 @@ class Asked:
         letters = self._term.store.dead_letters
         letters.collection.insert_one(document)
         (letter,) = letters.find(Selection(ids=[name or token(number)["_data"]]), [SUBSCRIPTION], 0)
-        in_force = self.subscription.plan.layout.generation
+        in_force = self.subscription.plan.layout.term
         self.replays.request(
             letter.document_id,
             generation=in_force if generation is None else generation,

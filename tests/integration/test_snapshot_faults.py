@@ -88,7 +88,7 @@ def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
 
     def kill() -> None:
         term.is_killed.set()
-        term.leader.snapshots.close()  # its thread is killed, too
+        term.leader.snapshots.thread.close()  # its thread is killed, too
         raise KilledError
 
     with monkeypatch.context() as patch:
@@ -213,7 +213,7 @@ def test_who_waits_for_a_hand_over_tries_again_after_the_pause_alone(
     monkeypatch.setattr(snapshot_thread, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(snapshot_thread, "RetryGate", lambda *_: RetryGate(Pauses(first=3600.0, longest=3600.0)))
     term = world.term().begin()
-    thread = term.leader.snapshots._thread
+    thread = term.leader.snapshots.thread
     term.until(lambda: thread.reading)
     may_read.set()  # from here on the leader takes no turn
     wait_for(lambda: len(calls) > 1)

@@ -452,7 +452,7 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
         world.write(key, 2)
     term.failing = []
     (halted,) = [image for image in term.images() if image.state == "halted"]
-    generation = term.leader.subscriptions[HANDLER].plan.layout.generation
+    generation = term.leader.subscriptions[HANDLER].plan.layout.term
     assert term.wiring.store.partitions.retry(halted, generation)
     term.until(world.is_equal)
     world.judge()
@@ -462,14 +462,14 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
 def test_a_snapshot_that_waits_for_its_handler_hurries_nobody(world: World) -> None:
     """The stream was asked 32 times a second, for as long as the handler is paused."""
     term = world.term(start_from="now").begin()
-    generation = term.leader.subscriptions[HANDLER].plan.layout.generation
+    generation = term.leader.subscriptions[HANDLER].plan.layout.term
     for image in term.images():
         assert term.wiring.store.partitions.pause(image, generation)
     term.until(lambda: all(image.state == "paused" for image in term.images()))
     world.orders.insert_one({"_id": 1, "v": 1})
     ask(world, term)
     snapshots = term.leader.snapshots
-    term.until(lambda: snapshots.is_active)
+    term.until(lambda: snapshots.thread.records)
     term.step()
     assert not snapshots.is_busy
 
@@ -601,7 +601,7 @@ def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_i
     later.until(lambda: len(world.seen) >= before["done"])
     end = DocumentId.of(bson.encode({"_id": 99}))
     assert end is not None
-    assert not store.move(before["_id"], term.leader.snapshots._thread._version, before["begun"], end, 5)
+    assert not store.move(before["_id"], term.leader.snapshots.thread._version, before["begun"], end, 5)
     assert world.record["lastId"] == before["lastId"]
     assert store.resume(before["_id"])
     later.finish()
@@ -673,8 +673,8 @@ def test_handlers_that_begin_together_have_snapshots_that_can_be_told_apart(worl
     assert stop_one(wiring, ids[1])["handler"] == "other"
     world.client[world.state]["leases"].update_one({"_id": "shop"}, {"$set": {"expiresAt": None}})
     resumed = resume_one(wiring, f"{HANDLER}/pinned")
-    assert (resumed["state"], resumed["sentence"]) == ("running", "waits: nobody leads")
-    assert [each["sentence"] for each in commands.list_snapshots(wiring)] == ["waits: nobody leads", None]
+    assert (resumed["state"], resumed["reason"]) == ("running", "waits: nobody leads")
+    assert [each["reason"] for each in commands.list_snapshots(wiring)] == ["waits: nobody leads", None]
 
 
 def test_the_command_begins_stops_and_resumes_one(world: World) -> None:

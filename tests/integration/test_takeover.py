@@ -74,7 +74,7 @@ def trackers_of(takeover: Takeover) -> dict[str, Partition]:
     """A partition of each partition, by its `_id`."""
     found = {}
     for image in [image for images in takeover.images.values() for image in images]:
-        where = f"{BRIDGE}/{image.subscription}/{takeover.layouts[image.subscription].generation}/{image.index}"
+        where = f"{BRIDGE}/{image.subscription}/{takeover.layouts[image.subscription].term}/{image.index}"
         found[where] = Partition(where, image, takeover.version, GracePeriods(1, 1), time.monotonic())
     return found
 

@@ -51,7 +51,8 @@ def move(session, *, order, status):
 
 def example_of(name: str) -> str:
     """Return the code of the first block in a docstring."""
-    found = re.search(r"^::\n\n((?:(?:    .*)?\n)+)", inspect.getdoc(getattr(testing, name)) + "\n", re.MULTILINE)
+    text = f"{inspect.getdoc(getattr(testing, name))}\n"
+    found = re.search(r"^::\n\n((?:(?:    .*)?\n)+)", text, re.MULTILINE)
     assert found, f"{name} has no example"
     return textwrap.dedent(found[1])
 

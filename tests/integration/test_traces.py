@@ -22,10 +22,11 @@ from mongo_celery import Event
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
-from mongo_celery.bridge.worker.envelope import Carrier, Run, verify_run
+from mongo_celery.bridge.worker.envelope import Carrier, Run
 from mongo_celery.outbox.entries import FIELD
 from tests.fixtures.messages import body_of
 from tests.fixtures.redis import MakeRedis
+from tests.fixtures.samples import verify_run
 from tests.integration.outbox_rig import Message, Rig, opened, pending
 
 Document = dict[str, Any]

@@ -27,9 +27,9 @@ from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Selector, Source
 from mongo_celery.bridge.window import Refusal
-from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run, verify_run
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.mongo.identity import id_key
-from tests.fixtures.samples import BSON_VALUES, mark
+from tests.fixtures.samples import BSON_VALUES, mark, verify_run
 
 KEY = bytes(range(32))
 TOKEN = {"_data": mark(1).data}

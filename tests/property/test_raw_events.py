@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_hash, partitioner
-from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent, places, plain
+from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent, places, read_plain
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.items import ChangeEvent
@@ -228,12 +228,12 @@ def test_an_event_of_the_usual_form_looks_as_if_it_were_decoded_whole(raw: bytes
     try:
         decoded = RawBSONDocument(raw, EVENT_TYPES)
     except Exception as error:  # noqa: BLE001 - no document at all
-        assert plain(raw) is None
+        assert read_plain(raw) is None
         with pytest.raises(type(error)):
             RawEvent(raw)
         return
     same(RawEvent(raw), decoded)
-    if plain(raw) is None:
+    if read_plain(raw) is None:
         return
     assert places(raw) is not None, "what is recognised is walked too"
     assert (RawEvent(raw).origin, RawEvent(raw).plain_key) == (walked(raw).origin, walked(raw).plain_key)
@@ -254,7 +254,7 @@ def test_the_usual_form_is_recognised(optional: tuple[str, ...], is_update: bool
         **({"updateDescription": {"updatedFields": {"a": 1}, "removedFields": []}} if is_update else {}),
     }
     raw = bson.encode(whole)
-    assert plain(raw) is not None
+    assert read_plain(raw) is not None
     event = RawEvent(raw)
     assert event.token == whole["_id"]
     assert event.place is not None

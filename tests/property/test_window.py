@@ -90,7 +90,7 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(index=partitions, size=st.integers(1, 4))
     def read_a_change(self, index: int, size: int) -> None:
         number = self._next()
-        assert self.window.is_new(token_data(number))
+        assert token_data(number) > self.window.seen
         self.window.add(PendingChange(mark(number), index, b"x" * size), self.queues[index])
         self.model.items.append(Item(number, index, size, done=False))
 
@@ -105,7 +105,7 @@ class WindowMachine(RuleBasedStateMachine):
         """A reopened stream repeats itself; nothing that was seen is new, and passing over it does nothing."""
         number = self.number - back
         if number > 0 and self.number:
-            assert not self.window.is_new(token_data(number))
+            assert token_data(number) <= self.window.seen
             self.window.pass_over(mark(number))
 
     @rule(index=partitions, count=st.integers(0, 4), further=st.integers(0, 1))
@@ -179,8 +179,8 @@ class VariableWindow(Window):
 
     def pass_over(self, mark: Mark) -> None:
         """As if everything before a marker had been done when the marker was read."""
-        if self.is_new(mark.data):
-            self._seen = mark.data
+        if mark.data > self.seen:
+            self.seen = mark.data
             self.watermark = mark
 
 

@@ -6,9 +6,9 @@ from datetime import timedelta
 from typing import Any, assert_type
 
 from celery import Celery
-from pymongo import InsertOne, MongoClient
+from pymongo import MongoClient
 from pymongo.client_session import ClientSession
-from pymongo.results import BulkWriteResult, InsertOneResult, UpdateResult
+from pymongo.results import InsertManyResult, InsertOneResult, UpdateResult
 
 from mongo_celery import (
     STORED_ID,
@@ -35,7 +35,7 @@ from mongo_celery.locking import after_commit
 app = Celery("shop")
 client: MongoClient[dict[str, Any]] = MongoClient()
 bridge = Bridge(app)
-orders = bridge.outbox("shop.orders", max_pending=100)
+orders = bridge.outbox("shop.orders", max_attempts=9)
 parcels = OutboxCollection(app, lambda: client.shop.outbox, sweep_every=timedelta(seconds=9))
 carts = Outbox(app, client.shop.carts, at_once="wait")
 coordinator = TwoPhaseCommit(app, lambda: client.bank.transactions, timeout=timedelta(seconds=5))
@@ -70,7 +70,7 @@ def use() -> None:
     written = orders.insert_one({"lines": [1]}, tasks=[send_receipt.s(STORED_ID)], events=[Event("order.placed")])
     assert_type(written, InsertOneResult)
     assert_type(carts.update_one({"_id": 1}, {"$set": {"n": 1}}, upsert=True), UpdateResult)
-    assert_type(carts.bulk_write([InsertOne({"_id": 1})], tasks=[send_receipt.s("a")]), BulkWriteResult)
+    assert_type(carts.insert_many([{"_id": 1}], tasks=[send_receipt.s("a")]), InsertManyResult)
     assert_type(orders.name, str)
     assert_type(charge("a"), int)
     book("12a")

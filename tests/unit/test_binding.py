@@ -204,7 +204,7 @@ def test_a_bridge_that_was_made_with_an_app_keeps_to_it() -> None:
 def test_an_outbox_may_be_declared_before_there_is_an_app() -> None:
     """Each app has one; the name at module level stands for that of the app that is meant."""
     bridge = Bridge(url=URL, name="shop")
-    orders = bridge.outbox("shop.orders", max_pending=5)
+    orders = bridge.outbox("shop.orders", max_attempts=5)
     with pytest.raises(ConfigurationError, match=r"outbox shop.orders has no app"):
         orders.insert_one({})
     with pytest.raises(ConfigurationError, match=r"already has an outbox named 'shop.orders'.*bridge\.of\(app\)"):

@@ -27,6 +27,7 @@ from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Selector, Source, make_scope, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox.pending import PendingField
 from mongo_celery.testing.change import inserted
 from mongo_celery.twophase import receipts
 from tests.fixtures.samples import event, mark
@@ -215,13 +216,13 @@ def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture
         bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
         bridge.on_change("orders", "bills", "visits")(summarise)
         Outbox(app, client.shop.orders)
-        Outbox(app, lambda: client.shop.bills, field="waiting")
+        Outbox(app, lambda: client.shop.bills).field = PendingField("waiting")
         OutboxCollection(app, client.shop.visits)
         Outbox(app, not_there, name="gone")
 
         [one], scope = bridge.wiring.stream()
 
-        assert one.bookkeeping == Bookkeeping(KNOWN.outboxes, frozenset({"shop.visits", "shop.visits_keys"}))
+        assert one.bookkeeping == Bookkeeping(KNOWN.outboxes, frozenset({"shop.visits"}))
         assert "shop.visits" not in repr(scope.pipeline[1])
     [record] = [each for each in caplog.records if getattr(each, "event", None) == "outbox_unknown"]
     assert "gone" in record.getMessage()
@@ -357,8 +358,9 @@ def outboxes() -> Iterator[AppOutboxes]:
         MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
     ):
         Outbox(app, client.shop.orders)
-        Outbox(app, lambda: client.shop.bills, field="waiting", name="bills")
-        Outbox(app, lambda: pytest.fail("it is opened"), field="elsewhere", name="elsewhere")
+        Outbox(app, lambda: client.shop.bills, name="bills").field = PendingField("waiting")
+        not_opened = Outbox(app, lambda: pytest.fail("it is opened"), name="elsewhere")
+        not_opened.field = PendingField("elsewhere")
         yield AppOutboxes(app)
 
 

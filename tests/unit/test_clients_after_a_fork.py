@@ -50,9 +50,9 @@ def everything() -> dict[str, Opened]:
         "outbox.collection": lambda: ours.collection,
         "outbox.plain": lambda: ours.backing.plain,
         "outbox.latest": lambda: ours.backing.latest,
-        "outbox.writer": lambda: ours.backing.writer.collection,
+        "outbox.writer": lambda: ours.backing.latest,
         "bridge.outbox.collection": lambda: bridges.collection,
-        "bridge.outbox.writer": lambda: bridges.backing.writer.collection,
+        "bridge.outbox.writer": lambda: bridges.backing.latest,
         "twophase.transactions": lambda: bank.transactions,
         "twophase.accounts": lambda: bank.accounts,
         "twophase.log": lambda: bank.log.collection,
@@ -76,11 +76,11 @@ def test_a_forked_child_has_a_client_of_its_own(which: str) -> None:
 def test_what_was_made_of_a_collection_has_its_client_in_a_child_too() -> None:
     """Parts of one outbox, and of one coordinator, share the child's client."""
     ours, bank = outbox(), coordinator()
-    assert ours.backing.plain.database.client is ours.backing.writer.collection.database.client
+    assert ours.backing.plain.database.client is ours.backing.latest.database.client
     assert bank.log.collection.database.client is bank.transactions.database.client
 
     def is_shared() -> bool:
-        plain, written = ours.backing.plain, ours.backing.writer.collection
+        plain, written = ours.backing.plain, ours.backing.latest
         log, transactions = bank.log.collection, bank.transactions
         return (
             plain.database.client is written.database.client is ours.backing.latest.database.client

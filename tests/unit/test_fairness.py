@@ -40,6 +40,12 @@ class Led:
             for index in range(partitions)
         }
 
+    has_replays = False
+
+    @property
+    def candidates(self) -> bool:
+        return self.backlog > 0
+
     @property
     def in_flight(self) -> list[Partition]:
         return [partition for partition in self.partitions.values() if partition.in_flight is not None]

@@ -98,29 +98,6 @@ def test_a_quiet_outbox_needs_nothing() -> None:
     assert health(replace(WAITING, oldest_seconds=34.0), sweep_every=15.0).advice() == []
 
 
-@pytest.mark.parametrize(
-    ("status", "changes", "words"),
-    [
-        (WAITING, {}, "Is `celery -A APP beat`, or the listener of a bridge, running"),
-        (WAITING, {"scheduled": False}, "no beat entry"),
-        (WAITING, {"broker_error": "refused"}, "The broker does not answer: refused"),
-        (QUIET, {"broker_error": "refused"}, "Writes go on"),
-        (QUIET, {"swept_seconds": None}, "Nobody has swept it yet"),
-        (QUIET, {"swept_seconds": 300.0}, "Nobody has swept it for 5 min"),
-        (WAITING, {"swept_seconds": 300.0}, "Is `celery -A APP beat`, or the listener of a bridge, running"),
-        (replace(QUIET, failing=3), {}, "3 documents hold an entry that could not be published"),
-        (replace(QUIET, failing=3, stuck=3), {}, "3 documents are stuck behind an entry"),
-        (replace(WAITING, other_apps=1), {}, "1 document waits for another app"),
-        (replace(QUIET, dead_letters=1), {}, "dead-letters list"),
-        (replace(WAITING, oldest_seconds=1.0), {"indexed": False}, "reads the whole collection"),
-    ],
-)
-def test_each_trouble_has_one_sentence_that_helps(status: OutboxStatus, changes: Document, words: str) -> None:
-    """One cause, one sentence: a broker that is down is not also a beat that does not run."""
-    (sentence,) = health(status, **changes).advice()
-    assert words in sentence
-
-
 def test_whoever_may_not_read_the_notes_of_sweeps_is_told_nothing_of_them() -> None:
     """As after an upgrade, before the new right is granted: the rest is shown all the same."""
     assert health(QUIET, swept_seconds=None, sweeps_known=False).advice() == []

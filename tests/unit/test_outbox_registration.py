@@ -58,7 +58,6 @@ def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClien
         {"sweep_after": 0},
         {"sweep_every": -1},
         {"claim_ttl": 4000},
-        {"max_pending": 0},
         {"max_attempts": True},
         {"at_once": "later"},
         {"at_once": 1},

@@ -49,6 +49,40 @@ def is_ready(partition: Partition, now: float) -> bool:
     return partition.in_flight is None and partition.ready_at <= now
 
 
+_IMAGES = st.sampled_from(
+    [
+        FLOWING,
+        CLAIMED,
+        LAPSED,
+        DONE,
+        COMMITTED,
+        replace(COMMITTED, fencing_token=12),
+        replace(COMMITTED, state="paused"),
+        replace(COMMITTED, state="halted"),
+        replace(COMMITTED, due_in=2.0, retries=1),
+        replace(COMMITTED, retries=1),
+        replace(COMMITTED, claim=CLAIM, fencing_token=12),
+        replace(COMMITTED, spilled={"to": "8203"}),
+    ]
+)
+
+
+@given(st.lists(st.tuples(_IMAGES, st.sampled_from([0.1, 1.0, 9.0]), st.booleans()), max_size=20))
+def test_an_image_that_says_nothing_new_need_not_be_taken_in(steps: list[tuple[Image, float, bool]]) -> None:
+    """P8: a partition that leaves such images out decides as one that takes in all of them."""
+    now, whole, brief = START, make_partition(), make_partition()
+    for seen, seconds, sends in steps:
+        now += seconds
+        step = whole.observe(seen, now)
+        assert (Step.WAIT if brief.is_unchanged(seen) else brief.observe(seen, now)) is step
+        assert brief.image == whole.image
+        assert is_ready(brief, now) == is_ready(whole, now)
+        assert (brief.in_flight, brief.attempt, brief.repeats) == (whole.in_flight, whole.attempt, whole.repeats)
+        if sends and is_ready(whole, now):
+            whole.note_sent(now)
+            brief.note_sent(now)
+
+
 # What a look may leave out
 
 

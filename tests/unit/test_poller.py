@@ -18,7 +18,7 @@ def pause(*out: int, taken: tuple[float, ...] = (), idle: float = 0.0) -> float:
             times.note_end(str(number), START - seconds, START)
     times.moved_at = START
     times.polled_at = times.swept_at = START + idle
-    return times.next_poll_time({str(number): count for number, count in enumerate(out)}, START + idle) - START - idle
+    return times.next_poll_time({str(number): count for number, count in enumerate(out) if count}) - START - idle
 
 
 def test_with_nothing_out_only_the_sweep_is_due() -> None:
@@ -30,7 +30,7 @@ def test_a_single_run_is_looked_at_soon_and_then_more_and_more_seldom() -> None:
     """A quick handler is seen to have ended at once; a slow one costs four looks a second at most."""
     assert pause(1) == pytest.approx(SOON)
     assert pause(1, taken=(5.0,)) == pytest.approx(SOON), "however long others took"
-    assert pause(1, idle=0.4) == pytest.approx(0.1)
+    assert pause(1, idle=0.3) == pytest.approx(0.1), "a quarter of the time since, when it is over"
     assert pause(1, idle=100.0) == pytest.approx(0.25)
 
 

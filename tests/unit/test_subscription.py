@@ -61,9 +61,10 @@ def subscription(
     transactional: bool = False,
     commit: str | None = None,
     batch_size: int | None = None,
+    bridges_commit: str = "chain",
     **options: Any,
 ) -> Subscription:
-    made = BridgeOptions(name="shop", partitions=PARTITIONS, **options)
+    made = BridgeOptions(name="shop", partitions=PARTITIONS, commit=bridges_commit, **options)
     handler = make_handler(
         handle,
         ("shop.orders",),
@@ -504,8 +505,7 @@ def test_a_transactional_handler_gets_one_change_at_a_time() -> None:
 )
 def test_no_commit_task_follows_a_run_that_commits_inline(handlers: str | None, bridges: str, commits: bool) -> None:
     """By the handler's own option, else by the bridge's."""
-    one = subscription(commit=handlers)
-    one._options = replace(one._options, commit=bridges)
+    one = subscription(commit=handlers, bridges_commit=bridges)
     one.ingest_item(change(1))
     assert [dispatch.commits for dispatch in due(one)] == [commits]
 

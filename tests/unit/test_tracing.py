@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from mongo_celery import Event, tracing
 from mongo_celery.errors import StaleFencingTokenError
-from mongo_celery.outbox.entries import Entry, Home, event_entry, task_entry
+from mongo_celery.outbox.entries import Entry, Home, event_entry, task_entries
 from mongo_celery.tracing import (
     STORED_BYTES_MAX,
     committing,
@@ -53,14 +53,15 @@ sys.modules["opentelemetry"] = None
 from datetime import UTC, datetime
 from celery import Celery
 from mongo_celery import tracing
-from mongo_celery.outbox.entries import task_entry
+from mongo_celery.outbox.entries import task_entries
 with tracing.received({"traceparent": "x"}), tracing.processing("a", lambda: 1 / 0):
     assert tracing.trace_headers() == tracing.trace_to_store() == {}
 try:
     with tracing.sending("a", lambda: 1 / 0), tracing.sending_for({}, "a", lambda: 1 / 0, is_task=True):
         raise KeyError("mine")
 except KeyError:
-    assert "trace" not in task_entry(Celery(), Celery().signature("a"), datetime.now(UTC)).to_document()
+    (entry,) = task_entries(Celery(), Celery().signature("a"), datetime.now(UTC))
+    assert "trace" not in entry.to_document()
     print("passed")
 """
 IMPORTED = """
@@ -107,7 +108,8 @@ def python(code: str) -> str:
 
 def entry() -> Entry:
     app = Celery("traced", broker="memory://", set_as_current=False)
-    return task_entry(app, app.signature("note", args=(1,)), NOW)
+    (entry,) = task_entries(app, app.signature("note", args=(1,)), NOW)
+    return entry
 
 
 def request(**headers: Any) -> Context:

@@ -177,7 +177,7 @@ class FencedCollection:
         Replace all but the stamps and what is pending, as `Collection.replace_one`. Errors as in `update_one`.
 
         Raises:
-            OutboxRefusedError: the document carries tasks: `update_one` with `Outbox.replacement` adds them.
+            OutboxRefusedError: the document carries tasks: `bulk_write` of a `ReplaceOne` with its tasks adds them.
         """
         session, *given = _split(options, ReplaceOptions)
         return self._write(self._updating(self._replacing(replacement), *given), filter, upsert, sort, session)

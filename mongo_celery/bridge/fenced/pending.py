@@ -67,7 +67,7 @@ class PendingTasks:
                 raise OutboxRefusedError(
                     f"{field} belongs to an outbox of {self._collection.full_name}: a replacement that brings it would "
                     "drop what is pending there, so nothing was written. To replace a document and carry tasks, write "
-                    "update_one(filter, outbox.replacement(document, tasks), upsert=True).",
+                    "bulk_write([outbox.with_tasks(ReplaceOne(filter, document, upsert=True), tasks)]).",
                 )
 
     def deliver(self, target: Target, session: ClientSession | None) -> bool:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.process import Beside
 
 
-def serve_beside(address: str, app_argument: object = None, *, tried: bool = False) -> Beside:
+def make_http_service(address: str, app_argument: object = None, *, tried: bool = False) -> Beside:
     """
     Return the HTTP service for `run_listeners` to run beside its listeners. Imports no server before this call.
 

@@ -159,7 +159,7 @@ def _notes(handler: HandlerStatus) -> str:
     return ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 
-def _blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
+def _list_blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
     """Return the partitions that no finding names: those that retry or wait, and all of several that are halted."""
     found: list[tuple[str, PartitionStatus]] = []
     for handler in shown.handlers:
@@ -195,6 +195,6 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "kind": _kind,
     "notes": _notes,
     "oplog_left": _oplog_left,
-    "blocked": _blocked,
+    "blocked": _list_blocked,
     "newest": _newest,
 }

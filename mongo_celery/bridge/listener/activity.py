@@ -100,9 +100,10 @@ class HandlerActivity:
         counts = (image.retries, image.crashes, image.waiting)
         if not moved and counts == (before.retries, before.crashes, before.waiting):
             return
-        self.retries += _growth(0 if moved else before.retries, image.retries)
-        self.crashes += _growth(0 if moved else before.crashes, image.crashes)
-        self.waits += _growth(0 if moved else _waits(before), _waits(image))
+        if not moved or counts != (0, 0, None):
+            self.retries += _growth(0 if moved else before.retries, image.retries)
+            self.crashes += _growth(0 if moved else before.crashes, image.crashes)
+            self.waits += _growth(0 if moved else _waits(before), _waits(image))
         if moved:
             self.committed += image.committed - before.committed
             numbers, sent = partition.sent

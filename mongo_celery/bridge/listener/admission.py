@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import FLAGS, describe, wrap_event
@@ -48,6 +49,12 @@ logger = logging.getLogger("mongo_celery.listener")
 _MOST_KNOWN = 4096
 
 
+class _Answer(Enum):
+    """The answer about all changes with one operation in one namespace."""
+
+    UNKNOWN, NO, YES, BY_CONTENTS = range(4)
+
+
 class Admission:
     """
     The gate of one subscription in one term.
@@ -65,17 +72,26 @@ class Admission:
     ) -> None:
         self._selector = selector
         self._is_simple = selector.is_simple
-        self._known: dict[bytes, bool] = {}
+        self._known: dict[bytes, _Answer] = {}
         self._partitioner = partitioner
         self._layout = layout
+        self._hash_of = document_hash if partitioner.is_by_document else partitioner.hash
         self._undeliverable = undeliverable
         self._throttle = LogThrottle()
 
     def admit(self, event: ChangeEvent) -> PendingChange | None:
         """The change that this event is for the subscription, refused or not. None when it owes none. Never raises."""
-        is_owed, refusal = self._judge(event)
-        if not is_owed:
+        document, answer, refusal = event.document, _Answer.UNKNOWN, None
+        if self._is_simple and event.read_error is None and isinstance(document, RawEvent):
+            origin = document.origin
+            if origin is not None:
+                answer = self._known.get(origin, _Answer.UNKNOWN)
+        if answer is _Answer.NO:
             return None
+        if answer is not _Answer.YES:
+            is_owed, refusal = self._judge(event)
+            if not is_owed:
+                return None
         is_whole = refusal is None or (event.read_error is not None and event.read_error.only_match)
         hash_, failure = self._hash(event, by_rule=is_whole)  # else the rule might see too little
         index = hash_ % self._layout.partitions
@@ -99,7 +115,7 @@ class Admission:
         failure = None
         if by_rule:
             try:
-                return self._partitioner.hash(event.document), None
+                return self._hash_of(event.document), None
             except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
                 failure = keyless(self._selector.name, error)
         return document_hash(event.document), failure
@@ -117,7 +133,7 @@ class Admission:
             return True, Refusal.because(reason, halts=True)
 
     def _selects(self, document: Mapping[str, Any]) -> bool:
-        """Return True if the selector takes it. Said from memory where it was asked about such a change before."""
+        """Return True if the selector takes it. What holds for all changes of its operation there is remembered."""
         origin = document.origin if self._is_simple and isinstance(document, RawEvent) else None
         if origin is None:
             return self._selector.selects(document)
@@ -125,8 +141,11 @@ class Admission:
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            known = self._known[origin] = self._selector.wants(document)
-        return known and not self._selector.is_bookkeeping(document)
+            known = _Answer.NO
+            if self._selector.wants(document):
+                known = _Answer.BY_CONTENTS if self._selector.may_be_bookkeeping(document) else _Answer.YES
+            self._known[origin] = known
+        return known is not _Answer.NO and not self._selector.is_bookkeeping(document)
 
     def _is_judged(self, event: ChangeEvent) -> bool:
         """Return True unless the `match` of this handler failed: the event has the flags of the others alone."""

@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, declare_queues, demand_answer
-from mongo_celery.tracing import sending, trace_headers
+from mongo_celery.tracing import is_heard, sending, trace_headers
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -54,6 +54,7 @@ class Dispatch:
         label: what logs and monitors show instead of the arguments. No document contents.
         queue: of its partition.
         commits: whether the commit task follows. Else the execution writes what there is to be written.
+        size: bytes of the changes that travel with it. The message is larger by its encoding.
     """
 
     run: Run
@@ -62,11 +63,10 @@ class Dispatch:
     label: str
     queue: str
     commits: bool = True
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the changes that travel with it. The message is larger by its encoding."""
-        return sum(map(len, self.run.changes))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(map(len, self.run.changes)))
 
 
 @dataclass(slots=True)
@@ -102,11 +102,15 @@ class Dispatcher:
         self._app = app
         self._options = options
         self._queues = queues
-        self._sealing = sealing
+        self._find_sealing = sealing
+        self._sealing = Sealing(b"", "")
+        self._is_traced = True
         self._key: bytes | None = None
         self._connection: Connection | None = None
         self._producer: Any = None
+        self._is_amqp = False
         self._careful: Connection | None = None
+        self._announces = bool(app.conf.task_send_sent_event)  # Celery's settings are slow to read
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
         declare_queues(app, queues)
 
@@ -119,18 +123,22 @@ class Dispatcher:
             alone: what the broker has rejected before, and what may therefore harm only itself.
         """
         done = Published()
-        largest = self._options.run_bytes
+        usual: list[Dispatch] = []
+        large: list[Dispatch] = []
+        for dispatch in together:
+            (large if dispatch.size > self._options.run_bytes else usual).append(dispatch)
         try:
-            self._publish_together([each for each in together if each.size <= largest], done)
-            for dispatch in together:
-                if dispatch.size > largest:
-                    self._publish_alone(dispatch, done)
+            self._sealing, self._is_traced = self._read_sealing(), is_heard()
+            self._publish_together(usual, done)
+            for dispatch in large:
+                self._publish_alone(dispatch, done)
             for dispatch in alone:
                 self._publish_alone(dispatch, done, attempts=1)
         except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
             self.close()
             done.failure = error
-        self._release_careful()
+        if self._careful is not None:
+            self._release_careful()
         return done
 
     def close(self) -> None:
@@ -144,12 +152,15 @@ class Dispatcher:
         if not dispatches:
             return
         for _ in range(_ATTEMPTS):
-            producer = self._ready_producer()
+            producer = self._producer or self._make_producer()
+            # One round trip for many messages where kombu (5.7 and later) and the transport can.
+            batch = producer.batch() if hasattr(producer, "batch") else contextlib.nullcontext()
             try:
-                with _batch(producer):
+                with batch:
                     for dispatch in dispatches:
                         self._publish(producer, dispatch)
-                self._demand_verdict()
+                if self._is_amqp:
+                    self._demand_verdict()
             except Exception:  # noqa: BLE001 - of the broker's client; what follows finds out what it means
                 self.close()
                 continue
@@ -176,23 +187,22 @@ class Dispatcher:
         self._careful_producer()  # raises where the broker is away: then nothing was rejected
         done.rejected.append((dispatch, rejections[-1]))
 
-    def _ready_producer(self) -> Any:
+    def _make_producer(self) -> Any:
         """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
-        if self._producer is None:
-            self._connection = bounded_connection(self._app, _BROKER_SECONDS, as_text=True)
-            demand_answer(self._connection, _BROKER_SECONDS)
-            channel = self._connection.default_channel
-            for name in self._queues:
-                self._app.amqp.queues[name].bind(channel).declare()
-            self._producer = self._app.amqp.Producer(channel, auto_declare=False)
+        self._connection = bounded_connection(self._app, _BROKER_SECONDS, as_text=True)
+        demand_answer(self._connection, _BROKER_SECONDS)
+        self._is_amqp = self._connection.transport.driver_type == "amqp"
+        channel = self._connection.default_channel
+        for name in self._queues:
+            self._app.amqp.queues[name].bind(channel).declare()
+        self._producer = self._app.amqp.Producer(channel, auto_declare=False)
         return self._producer
 
     def _demand_verdict(self) -> None:
         """RabbitMQ answers no publishing: what it rejected, with all behind it, shows at the channel's next call."""
-        connection = self._connection
-        if connection is not None and connection.transport.driver_type == "amqp":
-            channel: Any = connection.default_channel
-            channel.queue_declare(self._queues[0], passive=True)
+        assert self._connection is not None, "something was published"
+        channel: Any = self._connection.default_channel
+        channel.queue_declare(self._queues[0], passive=True)
 
     def _careful_producer(self) -> Any:
         """
@@ -201,7 +211,8 @@ class Dispatcher:
         RabbitMQ rejects a message by closing its channel some time later, so there it has to confirm each one.
         """
         if self._careful is None:
-            self._ready_producer()  # the queues are declared there
+            if self._producer is None:
+                self._make_producer()  # the queues are declared there
             self._careful = bounded_connection(self._app, _BROKER_SECONDS, confirm=True, as_text=True)
             demand_answer(self._careful, _BROKER_SECONDS)
         return self._app.amqp.Producer(self._careful.default_channel, auto_declare=False)
@@ -212,8 +223,8 @@ class Dispatcher:
             with contextlib.suppress(Exception):
                 connection.release()
 
-    def _get_sealing(self) -> Sealing:
-        sealing = self._sealing()
+    def _read_sealing(self) -> Sealing:
+        sealing = self._find_sealing()
         if self._key is not None and self._key != sealing.key:
             logger.info("signing with a new key", extra={"event": "key_exchanged"})
         self._key = sealing.key
@@ -225,24 +236,17 @@ class Dispatcher:
         if dispatch.attempt:
             task_id += f".d{dispatch.attempt}"
         task_id += f".{secrets.token_hex(_SECRET_BYTES)}"
+        if not self._is_traced:
+            self._send(producer, dispatch, task_id, {})
+            return
         with sending(f"{run.bridge}/{run.subscription}", lambda: _span_attributes(dispatch, task_id)):
-            headers = trace_headers()
-            self._app.amqp.send_task_message(
-                producer,
-                dispatch.task_name,
-                self._message(dispatch, task_id, headers),
-                queue=self._app.amqp.queues[dispatch.queue],
-                serializer="json",
-                declare=[],
-                retry=False,
-                headers=headers,
-            )
+            self._send(producer, dispatch, task_id, trace_headers())
 
-    def _message(self, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> Any:
-        """The handler's message with the link behind it, if there is one, which carries the same trace."""
-        run, sealing = dispatch.run, self._get_sealing()
+    def _send(self, producer: Any, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> None:
+        """Send the handler's message with the link behind it, if there is one, which carries the same trace."""
+        run, sealing, amqp = dispatch.run, self._sealing, self._app.amqp
         links = [_commit_link(run, task_id, dispatch.queue, sealing, headers)] if dispatch.commits else []
-        return self._app.amqp.as_task_v2(
+        message = amqp.as_task_v2(
             task_id,
             dispatch.task_name,
             (sign_run("run", run, sealing.key, sealing.installation, Carrier.of(task_id, links)),),
@@ -253,7 +257,17 @@ class Dispatcher:
             argsrepr=dispatch.label,
             kwargsrepr="{}",
             origin=self._origin,
-            create_sent_event=self._app.conf.task_send_sent_event,
+            create_sent_event=self._announces,
+        )
+        amqp.send_task_message(
+            producer,
+            dispatch.task_name,
+            message,
+            queue=amqp.queues[dispatch.queue],
+            serializer="json",
+            declare=[],
+            retry=False,
+            headers=headers,
         )
 
 
@@ -284,13 +298,3 @@ def _commit_link(run: Run, task_id: str, queue: str, sealing: Sealing, headers: 
         "subtask_type": None,
         "immutable": True,
     }
-
-
-@contextlib.contextmanager
-def _batch(producer: Any) -> Iterator[None]:
-    """One round trip for many messages where kombu (5.7 and later) and the transport can."""
-    if hasattr(producer, "batch"):
-        with producer.batch():
-            yield
-    else:
-        yield

@@ -60,15 +60,21 @@ class Fairness:
 
     def due(self, subscriptions: Mapping[str, Subscription], now: float) -> list[Due]:
         """Return the runs to dispatch now: all that are due, without those that the rule holds back."""
-        chosen = [due for name, each in subscriptions.items() if name not in self._group_of for due in each.due(now)]
+        chosen: list[Due] = []
+        for name, each in subscriptions.items():
+            if (each.candidates or each.has_replays) and name not in self._group_of:
+                chosen += each.due(now)
         for group in self._groups:
             chosen += group.due(subscriptions, now)
         return chosen
 
     def next_due(self, subscriptions: Mapping[str, Subscription]) -> float:
         """Return the monotonic time of the next run that waits for a time alone, and not for its share."""
-        held = {name for group in self._groups for name in group.held}
-        return min((each.next_due() for name, each in subscriptions.items() if name not in held), default=math.inf)
+        next_at = math.inf
+        for name, each in subscriptions.items():
+            if each.candidates and (name not in self._group_of or name not in self._group_of[name].held):
+                next_at = min(next_at, each.next_due())
+        return next_at
 
 
 class Group:

@@ -29,12 +29,12 @@ whose place is in the oplog.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
-from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.pacing import RetryGate
@@ -43,17 +43,15 @@ from mongo_celery.bridge.listener.starts import Start, open_position, read_start
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark
-from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import HistoryLostError, LeaseLostError
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
-from mongo_celery.mongo.verdicts import ErrorContext, brief, raise_if_final
+from mongo_celery.mongo.verdicts import brief, raise_if_final
 from mongo_celery.quantities import moment
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.watermarks import Watermarks
-    from mongo_celery.bridge.options import BridgeOptions
-    from mongo_celery.bridge.state.store import Store
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -87,34 +85,25 @@ class LostHistory:
     Find the handlers that have lost their history in one term, and resolve each loss.
 
     Args:
-        client: of the watched data. Its oplog is asked how far it reaches back.
+        wiring: of the bridge. The oplog of its client is asked how far it reaches back.
         decision: `halt`, `oldest` or `now`.
         fingerprint: of the stream that is read.
-        concern: whom an error of the state database concerns.
+
+    Attributes:
+        due_at: monotonic time of the next tick that may have something to do.
+        is_unread: whether nothing is read, since a refusal is not settled.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        client: MongoClient[dict[str, Any]],
-        renewal: Renewal,
-        options: BridgeOptions,
-        *,
-        decision: str,
-        fingerprint: str,
-        concern: ErrorContext,
-        line: CommandLine = ANY_APP,
-    ) -> None:
-        self._store = store
-        self._concern = concern
-        self._line = line
-        self._client = client
+    def __init__(self, wiring: Wiring, renewal: Renewal, *, decision: str, fingerprint: str) -> None:
+        self._wiring = wiring
+        self._store, self._client = wiring.store, wiring.client
         self._renewal = renewal
-        self._options = options
         self._decision = decision
         self._fingerprint = fingerprint
         self._followed_at = 0.0
         self._error = HistoryLostError()
+        self.due_at = 0.0
+        self.is_unread = False
         self._refusal: HistoryLostError | None = None
         self._retry = RetryGate()
         self._gap: _Gap | None = None
@@ -140,7 +129,7 @@ class LostHistory:
                 lost.append(name)
             elif start.lost is not None:
                 if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer oplog, or a larger one
-                    self._store.subscriptions.clear_lost(name, self._renewal.term.version)
+                    self._store.subscriptions.clear_lost(name, self._renewal.term.number)
                 else:
                     lost.append(name)
         if not lost:
@@ -149,12 +138,7 @@ class LostHistory:
 
     def note_refusal(self, error: HistoryLostError) -> None:
         """Note that the server refuses the place at which the stream is read, so that nothing is read any more."""
-        self._refusal = error
-
-    @property
-    def is_unread(self) -> bool:
-        """Return True while nothing is read, since a refusal is not settled."""
-        return self._refusal is not None
+        self._refusal, self.is_unread, self.due_at = error, True, 0.0
 
     def tick(
         self,
@@ -177,19 +161,23 @@ class LostHistory:
         try:
             if self._refusal is not None:
                 position = self.settle_refusal(self._refusal, subscriptions, watermarks)
-                self._refusal = None
+                self._refusal, self.is_unread = None, False
                 read_from(position)
             elif (position := self.follow_moves(subscriptions, now)) is not None:
                 read_from(position)
         except PyMongoError as error:
             renew_connections(self._client, error)
-            raise_if_final(error, self._concern)
+            raise_if_final(error, self._wiring.state_concern)
             self._retry.note_failure()
+            self.due_at = self._retry.opens_at
             logger.warning(
                 "resuming after an oplog gap failed, trying again: %s",
                 brief(error),
                 extra={"event": "history_unsettled"},
             )
+            return
+        if not any(each.lost for each in subscriptions.values()):
+            self.due_at = math.inf
 
     def settle_refusal(
         self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks
@@ -214,7 +202,7 @@ class LostHistory:
 
     def _find_gap(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> _Gap:
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
-        before = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        before = self._read_starts(subscriptions)
         reached = self._find_reached(subscriptions, before)
         oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
@@ -242,7 +230,7 @@ class LostHistory:
         if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._followed_at = now
-        starts = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        starts = self._read_starts(subscriptions)
         moved = [name for name in lost if starts[name].lost is None]
         if not moved:
             if is_over:
@@ -265,9 +253,7 @@ class LostHistory:
         Raises:
             LeaseLostError: the term has ended.
         """
-        reached = self._find_reached(
-            subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.version)
-        )
+        reached = self._find_reached(subscriptions, self._read_starts(subscriptions))
         return open_position(reached, self._fingerprint) if reached else None
 
     # -- what happens to it ------------------------------------------------------------------------
@@ -282,7 +268,7 @@ class LostHistory:
             else:
                 self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
             gap.left.remove(name)
-        after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        after = self._read_starts(subscriptions)
         for name in gap.moved:
             subscriptions[name].move(after[name].time)
         reached = self._find_reached(subscriptions, after)
@@ -291,21 +277,21 @@ class LostHistory:
     def _choose_policy(self, subscription: Subscription, start: Start, oplog: Oplog | None) -> str | None:
         if self._decision != "halt":
             return self._decision
-        is_oldest = start.is_first and subscription.plan.handler.start(self._options) == "oldest"
+        is_oldest = start.is_first and subscription.plan.handler.start(self._wiring.options) == "oldest"
         if not is_oldest or oplog is None or subscription.window.seen:
             return None
         return None if self._store.partitions.are_touched(subscription.name) else "oldest"
 
     def _try_to_move(self, subscription: Subscription, policy: str, before: Start, gap: _Gap) -> bool:
         """Move a handler to where its policy says. False if that place itself was refused, so that it cannot help."""
-        name, version = subscription.name, self._renewal.term.version
+        name, version = subscription.name, self._renewal.term.number
         if policy not in gap.places:
             first = gap.oplog.first if gap.oplog is not None and policy == "oldest" else None
             gap.places[policy] = first or start_time(self._client, policy)
         if before.watermark is None and before.place[0] >= gap.places[policy]:
             return False
         start = max(gap.places[policy], before.place[0])
-        self._store.partitions.forget_attempts(name, subscription.plan.layout.generation)
+        self._store.partitions.forget_attempts(name, subscription.plan.layout.term)
         if not self._store.subscriptions.move_start(name, version, start, policy):
             return False
         unseen = "" if gap.oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
@@ -329,10 +315,11 @@ class LostHistory:
         reason = _reason(place, oldest, error)
         # The stored position is left as it is: somebody may move it at this very moment.
         if start.lost is None and not self._store.subscriptions.mark_lost(
-            name, self._renewal.term.version, place, oldest, reason
+            name, self._renewal.term.number, place, oldest, reason
         ):
             raise LeaseLostError
         subscription.lost = subscription.has_gap = True
+        self.due_at = 0.0
         self._error = error
         logger.error(
             "handler %s has lost its history: its position is %s, and %s. It is blocked until you decide. Others whose "
@@ -340,11 +327,14 @@ class LostHistory:
             name,
             place.as_datetime().isoformat(),
             reason,
-            *(self._line.changes("reset", name, "--to", option) for option in ("oldest", "now")),
+            *(self._wiring.line.changes("reset", name, "--to", option) for option in ("oldest", "now")),
             extra={"event": "subscription_lost", "subscription": name},
         )
 
     # -- positions ---------------------------------------------------------------------------------
+
+    def _read_starts(self, subscriptions: Subscriptions) -> dict[str, Start]:
+        return read_starts(self._store, list(subscriptions), self._renewal.term.number)
 
     def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
         """Up to where each one that can be read has been read. In front of its start nothing is owed."""

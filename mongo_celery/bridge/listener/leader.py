@@ -1,9 +1,10 @@
 """
 The leading thread: it ingests what was read, polls partitions, dispatches runs, and moves watermarks.
 
-Each turn of the loop does what is due and then waits for the next item or time. Nothing in it waits for a
-worker. The order of stepping down: stop to read and to dispatch, store the watermarks, end the renewal
-thread, release. Handlers that run are left alone. The next term adopts them.
+Each turn of the loop asks only those parts that are due, and then waits for the next item or time. A part says when it
+is due by an attribute, which costs nothing to read. Nothing in a turn waits for a worker. The order of stepping down:
+stop to read and to dispatch, store the watermarks, end the renewal thread, release. Handlers that run are left alone.
+The next term adopts them.
 """
 
 from __future__ import annotations
@@ -85,31 +86,20 @@ class Leader:
         handlers = [handler for handler in wiring.handlers if handler.name not in self._refused]
         self._led = list(zip(handlers, selectors, strict=True))
         self.subscriptions: dict[str, Subscription] = {}
-        store, line, concern = wiring.store, wiring.line, wiring.state_concern
+        self._is_reading, self._has_snapshots = True, False
         self.housekeeping = Housekeeping()
         self._horizon = Horizon(wiring)
         self.housekeeping.add(self._horizon.read_oplog)
-        self._watermarks = Watermarks(store, renewal, scope.fingerprint, self.report)
-        self._history = LostHistory(
-            store,
-            wiring.client,
-            renewal,
-            options,
-            decision=on_history_lost,
-            fingerprint=scope.fingerprint,
-            concern=concern,
-            line=line,
-        )
-        self._storing = Storing(store, options, concern, self._horizon.share, line)
+        self._watermarks = Watermarks(wiring.store, renewal, scope.fingerprint, self.report)
+        self._history = LostHistory(wiring, renewal, decision=on_history_lost, fingerprint=scope.fingerprint)
+        self._storing = Storing(wiring, self._horizon.share)
         self.snapshots = Snapshotting(wiring, self.wake)
         self.intake = StreamIntake(
             wiring, scope, self.subscriptions, self._storing, self.snapshots, self._note_progress
         )
         self.poller = PartitionPoller(wiring, self._storing.session, self.subscriptions, activity)
-        self._repartitioning = Repartitioning(
-            store, options, concern, self._watermarks, self._storing, line, self.snapshots
-        )
-        self._replaying = Replaying(store.replays, concern, line)
+        self._repartitioning = Repartitioning(wiring, self._watermarks, self._storing, self.snapshots)
+        self._replaying = Replaying(wiring)
         self._publishing = Publishing(wiring, renewal, activity)
         self._lost_messages = LostMessageDetector(options, BrokerWatch(wiring.app, self.housekeeping))
         self._untaken = UntakenQueues(wiring, self.housekeeping)
@@ -143,7 +133,7 @@ class Leader:
         finally:
             self._publishing.close()
             self.housekeeping.stop()
-            self.snapshots.close()
+            self.snapshots.thread.close()
             self._storing.close()
 
     def wake(self) -> None:
@@ -221,25 +211,37 @@ class Leader:
             LeaseLostError: somebody else leads.
             MongoCeleryError: something that waiting cannot fix.
         """
-        self._activity.note_turn()
         now = time.monotonic()
+        self._activity.note_turn()
+        self._is_reading = self.intake.is_alive
         self._ingest_items(now)
         self._note_progress()
-        self._poll(now)
-        self._follow_history(now)
-        self._repartition(now)
-        self._note_progress()
-        self._storing.turn(now, at_end=self.intake.at_end)
-        self._snapshot()
-        self._replaying.turn(self.subscriptions, now)
-        self._note_progress()
+        if now >= self.poller.due_at:
+            self._poll(now)
+            self._note_progress()
+        if now >= self._history.due_at:
+            self._follow_history(now)
+        if now >= self._repartitioning.due():
+            self._repartition(now)
+            self._note_progress()
+        if self._storing.is_due(now):
+            self._storing.turn(now, at_end=self.intake.at_end)
+        had_snapshots, self._has_snapshots = self._has_snapshots, self.snapshots.has_work
+        if had_snapshots or self._has_snapshots:
+            self._snapshot()
+        if now >= self._replaying.due_at:
+            self._replaying.turn(self.subscriptions, now)
+            self._note_progress()
         self._dispatch()
-        self._note_progress()
-        self._watermarks.flush(self.subscriptions.values(), now, self.poller.times.moved_at)
+        if now >= self._watermarks.due_at:
+            self._note_progress()
+            if not self._history.is_unread:
+                self._horizon.judge(self.subscriptions.values())
+            self._watermarks.flush(self.subscriptions.values(), now, self.poller.times.moved_at)
 
     def _note_progress(self) -> None:
         """Have the lease renewed, unless partitions or the stream cannot be read."""
-        if self.intake.is_alive and not self._history.is_unread and not self.poller.is_blind:
+        if self._is_reading and not self._history.is_unread and not self.poller.is_blind:
             self._renewal.alive()
 
     def _ingest_items(self, now: float) -> None:
@@ -252,20 +254,23 @@ class Leader:
         self._history.note_refusal(error)
 
     def _poll(self, now: float) -> None:
-        """Read partitions, as far as it is time for it, and find messages that are lost, or that nobody takes."""
-        if not self.poller.poll(now, self.intake.reopenings):
-            return
+        """Read partitions, and find messages that are lost, or that nobody takes."""
+        if self.poller.poll(now, self.intake.reopenings):
+            self._judge_runs(now)
+        self.poller.plan()
+
+    def _judge_runs(self, now: float) -> None:
         led, is_down = self.subscriptions.values(), self._publishing.is_down
         began_at, read_at = self.poller.began_at, self.poller.read_at
         if self._lost_messages.check(led, began_at, read_at, is_broker_down=is_down):
             self._publishing.retry_now()
         if not is_down:
             self._untaken.turn(led, read_at)
+        if any(each.has_ended_replay for each in led):
+            self._replaying.due_at = now
 
     def _follow_history(self, now: float) -> None:
-        """Warn of histories that are about to be lost, and read on behind one that was."""
-        if not self._history.is_unread:
-            self._horizon.judge(self.subscriptions.values())
+        """Read on behind a history that was lost."""
         self._history.tick(self.subscriptions, self._watermarks, now, self.intake.open_reader)
 
     def _repartition(self, now: float) -> None:
@@ -297,14 +302,10 @@ class Leader:
 
     def _dispatch(self) -> None:
         if self._publishing.dispatch(self.subscriptions):
-            self.poller.times.moved_at = time.monotonic()
+            self.poller.note_dispatch()
 
     def _wait(self) -> None:
-        now = time.monotonic()
         until = min(
-            self.poller.next_poll_time(now),
-            self._publishing.next_due(self.subscriptions),
-            self._repartitioning.due(),
-            self._storing.next_turn_time(),
+            self.poller.due_at, self._publishing.due_at, self._repartitioning.due(), self._storing.next_turn_time()
         )
-        self.intake.wait(max(until - now, 0.0))
+        self.intake.wait(max(until - time.monotonic(), 0.0))

@@ -263,8 +263,8 @@ class Listener:
         logger.info(
             "leading bridge %s with version %d",
             self._options.name,
-            term.version,
-            extra={"event": "lease_acquired", "version": term.version},
+            term.number,
+            extra={"event": "lease_acquired", "version": term.number},
         )
         renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl)
         renewal.start()

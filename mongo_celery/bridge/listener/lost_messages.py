@@ -166,7 +166,7 @@ class LostMessageDetector:
             (subscription, index)
             for subscription in subscriptions
             for index, partition in subscription.partitions.items()
-            if partition.is_unclaimed
+            if partition.in_flight is not None and partition.is_unclaimed
         ]
         overdue = [each for each in unclaimed if now >= self._due_time(*each)]
         queues = {subscription.queue_name(index) for subscription, index in overdue}

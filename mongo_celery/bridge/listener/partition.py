@@ -125,11 +125,13 @@ class Partition:
     One partition in one term.
 
     Attributes:
+        index: its number.
         image: the last one read.
         in_flight: the run that is in flight, or None.
         ready_at: monotonic time from which the next run may be dispatched. Infinite while something is out
             or the partition is blocked.
         attempt: how often the change at the head was dispatched, for the task id.
+        is_repeated: whether the next dispatch is of a run that was out, and of which nothing was seen.
         repeats: how often it was dispatched again since its last claim, or the last return of the broker.
         taken_at: when a run was last seen to be claimed for the first time.
         taken_sent_at: when that run was sent.
@@ -152,6 +154,7 @@ class Partition:
 
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
         self.partition_id = partition_id
+        self.index = image.index
         self.image = image
         self.in_flight: InFlight | None = None
         self.ready_at = _NEVER
@@ -173,7 +176,7 @@ class Partition:
         self.is_replaying = self.has_replayed = False
         self.sent: tuple[range, float] = (range(0), 0.0)
         self.sent_key: SentKey | None = None
-        self._is_repeat = False
+        self.is_repeated = False
         self._given_up: int | None = None
         self._changed_at = now
         self._essence = _essence(image)
@@ -185,14 +188,9 @@ class Partition:
         return self.image.committed + 1
 
     @property
-    def index(self) -> int:
-        """Number of the partition."""
-        return self.image.index
-
-    @property
     def has_next(self) -> bool:
         """Return True if it has changes that are not committed, in the queue or stored."""
-        return self.backlog is not None or bool(self.queue)
+        return self.backlog is not None or bool(self.queue.changes)
 
     @property
     def is_busy(self) -> bool:
@@ -202,9 +200,10 @@ class Partition:
     @property
     def is_blocked(self) -> bool:
         """Return True if its next change waits for a person, or for its retry time."""
-        if self.image.state == "halted":
-            return True
-        return self.has_next and (self.image.state != "flowing" or self.image.parked)
+        image = self.image
+        if image.state == "flowing" and image.due_in <= 0:
+            return False
+        return image.state == "halted" or self.has_next
 
     def is_secured(self, data: str) -> bool:
         """Return True if all up to a token is committed, or stored and marked by this term."""
@@ -241,11 +240,6 @@ class Partition:
             return False
         return image.fencing_token == run.fencing_token and image.handled is None and not image.live
 
-    @property
-    def is_repeated(self) -> bool:
-        """Return True if the next dispatch is of a run that was out, and of which nothing was seen."""
-        return self._is_repeat
-
     def is_free(self, now: float) -> bool:
         """Return True if a dead letter may be sent: nothing is out, and nothing blocks but a retry time."""
         rejected = self.rejection is not None and self.rejection.until > now
@@ -259,7 +253,7 @@ class Partition:
     def repeat(self, now: float) -> None:
         """The message that is out will not be taken any more: dispatch the change again."""
         self._give_up()
-        self._is_repeat = True
+        self.is_repeated = True
         self.ready_at = now + max(self.image.due_in, 0.0)
 
     def note_sent(self, now: float, count: int = 1) -> None:
@@ -270,13 +264,21 @@ class Partition:
         self.ready_at = _NEVER
         self.rejection = None
         self.attempt += 1
-        self.repeats += self._is_repeat
-        self._is_repeat = False
+        self.repeats += self.is_repeated
+        self.is_repeated = False
 
     def note_rejected(self, rejection: Rejection) -> None:
         """The run that begins with `next_sequence` was rejected: this partition waits, and no other."""
         self.rejection = rejection
         self.ready_at = rejection.until
+
+    def is_unchanged(self, image: Image) -> bool:
+        """Return True if a newer image says nothing new of a partition that has nothing to do, and no time to await."""
+        if self.in_flight is not None or self.backlog is not None or self.queue.changes or self.is_replaying:
+            return False
+        if image.claim is not None or image.due_in > 0 or self.image.due_in > 0 or not self.won:
+            return False
+        return image is self.image or bool(_essence(image) == self._essence)
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
@@ -286,7 +288,7 @@ class Partition:
             self._changed_at = now
             if image.committed != self.image.committed:
                 self.attempt = self.repeats = 0
-                self._is_repeat = False
+                self.is_repeated = False
                 self.rejection = None
         before, self.image = self.image, image
         if image.term != self._version or not self.won:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.listener.partition import Step
+from mongo_celery.bridge.listener.partition import Partition, Step
 from mongo_celery.bridge.listener.takeover import LockedPartitions
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.opening import renew_connections
@@ -86,20 +86,18 @@ class PollTimes:
             before = self._taken.get(subscription, now - sent_at)
             self._taken[subscription] = before + _WEIGHT * (now - sent_at - before)
 
-    def next_poll_time(self, in_flight: Mapping[str, int], now: float) -> float:
-        """Return the monotonic time of the next poll, with so many runs of each handler in flight."""
-        return min(self.swept_at + SWEEP_SECONDS, self.polled_at + self._pause(in_flight, now))
+    def next_poll_time(self, in_flight: Mapping[str, int]) -> float:
+        """Return the monotonic time of the next poll, with so many runs of each handler in flight, none without any."""
+        sweep_at = self.swept_at + SWEEP_SECONDS
+        return min(sweep_at, self.polled_at + self._pause(in_flight)) if in_flight else sweep_at
 
-    def _pause(self, in_flight: Mapping[str, int], now: float) -> float:
-        """Short after something moved, longer while handlers take their time. Infinite with nothing in flight."""
-        names = [name for name, count in in_flight.items() if count]
-        if not names:
-            return math.inf
+    def _pause(self, in_flight: Mapping[str, int]) -> float:
+        """Short after something moved, longer while handlers take their time: in the end a quarter of that."""
         least = _SHORTEST_PAUSE
         if sum(in_flight.values()) >= _BUSY:
-            quickest = min(self._taken.get(name, 0.0) for name in names)
+            quickest = min(self._taken.get(name, 0.0) for name in in_flight)
             least = min(max(quickest / _SHARE, BUSY_SECONDS), _LONGEST_BUSY_PAUSE)
-        return min(max((now - self.moved_at) / 4, least), _LONGEST_PAUSE)
+        return min(max((self.polled_at - self.moved_at) / 3, least), _LONGEST_PAUSE)
 
     def may_be_unflushed(self, seen: Iterable[Seen | None], now: float) -> bool:
         """Return True if the last poll was in vain, and runs that were claimed before it may have ended."""
@@ -119,7 +117,8 @@ class PartitionPoller:
         activity: what this process has counted.
 
     Attributes:
-        times: when polls are due.
+        times: of the polls.
+        due_at: monotonic time of the next poll.
         locked: partitions that the take-over could not win.
         is_blind: whether the last poll has failed.
         began_at, read_at: monotonic times of the last poll that was answered.
@@ -129,10 +128,12 @@ class PartitionPoller:
         self, wiring: Wiring, session: ClientSession, led: Mapping[str, Subscription], activity: Activity
     ) -> None:
         self.times = PollTimes()
+        self.due_at = 0.0
         self.locked = LockedPartitions(wiring.store, 0, ())
         self.is_blind = False
         self.began_at = self.read_at = 0.0
         self._fairness: Fairness | None = None
+        self._known: Mapping[bytes, Image] = {}
         self._wiring = wiring
         self._partitions = wiring.store.partitions
         self._session = session
@@ -145,34 +146,45 @@ class PartitionPoller:
         self.locked = LockedPartitions(self._wiring.store, version, partitions)
         self._fairness = fairness
 
-    def next_poll_time(self, now: float) -> float:
-        """Return the monotonic time of the next poll."""
-        return self.times.next_poll_time({name: len(led.in_flight) for name, led in self._led.items()}, now)
+    def plan(self) -> None:
+        """Find out when the next poll is due."""
+        in_flight: dict[str, int] = {}
+        for name, led in self._led.items():
+            for partition in led.partitions.values():
+                if partition.in_flight is not None:
+                    in_flight[name] = in_flight.get(name, 0) + 1
+        self.due_at = self.times.next_poll_time(in_flight)
+
+    def note_dispatch(self) -> None:
+        """Note that runs were sent: they are polled soon."""
+        self.times.moved_at = time.monotonic()
+        self.plan()
 
     def sweep_now(self) -> None:
         """Have the next poll read all partitions, whenever that would have been due."""
-        self.times.swept_at = -math.inf
+        self.times.swept_at = self.due_at = -math.inf
 
     def poll(self, now: float, reopenings: int) -> bool:
         """
-        Read what is due, and take in what is seen.
+        Read partitions, all of them if that is due, and take in what is seen.
 
         Returns:
-            True if partitions were read.
+            False if they could not be read.
 
         Raises:
             LeaseLostError: somebody else leads.
             MongoCeleryError: something that waiting cannot fix.
         """
-        self._win_locked(now)
         began_at = time.monotonic()
         try:
-            images = self._read(now, reopenings)
-            if images is None:
-                return False
+            if now - self.times.swept_at >= SWEEP_SECONDS:
+                self._win_locked(now)
+                images = self._sweep(now, reopenings)
+            else:
+                images = self._read_changed(now)
             self.is_blind = False
             self.began_at, self.read_at = began_at, time.monotonic()
-            late = [image for image in images if self._observe(image, self.read_at) is Step.COMMIT]
+            late = self._observe(images, self.read_at)
             if late:
                 self._commit_late(late)
         except PyMongoError as error:
@@ -182,19 +194,18 @@ class PartitionPoller:
             return False
         return True
 
-    def _read(self, now: float, reopenings: int) -> list[Image] | None:
-        """Read what is due. None if nothing is."""
+    def _sweep(self, now: float, reopenings: int) -> list[Image]:
+        self.times.swept_at = self.times.polled_at = now
+        generations = {name: led.plan.layout.term for name, led in self._led.items()}
+        self._known = self._partitions.sweep(generations, self._session, self._known)
+        for subscription in self._led.values():
+            self._activity.of(subscription.name).add_counts(subscription.counted)
+        self._activity.note_sweep(reopenings)
+        return list(self._known.values())
+
+    def _read_changed(self, now: float) -> list[Image]:
+        """Read the partitions with a run in flight of which the server knows something new."""
         times = self.times
-        if now - times.swept_at >= SWEEP_SECONDS:
-            times.swept_at = times.polled_at = now
-            generations = {name: led.plan.layout.generation for name, led in self._led.items()}
-            images = self._partitions.of(generations, self._session)
-            for subscription in self._led.values():
-                self._activity.of(subscription.name).add_counts(subscription.counted)
-            self._activity.note_sweep(reopenings)
-            return images
-        if now < self.next_poll_time(now):
-            return None
         seen = {each.partition_id: each.seen for led in self._led.values() for each in led.in_flight}
         if times.may_be_unflushed(seen.values(), now):
             with contextlib.suppress(PyMongoError):  # if something is wrong, the poll says what
@@ -202,11 +213,19 @@ class PartitionPoller:
         times.polled_at = now
         return self._partitions.list_changed(seen, self._session)
 
-    def _observe(self, image: Image, now: float) -> Step | None:
-        subscription = self._led[image.subscription]
-        partition = subscription.partitions.get(image.index)
-        if partition is None:  # read before its handler was repartitioned
-            return None
+    def _observe(self, images: Iterable[Image], now: float) -> list[Image]:
+        """Take in images. Return those of partitions that are to be committed."""
+        late = []
+        for image in images:
+            subscription = self._led[image.subscription]
+            partition = subscription.partitions.get(image.index)
+            if partition is None or partition.is_unchanged(image):  # none: read before its handler was repartitioned
+                continue
+            if self._observe_partition(subscription, partition, image, now) is Step.COMMIT:
+                late.append(image)
+        return late
+
+    def _observe_partition(self, subscription: Subscription, partition: Partition, image: Image, now: float) -> Step:
         self._activity.of(image.subscription).observe(partition, image, now)
         run = partition.in_flight
         is_held = run is not None and run.left_at is None
@@ -231,8 +250,7 @@ class PartitionPoller:
     def _win_locked(self, now: float) -> None:
         """Take over, one by one, what an open transaction had kept from the take-over."""
         try:
-            for image in self.locked.win(now):
-                self._observe(image, time.monotonic())
+            self._observe(self.locked.win(now), time.monotonic())
         except PyMongoError as error:  # all others are polled all the same
             self._note_failure(error)
 

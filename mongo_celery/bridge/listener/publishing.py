@@ -50,10 +50,12 @@ class Publishing:
 
     Attributes:
         fairness: chooses between the handlers of a group.
+        due_at: monotonic time of the next run that waits for a time alone.
     """
 
     def __init__(self, wiring: Wiring, renewal: Renewal, activity: Activity) -> None:
         self.fairness = Fairness({})
+        self.due_at = 0.0
         self._activity = activity
         self._renewal = renewal
         self._dispatcher = Dispatcher(wiring.app, wiring.options, lambda: renewal.sealing, wiring.queue_names)
@@ -73,34 +75,35 @@ class Publishing:
         groups = {name: each.plan.handler.group for name, each in subscriptions.items()}
         self.fairness = Fairness(groups, {name for name, each in subscriptions.items() if each.plan.token_seconds})
 
-    def next_due(self, subscriptions: Mapping[str, Subscription]) -> float:
-        """Return the monotonic time of the next run that waits for a time alone."""
-        return max(self.fairness.next_due(subscriptions), self._broker.opens_at)
-
     def dispatch(self, subscriptions: Mapping[str, Subscription]) -> bool:
         """Publish the runs that are due, if the lease is trusted. True if any of them is in flight now."""
-        now = time.monotonic()
-        if not self._broker.is_open(now):
-            return False
-        due = self.fairness.due(subscriptions, now)
-        return bool(due) and self._renewal.is_trusted() and self.publish(due)
+        now, is_sent = time.monotonic(), False
+        if now >= self._broker.opens_at:
+            due = self.fairness.due(subscriptions, now)
+            is_sent = bool(due) and self._renewal.is_trusted() and self.publish(due)
+        self.due_at = max(self.fairness.next_due(subscriptions), self._broker.opens_at)
+        return is_sent
 
     def publish(self, due: Sequence[tuple[Partition, Dispatch]]) -> bool:
         """Publish the next runs of some partitions. True if any of them is in flight now."""
         if not due:  # the broker is not even asked: what is known of it stays
             return False
-        alone = [dispatch for partition, dispatch in due if partition.rejection is not None][:_ALONE_A_TURN]
-        partitions = {dispatch.run.partition_id: partition for partition, dispatch in due}
-        done = self._dispatcher.publish([dispatch for partition, dispatch in due if partition.rejection is None], alone)
+        together: list[Dispatch] = []
+        alone: list[Dispatch] = []
+        partitions: dict[int, Partition] = {}
+        for partition, dispatch in due:
+            partitions[id(dispatch)] = partition
+            (together if partition.rejection is None else alone).append(dispatch)
+        done = self._dispatcher.publish(together, alone[:_ALONE_A_TURN])
         now = time.monotonic()
         for dispatch in done.sent:
-            self._note_sent(partitions[dispatch.run.partition_id], dispatch, now)
+            self._note_sent(partitions[id(dispatch)], dispatch, now)
         for dispatch, error in done.rejected:
-            self._note_rejection(partitions[dispatch.run.partition_id], dispatch, error, now)
-        if done.failure is None:
-            self._broker.note_success()
-        else:
+            self._note_rejection(partitions[id(dispatch)], dispatch, error, now)
+        if done.failure is not None:
             self._note_failure(done.failure)
+        elif self._broker.failures:
+            self._broker.note_success()
         return bool(done.sent)
 
     def close(self) -> None:

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.pacing import RetryGate
-from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import ErrorContext, explain_error
+from mongo_celery.mongo.verdicts import explain_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.dead_letters import ReplayRequest
-    from mongo_celery.bridge.state.replays import Replays
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -43,24 +42,22 @@ class Replaying:
     The replays of one term. Used by one thread.
 
     Args:
-        replays: where they are asked for.
-        concern: whom an error there concerns.
+        wiring: of the bridge.
+
+    Attributes:
+        due_at: monotonic time of the next turn.
     """
 
-    def __init__(self, replays: Replays, concern: ErrorContext, line: CommandLine = ANY_APP) -> None:
-        self._line = line
-        self._replays = replays
-        self._concern = concern
-        self._poll_at = 0.0
+    def __init__(self, wiring: Wiring) -> None:
+        self._replays, self._line = wiring.store.replays, wiring.line
+        self._concern = wiring.state_concern
+        self.due_at = 0.0
         self._indexing = RetryGate(_INDEX_PAUSES)
 
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
         """Read the requests: every second, and immediately if something has ended in a partition that has more."""
-        ended = [each for each in subscriptions.values() if each.has_ended_replay]
-        if now < self._poll_at and not ended:
-            return
         for each in subscriptions.values():
-            each.has_ended_replay = False
+            each.has_ended_replay = each.has_replays = False
             for partition in each.partitions.values():
                 partition.replay = None
                 partition.is_replaying = partition.is_replaying and partition.in_flight is not None
@@ -69,9 +66,9 @@ class Replaying:
             threading.Thread(target=self._create_index, name="mongo_celery-replays-index", daemon=True).start()
         try:
             self._read(subscriptions)
-            self._poll_at = now + _POLL_SECONDS
+            self.due_at = now + _POLL_SECONDS
         except PyMongoError as error:  # nothing else waits for it
-            self._poll_at = now + _PAUSE_SECONDS
+            self.due_at = now + _PAUSE_SECONDS
             logger.warning(
                 "reading which dead letters are to be replayed failed, trying again: %s",
                 explain_error(error, self._concern) or short(error),
@@ -102,8 +99,8 @@ class Replaying:
     def _choose(self, subscription: Subscription, waiting: Sequence[ReplayRequest]) -> None:
         """Give each partition of a subscription the next one."""
         layout = subscription.plan.layout
-        current = [each for each in waiting if each.generation == layout.generation]
-        older = [each for each in waiting if each.generation < layout.generation]
+        current = [each for each in waiting if each.term == layout.term]
+        older = [each for each in waiting if each.term < layout.term]
         self._withdraw([each for each in older if not each.failed], "its handler was repartitioned", is_over=True)
         self._replays.withdraw([each for each in older if each.failed])
         failed = [each for each in current if each.failed]
@@ -120,7 +117,7 @@ class Replaying:
             if replay.due_in > 0:
                 held.append(replay)
             elif partition.replay is None and not any(_is_successor(replay, first) for first in held):
-                partition.replay = replay
+                partition.replay, subscription.has_replays = replay, True
 
     def _withdraw(self, replays: Sequence[ReplayRequest], reason: str, *, is_over: bool = False) -> None:
         if replays:

@@ -107,6 +107,7 @@ class SnapshotThread:
         attempts: of these, by id.
         reading: the chunk that is being read, or waits to be handed over.
         appended: chunks that were handed over, by the id of their snapshot.
+        allowed: names of the subscriptions for which chunks may begin.
         has_polled: whether it has polled snapshots once.
     """
 
@@ -122,7 +123,7 @@ class SnapshotThread:
         self._wake = wake
         self._led: Mapping[str, Subscription] = {}
         self._version = 0
-        self._allowed: frozenset[str] = frozenset()
+        self.allowed: frozenset[str] = frozenset()
         self._last_begun = ""
         self._poll_at = 0.0
         self._gate = RetryGate()
@@ -159,9 +160,14 @@ class SnapshotThread:
 
     def allow(self, names: frozenset[str]) -> None:
         """Let chunks begin for these subscriptions, and for no others."""
-        if names != self._allowed:
-            self._allowed = names
+        if names != self.allowed:
+            self.allowed = names
             self.notify()
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if it has polled, and no snapshot is under way or was asked for by then."""
+        return self.has_polled and not self.records
 
     def under_way(self) -> list[Chunk]:
         """Return the chunks that are read or not recorded yet."""
@@ -198,7 +204,7 @@ class SnapshotThread:
         return after or next(iter(waiting), None)
 
     def _may_begin(self, record: Snapshot) -> bool:
-        if record.subscription not in self._allowed or record.id in self.appended:
+        if record.subscription not in self.allowed or record.id in self.appended:
             return False
         return self._get_attempts(record.id).gate.is_open(time.monotonic())
 

@@ -62,6 +62,10 @@ class Snapshotting:
     Args:
         wiring: of the bridge.
         wake: ends the leading thread's wait.
+
+    Attributes:
+        thread: reads and records chunks.
+        reached: comparable part of the last place that all subscriptions have taken in. Empty before the first.
     """
 
     def __init__(self, wiring: Wiring, wake: Callable[[], None]) -> None:
@@ -69,8 +73,8 @@ class Snapshotting:
         self._room = min(_CHUNK_BYTES, wiring.options.buffer_bytes // _ROOM_SHARE)
         self._looks_up = wiring.options.full_document == "updateLookup"
         self._led: Mapping[str, Subscription] = {}
-        self._thread = SnapshotThread(wiring, self._room, wake)
-        self._reached = ""
+        self.thread = SnapshotThread(wiring, self._room, wake)
+        self.reached = ""
 
     def begin(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
         """
@@ -80,102 +84,89 @@ class Snapshotting:
             owed: plans of those that begin with snapshots, each with the start that was pinned with that.
         """
         self._led = led
-        self._thread.start(led, version, owed)
-
-    def poll_now(self) -> None:
-        """Have the thread find what was asked for, whenever that would have been due."""
-        self._thread.poll_now()
-
-    def close(self) -> None:
-        """Begin nothing more."""
-        self._thread.close()
-
-    @property
-    def is_idle(self) -> bool:
-        """Return True if the thread has polled, and no snapshot is under way or was asked for by then."""
-        return self._thread.has_polled and not self._thread.records
-
-    @property
-    def is_active(self) -> bool:
-        """Return True if any snapshot of this term's handlers runs, or waits to continue."""
-        return bool(self._thread.records)
+        self.thread.start(led, version, owed)
 
     @property
     def is_busy(self) -> bool:
         """Return True if a chunk is under way or may begin: then the stream is not awaited for long."""
-        return bool(self._thread.under_way()) or self._thread.choose() is not None
+        return bool(self.thread.under_way()) or self.thread.choose() is not None
 
     def holds(self, name: str) -> bool:
         """Return True if documents were given to a subscription, and its snapshot's record does not say so yet."""
-        appended = list(self._thread.appended.values())
+        appended = list(self.thread.appended.values())
         return self.reads_again(name) or any(each.subscription.name == name for each in appended)
 
     def reads_again(self, name: str) -> bool:
         """Return True if a part of a subscription's chunk was given to it, and the rest is being read again."""
-        chunk = self._thread.reading
+        chunk = self.thread.reading
         return chunk is not None and chunk.subscription.name == name and chunk.rounds > 0
 
     def report(self) -> list[dict[str, Any]]:
         """Return what `status` shows of those that are tried again and again."""
-        failing = [(name, each) for name, each in list(self._thread.attempts.items()) if each.error is not None]
+        failing = [(name, each) for name, each in list(self.thread.attempts.items()) if each.error is not None]
         return [{"id": name, "error": each.error, "attempts": each.gate.failures} for name, each in failing]
 
     # -- the stream --------------------------------------------------------------------------------
 
+    @property
+    def has_work(self) -> bool:
+        """Return True if a turn has something to see to. False without snapshots."""
+        thread = self.thread
+        return bool(thread.records or thread.appended or thread.allowed) or thread.reading is not None
+
     def note_arrival(self, item: ChangeEvent | Mark) -> None:
-        """Append a chunk whose place lies before this. Called with each thing that was read, before it is taken in."""
-        chunk = self._thread.reading
+        """Append a chunk whose place lies before this. Called before each item while a chunk is read."""
+        chunk = self.thread.reading
         if chunk is None or chunk.high is None:
             return
         data = _token_data(item)
         if not data.startswith(TOKEN_TYPE):
             error = SnapshotFailedError(f"the server's tokens begin with {data[:2]}, among which T has no place")
-            self._thread.end_reading(chunk, error)
+            self.thread.end_reading(chunk, error)
             return
         if not chunk.place:  # all was read before H was written, which moves the stream past it
-            reached = self._reached[:PLACE_CHARS] + END if self._reached else ""
+            reached = self.reached[:PLACE_CHARS] + END if self.reached else ""
             chunk.place = max(place_after_time(previous_time(chunk.high)), reached)
         if data > chunk.place:
             self._append(chunk)
 
     def note_taken(self, item: ChangeEvent | Mark) -> None:
-        """The stream has been taken in up to this, by all subscriptions."""
-        self._reached = _token_data(item)
-        chunk, event = self._thread.reading, getattr(item, "document", None)
+        """Spoil a chunk whose collection may be another one now. Called behind each item while a chunk is read."""
+        chunk, event = self.thread.reading, getattr(item, "document", None)
         if chunk is not None and event is not None:
             with contextlib.suppress(Exception):  # an event of whatever form
                 chunk.is_spoiled |= event.get("operationType") in MOVES
 
     def note_change(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
         """A subscription is owed this change: it may be newer than a document that is being read."""
-        chunk = self._thread.reading
+        chunk = self.thread.reading
         if chunk is not None and chunk.subscription is subscription:
             event: Any = item
             chunk.note(change, event)
 
     def note_reopening(self) -> None:
         """The stream is read from another place on: what is not appended begins anew."""
-        self._reached = ""
-        if self._thread.reading is not None:
-            self._thread.end_reading(self._thread.reading)
+        self.reached = ""
+        if self.thread.reading is not None:
+            self.thread.end_reading(self.thread.reading)
 
     def _append(self, chunk: Chunk) -> None:
         if chunk.is_spoiled or chunk.subscription.is_draining or self._is_stale(chunk):
-            self._thread.end_reading(chunk)
+            self.thread.end_reading(chunk)
             return
         items = chunk.settle(self._looks_up)
         if not chunk.subscription.append(items):
             error = ChunkFailedError("a partition is behind its place, so it counts as done there")
-            self._thread.end_reading(chunk, error)
+            self.thread.end_reading(chunk, error)
             return
         chunk.ends.update({each.index: each.data for each in items})
         if chunk.again:
             chunk.rounds += 1
             chunk.low, chunk.place, chunk.changes = extract_time(chunk.place), "", {}
             chunk.high = None  # last: from here on the thread writes it
-            self._thread.notify()
+            self.thread.notify()
         else:
-            self._thread.hand_over(chunk)
+            self.thread.hand_over(chunk)
 
     # -- a turn ------------------------------------------------------------------------------------
 
@@ -187,14 +178,14 @@ class Snapshotting:
             room: bytes for which the buffer has room. A chunk begins only with room for it and what is before it.
             may_begin: whether the stream is read, and nothing holds it back for others.
         """
-        for chunk in self._thread.under_way():
-            if self._is_stale(chunk) or (chunk is self._thread.reading and chunk.subscription.is_draining):
-                self._thread.drop(chunk.snapshot.id)
+        for chunk in self.thread.under_way():
+            if self._is_stale(chunk) or (chunk is self.thread.reading and chunk.subscription.is_draining):
+                self.thread.drop(chunk.snapshot.id)
         self._secure()
         names: frozenset[str] = frozenset()
-        if self._thread.records and may_begin and room >= 2 * self._room:
+        if self.thread.records and may_begin and room >= 2 * self._room:
             names = frozenset(name for name, each in self._led.items() if _may_begin(each))
-        self._thread.allow(names)
+        self.thread.allow(names)
 
     def _is_stale(self, chunk: Chunk) -> bool:
         """Return True if it belongs to another partitioning, or to a subscription that is not read."""
@@ -203,13 +194,13 @@ class Snapshotting:
 
     def _secure(self) -> None:
         """See which partitions have committed or stored their part of a chunk. The rest holds it."""
-        for chunk in list(self._thread.appended.values()):
+        for chunk in list(self.thread.appended.values()):
             subscription, held = chunk.subscription, bool(chunk.ends)
             for index, data in list(chunk.ends.items()):
                 if subscription.partitions[index].is_secured(data):
                     del chunk.ends[index]
             if held and not chunk.ends:
-                self._thread.notify()
+                self.thread.notify()
 
 
 def _may_begin(subscription: Subscription) -> bool:

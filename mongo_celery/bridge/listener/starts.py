@@ -99,7 +99,7 @@ def find_starts(
         _Pinning(store, client, renewal, options).pin(fresh, documents)
     # Read again in any case: a later term may have put another layout in force, and removed the partitions of this one,
     # before the take-over made them anew.
-    return read_starts(store, list(documents), renewal.term.version)
+    return read_starts(store, list(documents), renewal.term.number)
 
 
 def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
@@ -166,7 +166,7 @@ class _Pinning:
                 place = self._within_history(place)
             self._store.subscriptions.pin(
                 handler.name,
-                self._renewal.term.version,
+                self._renewal.term.number,
                 place.time,
                 place.position,
                 with_snapshot=handler.begins_with_snapshot(self._options),

@@ -6,17 +6,18 @@ A full buffer is normal under backlog. Then the stream is not read until workers
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.stream.cursor import Position
-from mongo_celery.bridge.stream.items import Failed
+from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.stream.reader import StreamReader, StreamStatus
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.storing import Storing
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.stream.source import Scope
+    from mongo_celery.bridge.window import Mark
     from mongo_celery.bridge.wiring import Wiring
     from mongo_celery.errors import MongoCeleryError
 
@@ -74,7 +76,9 @@ class StreamIntake:
         self._storing = storing
         self._snapshots = snapshots
         self._note_progress = note_progress
-        self._inbox = Inbox()
+        self._queue: SimpleQueue[Sequence[Item]] = SimpleQueue()
+        self._batch: Sequence[Item] = ()
+        self._at = 0  # the items of the batch before this one are taken in
         self._reader: StreamReader | None = None
         self._status: StreamStatus | None = None
         self._full_at = math.inf
@@ -89,7 +93,7 @@ class StreamIntake:
     @property
     def is_alive(self) -> bool:
         """Return True unless the reader has ended and everything that it read was taken in."""
-        return self._reader is None or self._reader.is_running or self._inbox.peek() is not None
+        return self._reader is None or self._reader.is_running or self._has_item()
 
     @property
     def reopenings(self) -> int:
@@ -99,13 +103,13 @@ class StreamIntake:
     def has_reached(self, place: Timestamp) -> bool:
         """Return True if everything up to a cluster time was read and taken in."""
         read_to = self._reader.read_to if self._reader is not None else None
-        return read_to is not None and read_to >= place and not self.is_held_up and self._inbox.peek() is None
+        return read_to is not None and read_to >= place and not self.is_held_up and not self._has_item()
 
     def open_reader(self, position: Position | None) -> None:
         """Read from there, and nothing more of what was read before. Or not at all, if nobody can be read."""
         self.stop()
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
-        self._inbox, self.at_end = Inbox(), False
+        self._queue, self._batch, self._at, self.at_end = SimpleQueue(), (), 0, False
         self._snapshots.note_reopening()
         if position is None:
             return
@@ -119,7 +123,7 @@ class StreamIntake:
             self._wiring.stream_client,
             self._scope,
             position,
-            deliver=self._inbox.add_batch,
+            deliver=self._queue.put,
             room=_READ_AHEAD,
             batch_size=self._wiring.options.batch_size,
             comment=self._wiring.options.comment,
@@ -148,29 +152,49 @@ class StreamIntake:
         """
         self.is_held_up = False
         for number in range(_ITEMS_A_TURN):
-            item = self._inbox.peek()
-            if item is None:
+            if not self._batch and not self._has_item():
                 return None
+            item = self._batch[self._at]
             if isinstance(item, Failed):
-                self._inbox.take()
+                self._batch = ()
                 return item.error
             if number % _ITEMS_A_CHECK == 0:
-                self._note_progress()
+                if number:
+                    self._note_progress()
                 if self._storing.is_full:
                     self._note_full(now)
                     return None
-            self.full, self._full_at = "", math.inf
-            self._snapshots.note_arrival(item)  # existing documents come before it
-            self.at_end = not hasattr(item, "raw")
-            for subscription in self._led.values():
-                change = subscription.ingest_item(item)
-                if change is not None:
-                    self._snapshots.note_change(subscription, item, change)
-            self._snapshots.note_taken(item)
-            batch = self._inbox.take()
-            if batch and self._reader is not None:
-                self._reader.grant_credit(batch)
+                self.full, self._full_at = "", math.inf
+            self._ingest_item(item)
+            self._at += 1
+            if self._at == len(self._batch):
+                if self._reader is not None:
+                    self._reader.grant_credit(self._batch)
+                self._batch = ()
         return None
+
+    def _has_item(self) -> bool:
+        """Return True if an item is there that is not taken in."""
+        while not self._batch:
+            try:
+                self._batch, self._at = self._queue.get_nowait(), 0
+            except Empty:
+                return False
+        return True
+
+    def _ingest_item(self, item: ChangeEvent | Mark) -> None:
+        snapshots, is_change = self._snapshots, isinstance(item, ChangeEvent)
+        thread = snapshots.thread
+        if thread.reading is not None:  # existing documents come before it
+            snapshots.note_arrival(item)
+        self.at_end = not is_change
+        for subscription in self._led.values():
+            change = subscription.ingest_item(item)
+            if change is not None and thread.reading is not None:
+                snapshots.note_change(subscription, item, change)
+        snapshots.reached = item.mark.data if isinstance(item, ChangeEvent) else item.data
+        if is_change and thread.reading is not None:
+            snapshots.note_taken(item)
 
     def _note_full(self, now: float) -> None:
         """Say that the buffer is full. Loudly if nothing more may be stored of what is blocked."""
@@ -191,14 +215,15 @@ class StreamIntake:
 
     def wake(self) -> None:
         """End the current wait. Callable from any thread."""
-        self._inbox.add_batch(())
+        self._queue.put(())
 
     def wait(self, seconds: float) -> None:
         """Wait for the next items. While the buffer is full they cannot be taken in: then for a moment."""
         if self.is_held_up:
             time.sleep(min(seconds, _FULL_SECONDS))
-        else:
-            self._inbox.wait(seconds)
+        elif not self._batch:
+            with contextlib.suppress(Empty):
+                self._batch, self._at = self._queue.get(timeout=seconds), 0
 
     def report(self) -> dict[str, Any]:
         """Return how reading goes. A silence counts after some seconds. Before that each report would differ."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from bson import Timestamp
@@ -27,6 +28,8 @@ from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.bridge.worker.envelope import Run
+
+_raw, _hash, _data = map(attrgetter, ("raw", "hash", "data"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,13 @@ class Subscription:
         lost: whether its history is lost: nothing more is read for it, and its watermark stays. What is buffered
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term. What is buffered is older then.
+        candidates: partitions that may have a run to dispatch. Those that were sent last are last.
+        stored_partitions: those that run from stored changes.
+        undeliverable: partitions that may have an undeliverable change that is not stored.
         too_large: partitions whose next change is too large for a message, and is not stored yet.
         run_size: most changes of one run.
         feedback: whether it seems to be given what it writes itself.
+        has_replays: whether partitions have dead letters that are to be replayed.
         has_ended_replay: whether a dead letter that was sent is no longer in flight, so that another may be next.
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
@@ -84,14 +91,18 @@ class Subscription:
         self.stored: Mark | None = plan.watermark
         self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.undeliverable)
         self.run_size = plan.handler.run_size(options, is_rate_limited=plan.token_seconds > 0)
+        self.has_replays = False
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
-        self._candidates: dict[Partition, None] = {}  # those that were sent last are last
+        self._commits = not plan.handler.commits_inline(options)
+        self._queue_names = {index: options.queue_name(index, plan.handler.group) for index in partitions}
+        self.candidates: dict[Partition, None] = {}
+        self.stored_partitions: dict[Partition, None] = {}
         self.too_large: set[Partition] = set()
         self.counted = [0, 0]
         self.has_ended_replay = False
         self.feedback = Feedback()
-        self._undeliverable: list[Partition] = []  # may have some that are not stored
+        self.undeliverable: list[Partition] = []
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
         for partition in partitions.values():
             partition.token_seconds = plan.token_seconds * len(partitions)
@@ -117,7 +128,7 @@ class Subscription:
     @property
     def backlogs(self) -> list[tuple[Partition, StoredRange]]:
         """Partitions that run from stored changes, with these."""
-        return [(each, each.backlog) for each in self.partitions.values() if each.backlog is not None]
+        return [(each, each.backlog) for each in list(self.stored_partitions) if each.backlog is not None]
 
     @property
     def is_stopped(self) -> bool:
@@ -132,28 +143,37 @@ class Subscription:
     def ingest_item(self, item: ChangeEvent | Mark) -> PendingChange | None:
         """Put what the reader handed over into the window. The change that it is here, where that is yet to run."""
         mark = item if isinstance(item, Mark) else item.mark
-        if self.lost or not self.window.is_new(mark.data):
+        if self.lost or mark.data <= self.window.seen:  # a reopened stream may repeat itself
             return None
         if self.is_draining:
             self.has_left = True
             return None
-        change = None if isinstance(item, Mark) else self._route(item)
+        change = None
+        if not isinstance(item, Mark) and (self._has_begun or not self._precedes_start(mark)):
+            change = self.admission.admit(item)
         partition = self.partitions[change.index] if change is not None else None
         if change is None or partition is None or mark.data <= partition.image.data:
             self.window.pass_over(mark)
             return None
         self.window.add(change, partition.queue)
-        self._note_added(partition, change)
+        self.candidates[partition] = None
+        if change.refusal is not None:
+            self._note_undeliverable(partition, change)
         return change
 
-    def _note_added(self, partition: Partition, change: PendingChange) -> None:
-        self._candidates[partition] = None
-        if change.refusal is not None:
-            self.counted[1] += 1
-            self.admission.report(change)
-            partition.undeliverable.append(change.data)
-            if partition not in self._undeliverable:
-                self._undeliverable.append(partition)
+    def _note_undeliverable(self, partition: Partition, change: PendingChange) -> None:
+        self.counted[1] += 1
+        self.admission.report(change)
+        partition.undeliverable.append(change.data)
+        if partition not in self.undeliverable:
+            self.undeliverable.append(partition)
+
+    def _precedes_start(self, mark: Mark) -> bool:
+        time_ = mark.cluster_time
+        if time_ is not None and time_ < self.plan.start:
+            return True
+        self._has_begun = time_ is not None
+        return False
 
     def append(self, documents: Sequence[PendingChange]) -> bool:
         """
@@ -167,16 +187,10 @@ class Subscription:
         for each in documents:
             partition = self.partitions[each.index]
             self.window.add_existing(each, partition.queue)
-            self._note_added(partition, each)
+            self.candidates[partition] = None
+            if each.refusal is not None:
+                self._note_undeliverable(partition, each)
         return True
-
-    def _route(self, event: ChangeEvent) -> PendingChange | None:
-        if not self._has_begun:
-            time_ = event.mark.cluster_time
-            if time_ is not None and time_ < self.plan.start:
-                return None
-            self._has_begun = time_ is not None
-        return self.admission.admit(event)
 
     def list_held(self) -> list[dict[str, Any]]:
         """Blocked partitions with changes that are buffered or stored, and need not be read again."""
@@ -196,17 +210,18 @@ class Subscription:
             partition.sent_key = None
         if step in (Step.ENDED, Step.MOVED):
             self.window.complete(partition.queue, image.data)
-        self._follow_stored(partition)
+        if partition.backlog is not None or image.spilled is not None:
+            self._follow_stored(partition)
         if partition.in_flight is None:
             self.has_ended_replay |= partition.is_replaying
-            if partition.has_next:
-                self._candidates[partition] = None
+            if partition.backlog is not None or partition.queue.changes:
+                self.candidates[partition] = None
         return step
 
     def repeat(self, partition: Partition, now: float) -> None:
         """Have the message that is in flight for a partition sent again, since nobody will take it."""
         partition.repeat(now)
-        self._candidates[partition] = None
+        self.candidates[partition] = None
 
     # -- stored changes ----------------------------------------------------------------------------
 
@@ -216,12 +231,20 @@ class Subscription:
         marked = image.spilled["to"] if image.spilled is not None else ""
         if backlog is None:
             if marked > image.data:
-                partition.backlog = StoredRange(marked, image.data)
+                self.run_stored(partition, StoredRange(marked, image.data))
             return
         backlog.to = max(backlog.to, marked)
         backlog.complete(image.data)
         if image.data >= backlog.to:
-            partition.backlog = None
+            self.run_stored(partition, None)
+
+    def run_stored(self, partition: Partition, backlog: StoredRange | None) -> None:
+        """Run a partition from what is stored, or, with None, from its queue again."""
+        partition.backlog = backlog
+        if backlog is None:
+            self.stored_partitions.pop(partition, None)
+        else:
+            self.stored_partitions[partition] = None
 
     def note_stored(self, partition: Partition, to: str, count: int) -> None:
         """
@@ -233,7 +256,8 @@ class Subscription:
             to: comparable part of the last one's token.
             count: how many they are.
         """
-        backlog = partition.backlog = partition.backlog or StoredRange(to, partition.image.data)
+        backlog = partition.backlog or StoredRange(to, partition.image.data)
+        self.run_stored(partition, backlog)
         backlog.to = max(backlog.to, to)
         self.counted[0] += count
         self.window.complete(partition.queue, to)
@@ -252,7 +276,7 @@ class Subscription:
         assert partition.backlog is not None, "it runs from stored changes"
         partition.backlog.add(changes)
         if partition.in_flight is None:
-            self._candidates[partition] = None
+            self.candidates[partition] = None
 
     def _may_run(self, backlog: StoredRange) -> bool:
         """Return True if stored changes are left that may be run, for all that is known."""
@@ -266,26 +290,33 @@ class Subscription:
         Nothing from there on is dispatched: if the cause is fixed and the change is read again, its new partition must
         not have passed it.
         """
-        self._undeliverable = [each for each in self._undeliverable if each.must_store]
-        return min((each.undeliverable[0] for each in self._undeliverable), default=None)
+        if not self.undeliverable:
+            return None
+        self.undeliverable = [each for each in self.undeliverable if each.must_store]
+        return min((each.undeliverable[0] for each in self.undeliverable), default=None)
 
     # -- running -----------------------------------------------------------------------------------
 
     def due(self, now: float) -> Iterable[tuple[Partition, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now."""
         unstored, is_draining = self.unstored, self.is_draining
-        replays = [] if is_draining else [each for each in self.partitions.values() if each.replay is not None]
-        for partition in [*self._candidates, *(each for each in replays if each not in self._candidates)]:
+        chosen = [*self.candidates]
+        if self.has_replays and not is_draining:
+            replays = (each for each in self.partitions.values() if each.replay is not None)
+            chosen += [each for each in replays if each not in self.candidates]
+        for partition in chosen:
             if partition.in_flight is not None:
-                self._candidates.pop(partition, None)
+                self.candidates.pop(partition, None)
                 continue
-            replay = partition.replay if partition.is_free(now) and not is_draining else None
+            replay = partition.replay
+            if replay is not None and (is_draining or not partition.is_free(now)):
+                replay = None
             if replay is None or partition.has_replayed:  # a partition's changes and its dead letters take turns
                 partition.has_replayed = False
                 changes = self._due_changes(partition, now, unstored)
                 if changes:
-                    del self._candidates[partition]
-                    self._candidates[partition] = None
+                    del self.candidates[partition]
+                    self.candidates[partition] = None
                     yield partition, self._dispatch(partition, changes)
                     continue
             if replay is not None:
@@ -296,72 +327,71 @@ class Subscription:
     def _due_changes(
         self, partition: Partition, now: float, before: str | None
     ) -> Sequence[PendingChange | StoredChange]:
-        if partition not in self._candidates or partition.ready_at > now:
-            return []
-        self.window.complete(partition.queue, partition.image.data)
-        changes = self._next(partition)
-        if not changes:
-            self._candidates.pop(partition)
-        return changes if before is None else [each for each in changes if each.data < before]
-
-    def _next(self, partition: Partition) -> Sequence[PendingChange | StoredChange]:
         """
         Return the next run of a partition: while anything is stored that is not committed, from there alone.
 
-        A change that is too large for a message is stored before it runs.
+        A change that is too large for a message is stored before it runs. After an unclean end or a rejection runs are
+        one change each, so that only the guilty change is counted.
         """
-        limit = self._limit(partition)
-        if partition.backlog is not None:
-            return _alike(partition.backlog.head(limit, self._options.run_bytes))
-        changes = partition.queue.head(limit, self._run_bytes)
-        if changes and len(changes[0].raw) > self._options.max_message_bytes:
-            self.too_large.add(partition)
+        if partition.ready_at > now or partition not in self.candidates:
             return []
-        return _alike(changes)
+        image, queue = partition.image, partition.queue
+        if queue.changes and queue.changes[0].mark.data <= image.data:
+            self.window.complete(queue, image.data)
+        claim = image.claim  # a lapsed one: its successor will note it in `single`
+        unclean = max(image.single, claim["last"] if claim else 0)
+        limit = 1 if image.committed < unclean or partition.rejection is not None else self.run_size
+        changes: Sequence[PendingChange | StoredChange]
+        if partition.backlog is not None:
+            changes = partition.backlog.head(limit, self._options.run_bytes)
+        else:
+            changes = queue.head(limit, self._run_bytes)
+            if changes and len(changes[0].raw) > self._options.max_message_bytes:
+                self.too_large.add(partition)
+                changes = []
+        if len(changes) > 1:
+            changes = _alike(changes)
+        if not changes:
+            self.candidates.pop(partition)
+        return changes if before is None else [each for each in changes if each.data < before]
 
     def queue_name(self, index: int) -> str:
         """Return the queue of a partition's runs."""
-        return self._options.queue_name(index, self.plan.handler.group)
+        return self._queue_names[index]
 
     def next_due(self) -> float:
         """Monotonic time at which the next waiting run becomes ready. Infinite when none waits for a time alone."""
-        if self.unstored is not None:
+        if not self.candidates or self.unstored is not None:
             return math.inf
-        return min((each.ready_at for each in self._candidates), default=math.inf)
-
-    def _limit(self, partition: Partition) -> int:
-        """After an unclean end or a rejection runs are one change each, so that only the guilty change is counted."""
-        claim = partition.image.claim  # a lapsed one: its successor will note it in `single`
-        unclean = max(partition.image.single, claim["last"] if claim else 0)
-        return 1 if partition.next_sequence <= unclean or partition.rejection is not None else self.run_size
+        return min(each.ready_at for each in self.candidates)
 
     def _dispatch(self, partition: Partition, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
-        first = partition.next_sequence
-        travelling = [change for change in changes if isinstance(change, PendingChange)]
-        partition.sent_key = self.feedback.note_dispatch(travelling[0]) if travelling else None
-        is_parked = bool(partition.image.parked_keys)
+        head, plan, index, first = changes[0], self.plan, partition.index, partition.image.committed + 1
+        travels, raws = isinstance(head, PendingChange), list[bytes]()
+        if travels:
+            raws.extend(map(_raw, changes))
+        partition.sent_key = self.feedback.note_dispatch(head) if isinstance(head, PendingChange) else None
         run = Run(
             self._options.name,
             self.name,
-            self.plan.layout.generation,
-            partition.index,
-            self.plan.version,
+            plan.layout.term,
+            index,
+            plan.version,
             first,
             first + len(changes) - 1,
-            [change.raw for change in travelling],
-            refusal=changes[0].refusal,
-            token=changes[0].token,
-            hash=changes[0].hash,
-            stored=() if travelling else tuple(change.data for change in changes),
-            hashes=tuple(change.hash for change in changes) if is_parked or len(changes) > 1 else (),
+            raws,
+            refusal=head.refusal,
+            token=None if head.refusal is None else head.token,
+            hash=head.hash,
+            stored=() if travels else tuple(map(_data, changes)),
+            hashes=tuple(map(_hash, changes)) if len(changes) > 1 or partition.image.parked_keys else (),
         )
-        handler, label, queue = self.plan.handler, _label(changes, first), self.queue_name(run.index)
-        commits = not handler.commits_inline(self._options)
-        return Dispatch(run, handler.task_name, partition.attempt, label, queue, commits)
+        label = _label(changes, first)
+        return Dispatch(run, plan.handler.task_name, partition.attempt, label, self._queue_names[index], self._commits)
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
         index, first = partition.index, partition.next_sequence
-        generation, version = self.plan.layout.generation, self.plan.version
+        generation, version = self.plan.layout.term, self.plan.version
         run = Run(
             self._options.name,
             self.name,
@@ -381,10 +411,10 @@ class Subscription:
 
 def _alike(changes: Sequence[PendingChange | StoredChange]) -> Sequence[PendingChange | StoredChange]:
     """Return the changes of one run: an undeliverable change is a run of its own."""
-    if not changes or changes[0].refusal is not None:
-        return changes[:1]
-    ends = (place for place, change in enumerate(changes) if change.refusal is not None)
-    return changes[: next(ends, len(changes))]
+    for place, change in enumerate(changes):
+        if change.refusal is not None:
+            return changes[: place or 1]
+    return changes
 
 
 def _label(changes: Sequence[PendingChange | StoredChange], first: int) -> str:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 _ROUNDS = 10
-_LOCKED_PAUSE = 1.0
+_LOCKED_PAUSE = 0.5  # they are tried with each sweep, unless a slow server has taken most of the time between two
 _NAMED_MAX = 10
 
 
@@ -85,7 +85,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         LeaseLostError: the term ended meanwhile.
     """
     for _ in range(_ROUNDS):
-        version = renewal.term.version
+        version = renewal.term.number
         keys = {handler.name: handler.partitioner(options).layout_key for handler in handlers}
         wanted = {name: Layout(version, options.partitions, key) for name, key in keys.items()}
         documents = store.subscriptions.take_over(wanted, version)
@@ -112,7 +112,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
 
 def list_generations(layouts: Mapping[str, Layout]) -> dict[str, int]:
     """The generations of some layouts, by subscription."""
-    return {name: layout.generation for name, layout in layouts.items()}
+    return {name: layout.term for name, layout in layouts.items()}
 
 
 def _win_all(store: Store, layouts: Mapping[str, Layout], version: int) -> dict[str, Sequence[Image]]:
@@ -159,7 +159,7 @@ class LockedPartitions:
         return [partition.partition_id for partition in self._locked]
 
     def win(self, now: float) -> list[Image]:
-        """Once a second, try again, without waiting for any of them. Their images."""
+        """Try again, without waiting for any of them. Their images."""
         self._locked = [partition for partition in self._locked if not partition.won]
         if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
             return []
@@ -191,7 +191,7 @@ def find_undeliverable(
         watermark: from where the stream is read again. None for its start.
     """
     found: dict[str, int] = {}
-    generation = takeover.layouts[name].generation
+    generation = takeover.layouts[name].term
     for image in () if rule.is_by_document else takeover.images[name]:
         until = max(image.spilled["to"] if image.spilled is not None else "", image.data)
         after = watermark.data if watermark is not None else ""
@@ -259,7 +259,7 @@ def begin_term(
             token_seconds=token_seconds(wiring.app, handler.task_name),
         )
         images = takeover.images[name]
-        partitions = make_partitions(images, store.partitions, layout.generation, takeover.version, options)
+        partitions = make_partitions(images, store.partitions, layout.term, takeover.version, options)
         subscriptions[name] = Subscription(options, plan, partitions)
     renewal.alive()
     return Beginning(takeover, subscriptions, {name: starts[name] for name in subscriptions})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
@@ -69,23 +69,24 @@ class UntakenQueues:
             return
         self._polled_at = now
         waiting: dict[str, float] = {}
-        taken: dict[str, float] = {}
         repeated: set[str] = set()
         for subscription in subscriptions:
             for index, partition in subscription.partitions.items():
-                queue = subscription.queue_name(index)
-                taken[queue] = max(partition.taken_at, taken.get(queue, -math.inf))
-                if partition.is_unclaimed and partition.in_flight is not None:
+                if partition.in_flight is not None and partition.is_unclaimed:
+                    queue = subscription.queue_name(index)
                     waiting[queue] = min(partition.in_flight.sent_at, waiting.get(queue, math.inf))
                 elif partition.is_repeated:
-                    waiting.setdefault(queue, now)
+                    waiting.setdefault(subscription.queue_name(index), now)
                 if partition.repeats >= _REPEATS:
-                    repeated.add(queue)
+                    repeated.add(subscription.queue_name(index))
+        taken = _find_last_claims(subscriptions) if waiting else {}
         self._since = {queue: max(min(at, self._since.get(queue, at)), taken[queue]) for queue, at in waiting.items()}
         was_late = bool(self._late)
         self._repeated = repeated
-        self._is_working = any(each.image.live for led in subscriptions for each in led.partitions.values())
-        self._late = frozenset(queue for queue, since in self._since.items() if now - since >= self._grace)
+        late = frozenset(queue for queue, since in self._since.items() if now - since >= self._grace)
+        if late:
+            self._is_working = any(each.image.live for led in subscriptions for each in led.partitions.values())
+        self._late = late
         if self._late and not was_late:
             self._finding = None
             self._job.wake()
@@ -136,3 +137,13 @@ class UntakenQueues:
             f'{line.celery("worker")} -Q "$({line.changes("queues")})"',
             extra={"event": "queues_unconsumed", "queues": queues},
         )
+
+
+def _find_last_claims(subscriptions: Iterable[Subscription]) -> Mapping[str, float]:
+    """Return when a run of each queue was last seen to be claimed for the first time."""
+    found: dict[str, float] = {}
+    for subscription in subscriptions:
+        for index, partition in subscription.partitions.items():
+            queue = subscription.queue_name(index)
+            found[queue] = max(partition.taken_at, found.get(queue, -math.inf))
+    return found

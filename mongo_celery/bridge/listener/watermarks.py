@@ -38,6 +38,9 @@ class Watermarks:
         renewal: the term.
         fingerprint: of the stream that the tokens are from.
         report: gives what `status` shows of the listener.
+
+    Attributes:
+        due_at: monotonic time of the next flush.
     """
 
     def __init__(
@@ -52,13 +55,13 @@ class Watermarks:
         self._fingerprint = fingerprint
         self._report = report
         self._reported: Mapping[str, Any] = {}
+        self.due_at = 0.0
         self._flushed_at = 0.0
         self._throttle = LogThrottle()
 
     def flush(self, subscriptions: Collection[Subscription], now: float, moved_at: float) -> None:
-        """Store what has moved, if it is time. `moved_at` is when a change was last dispatched or done."""
-        if now - self._flushed_at < _PAUSE_SECONDS:
-            return
+        """Store what has moved, lazily when idle. `moved_at` is when a change was last dispatched or done."""
+        self.due_at = now + _PAUSE_SECONDS
         is_idle = now - moved_at > _IDLE_PAUSE_SECONDS and self._make_report() == self._reported
         if not is_idle or now - self._flushed_at >= _IDLE_PAUSE_SECONDS:
             self.store(subscriptions, now)

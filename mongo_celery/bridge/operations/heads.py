@@ -80,7 +80,7 @@ def choose(
     if partition is not None and handler is None and len(layouts) != 1:
         raise CommandRefusedError(f"Name the handler of partition {partition}: one of {', '.join(layouts)}.")
     chosen = [handler] if handler is not None else list(layouts)
-    generations = {name: layouts[name].generation for name in chosen}
+    generations = {name: layouts[name].term for name in chosen}
     images = store.partitions.of(generations)
     if partition is not None:
         images = [image for image in images if image.index == partition]

@@ -288,14 +288,14 @@ class _Requests:
             raise CommandRefusedError(_DAMAGED)
         if letter.replays >= REPLAYS_MAX:
             raise CommandRefusedError(_WORN)
-        if place.generation == layout.generation:
-            found = layout.generation, place.partition, place.hash
+        if place.term == layout.term:
+            found = layout.term, place.partition, place.hash
         elif letter.parked is not None:
-            found = layout.generation, letter.parked % layout.partitions, letter.parked
+            found = layout.term, letter.parked % layout.partitions, letter.parked
         else:
             hash_ = _hash_again(self._wiring, letter, handler, layout)
-            found = layout.generation, hash_ % layout.partitions, hash_
-        if letter.parked is None and self._over_newer and found[2] in self._parked_hashes(name, layout.generation):
+            found = layout.term, hash_ % layout.partitions, hash_
+        if letter.parked is None and self._over_newer and found[2] in self._parked_hashes(name, layout.term):
             raise CommandRefusedError(_OVERTAKES)  # targets would refuse those that wait: this one has a newer token
         return found
 

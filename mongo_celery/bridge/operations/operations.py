@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.bridge.operations import commands, handler_removal, letter_commands, resets, snapshot_commands
 from mongo_celery.bridge.operations.acts import HISTORY_LIMIT, Act, reached, read_history
 from mongo_celery.bridge.operations.keys import keys_of
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
+from mongo_celery.bridge.operations.whereabouts import find_whereabouts
 from mongo_celery.bridge.state.audit import user_at_host
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.signing import ANNOUNCED_SECONDS
@@ -17,7 +19,9 @@ from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan, PlanResult
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
     from mongo_celery.bridge.operations.letter_commands import Found
+    from mongo_celery.bridge.operations.whereabouts import Whereabouts
     from mongo_celery.bridge.wiring import Wiring
     from mongo_celery.command_line import CommandLine
 
@@ -294,6 +298,32 @@ class Operations:
             fields={"bridge": wiring.name, "overlap_seconds": overlap, "in_force_at": None},
             act=partial(act.run, run),
         )
+
+    def read_status(self, *, ask: bool = False) -> BridgeSnapshot:
+        """
+        Read the bridge, as `changes status` shows it. `plain()` is its JSON.
+
+        Args:
+            ask: ask broker and workers, too, for some seconds.
+
+        Raises:
+            ServerUnavailableError, DeploymentError: as for the commands.
+        """
+        return read_snapshot(self._wiring, self._line, ask=ask)
+
+    def find_document(self, handler: str, key: str, *, source: str | None = None) -> Whereabouts:
+        """
+        Find out whether a document has reached a handler, as `changes where` does.
+
+        Args:
+            key: the document's `_id`, as text or JSON; with `partition_by` what that gives.
+            source: the collection, as `db.collection`, where the handler has several.
+
+        Raises:
+            CommandRefusedError: there is no such handler, or it is not clear which partition has the key.
+            ServerUnavailableError, DeploymentError: as for the commands.
+        """
+        return find_whereabouts(self._wiring, handler, key, source)
 
     def history(self, handler: str | None = None, limit: int = HISTORY_LIMIT) -> list[dict[str, Any]]:
         """

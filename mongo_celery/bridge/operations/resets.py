@@ -97,7 +97,7 @@ def _plan_passing(act: Act, handler: str, lost: Mapping[str, Any], policy: str, 
     """Plan to pass over history that is lost. `lost` is the record as it was read: only this one is settled."""
     wiring = act.wiring
     layouts = layouts_in_force(store.subscriptions.read_all())
-    images = store.partitions.of({handler: layouts[handler].generation}) if handler in layouts else []
+    images = store.partitions.of({handler: layouts[handler].term}) if handler in layouts else []
     stored = sorted(image.index for image in images if image.spilled)
     lines = [f"{handler}: the oplog no longer reaches {_moment(lost['at'])}", f"  {lost.get('error')}"]
     lines += [f"  stored changes of partitions {_list(stored)} run all the same"] if stored else []
@@ -179,7 +179,7 @@ def _read(
         chosen = partition_of_key(wiring, handler, layout, meant, source)
     to = find_place(wiring, text)
     forward = text == NOW
-    images = store.partitions.of({handler: layout.generation})
+    images = store.partitions.of({handler: layout.term})
     sent = [each for each in images if chosen in (None, each.index) and _is_sent(each, to, forward=forward)]
     is_watermark_moved = _is_watermark_moved(document, to, forward=forward, is_alone=chosen is not None)
     if not sent and not is_watermark_moved:
@@ -193,7 +193,7 @@ def _read(
         token=to.token,
         time=to.time,
         forward=forward,
-        generation=layout.generation,
+        generation=layout.term,
         term=int(lease.get("term", 0)),
         partition=chosen,
         since=passed_from,
@@ -254,7 +254,7 @@ def _describe_partition(
     """Return a partition that is sent there, as JSON. `stored` changes of a way forward are never handled."""
     stored = 0
     if forward and image.spilled is not None:
-        partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
+        partition_id = store.partitions.partition_id(image.subscription, layout.term, image.index)
         with pymongo.timeout(_READ_SECONDS):
             stored = store.backlog.count(partition_id, image.data, str(to.token["_data"]))
     return {
@@ -278,7 +278,7 @@ def _count_after(
     letters = build_later_query(act.wiring.name, handler, data)
     existing = {**letters, "change.operationType": SNAPSHOT}
     theirs = {"partition": {"$in": sorted(indexes)}}
-    asked = {"replay.partitioningTerm": layout.generation, "replay.partition": {"$in": sorted(indexes)}}
+    asked = {"replay.partitioningTerm": layout.term, "replay.partition": {"$in": sorted(indexes)}}
     collection = store.dead_letters.collection
     since = to.time.as_datetime().replace(tzinfo=None)
     snapshots = [each for each in store.snapshots.read() if each.subscription == handler]
@@ -300,7 +300,7 @@ def _passed_from(
     for image in images:
         times += [time_of_token(image.head["resumeToken"], None)] if image.head is not None else []
         if image.spilled is not None:
-            partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
+            partition_id = store.partitions.partition_id(image.subscription, layout.term, image.index)
             with pymongo.timeout(_READ_SECONDS):
                 first = store.backlog.first(partition_id, _own(image), str(to.token["_data"]))
             times += [time_of_token({"_data": first}, None)] if first is not None else []

@@ -132,7 +132,7 @@ def _around(wiring: Wiring) -> Surroundings:
     store = wiring.store
     lease, subscriptions = store.leases.read(), store.subscriptions.read_all()
     layouts = layouts_in_force(subscriptions)
-    images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
+    images = store.partitions.of({name: layout.term for name, layout in layouts.items()})
     return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images, wiring.line)
 
 

@@ -80,14 +80,14 @@ def find_whereabouts(wiring: Wiring, handler: str, text: str, source: str | None
         key = key_of(wiring, handler, layout, text, source)
         hash_ = hash_of_key(wiring, handler, layout, key, source)
         partition = found.partitions[hash_ % layout.partitions]
-        partition_id = store.partitions.partition_id(handler, layout.generation, partition.index)
+        partition_id = store.partitions.partition_id(handler, layout.term, partition.index)
         stored: int | None = 0
         if partition.stored is not None:
             lines = store.backlog.outline(partition_id, partition.token or "", partition.stored.to, STORED_MAX + 1)
             stored = sum(each.hash == hash_ for each in lines) if len(lines) <= STORED_MAX else None
         blocking = _blocking_hash(store.backlog, partition_id, partition)
         letters = store.dead_letters.find(Selection(subscription=handler, keys=keys_of(text)), [handler], _LETTERS_MAX)
-        parked = hash_ in store.partitions.collect_parked_hashes(handler, layout.generation)
+        parked = hash_ in store.partitions.collect_parked_hashes(handler, layout.term)
     lasts = snapshot.caught_up or (found.lag_seconds == 0 and not partition.is_blocked and partition.stored is None)
     return Whereabouts(
         handler=handler,

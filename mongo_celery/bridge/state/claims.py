@@ -95,16 +95,13 @@ def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
 
 def _is_gone(token: str | None) -> dict[str, Any]:
     """Return an expression: the counts are of a snapshot row, and a run with this token begins with another change."""
-    return {"$and": [{"$gt": ["$retry.of", None]}, {"$ne": ["$retry.of", literal(token)]}]}
+    return {"$and": [{"$gt": ["$retry.of", None]}, {"$ne": ["$retry.of", {"$literal": token}]}]}
 
 
-def _claimable(token: str, gone: Mapping[str, Any]) -> dict[str, Any]:
-    """Match partitions that a run may claim that begins with this token. The caller compares the position."""
-    due = {"$or": [{"$lte": ["$retry.notBefore", "$$NOW"]}, gone]}
-    free, behind = {"$lte": ["$claim.until", "$$NOW"]}, {"$lt": ["$resumeToken._data", literal(token)]}
-    return {"handled": None, "state": "flowing", "$expr": {"$and": [free, due, behind]}}
-
-
+_FREE: dict[str, Any] = {"$lte": ["$claim.until", "$$NOW"]}
+_DUE: dict[str, Any] = {"$lte": ["$retry.notBefore", "$$NOW"]}
+_OF_NO_ROW = _is_gone(None)
+_CLAIMED_FIELDS = {"fencingToken": 1, "retry": 1, "parkedKeys.hash": 1, "claim.at": 1, "rewound": 1}
 CHARGE = _charge()
 """Changes to `retry` when a lapsed claim, if there is one, is replaced or ended."""
 
@@ -180,6 +177,7 @@ class Claims:
         self._table = Table(collection, call_timeout(ttl))
         self._dead_letters = dead_letters
         self._ttl = ttl
+        self._next_token = next_number("fencingToken")
 
     def take(
         self,
@@ -211,29 +209,42 @@ class Claims:
             The claim, or None: the message is a duplicate, stale or early, and is dropped.
         """
         claim = {**self._claim(owner, ttl, session), "first": Int64(first), "last": Int64(last)}
-        own_token = token if is_existing(token) else None
-        gone = _is_gone(own_token)
+        own: dict[str, Any] = {"$literal": token}
+        gone, of = (_is_gone(token), own) if is_existing(token) else (_OF_NO_ROW, REMOVED)
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
-            **_charge(living),
+            **(_charge(living) if living else CHARGE),
             "notBefore": REMOVED,
-            "of": REMOVED if own_token is None else literal(own_token),
+            "of": of,
         }
-        single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
+        conditions = [_FREE, {"$or": [_DUE, gone]}, {"$lt": ["$resumeToken._data", own]}]
         document = self._table.find_and_update_unretried(
-            {"_id": partition_id, "term": term, "committed": first - 1, **_claimable(token, gone)},
+            {
+                "_id": partition_id,
+                "term": term,
+                "committed": first - 1,
+                "handled": None,
+                "state": "flowing",
+                "$expr": {"$and": conditions},
+            },
             [
-                {"$set": {name: {"$cond": [gone, REMOVED, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {
                     "$set": {
-                        "fencingToken": next_number("fencingToken"),
-                        "claim": whole(claim),
+                        "claim": {"$cond": [gone, REMOVED, "$claim"]},
+                        "retry": {"$cond": [gone, REMOVED, "$retry"]},
+                        "single": {"$cond": [gone, REMOVED, "$single"]},
+                    }
+                },
+                {
+                    "$set": {
+                        "fencingToken": self._next_token,
+                        "claim": {"$mergeObjects": [claim]},
                         "retry": retry,
-                        "single": single,
+                        "single": {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]},
                     }
                 },
             ],
-            {"fencingToken": 1, "retry": 1, "parkedKeys.hash": 1, "claim.at": 1, "rewound": 1},
+            _CLAIMED_FIELDS,
         )
         if document is None:
             return None
@@ -248,7 +259,7 @@ class Claims:
             counts["crashes"],
             waits=waiting.get("count", 0),
             doubts=waiting.get("timeOuts", 0),
-            parked=collect_parked_hashes(document),
+            parked=collect_parked_hashes(document) if "parkedKeys" in document else frozenset(),
             inline=inline,
             at=document["claim"]["at"],
             passed_over=counts.get("passedOver"),
@@ -312,8 +323,9 @@ class Claims:
 
     def _claim(self, owner: str, ttl: float | None, session: Binary | None) -> dict[str, Any]:
         """Return what every new claim has."""
-        seconds = ttl or self._ttl
-        claim = {"owner": literal(owner), "at": "$$NOW", "ttl": millis(seconds), "until": after(seconds)}
+        length = millis(ttl or self._ttl)
+        until = {"$add": ["$$NOW", length]}
+        claim: dict[str, Any] = {"owner": {"$literal": owner}, "at": "$$NOW", "ttl": length, "until": until}
         return claim if session is None else {**claim, "session": session}
 
     def end_transactions(self, partition_ids: Sequence[str]) -> list[str]:
@@ -404,7 +416,12 @@ class Claims:
         if claim.inline:
             guard, change = _claim_or_done_filter(claim, last, token), _build_commit(claim, last, token)
         else:
-            guard, change = _claim_or_handled_filter(claim), {"$set": {"handled": _build_handled(claim, last, token)}}
+            guard = claim_filter(claim)
+            del guard["handled"]  # that of every write, or it is there already
+            guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
+            took = millis(time.monotonic() - claim.taken)
+            handled = {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": took}
+            change = {"$set": {"handled": handled}}
         if session is not None:  # the transaction's own limits hold, and its write concern
             # The effects of a body that is repeated behind its own commit would be there twice.
             return self._table.collection.update_one(claim_filter(claim), change, session=session).matched_count == 1
@@ -587,17 +604,6 @@ def collect_parked_hashes(document: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(to_unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
 
 
-def _claim_or_handled_filter(claim: Claim) -> dict[str, Any]:
-    """The guard of `handled`: that of every write, or it is there already."""
-    guard = claim_filter(claim)
-    del guard["handled"]
-    return {**guard, "$or": [{"handled": None}, {"handled.owner": claim.owner}]}
-
-
-def _build_handled(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": _took(claim)}
-
-
 def _claim_or_done_filter(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
     """
     The guard of a position that is written inline: that of every write, or it is there already.
@@ -611,7 +617,7 @@ def _claim_or_done_filter(claim: Claim, last: int, token: Mapping[str, Any]) -> 
 
 def _build_commit(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
     """Return the update of `COMMIT` with plain values: a pipeline would cost the server more."""
-    took = _took(claim)
+    took = millis(time.monotonic() - claim.taken)
     at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
     ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
     return {
@@ -637,10 +643,6 @@ def _build_advance(
         "claim.until": {"$add": ["$$NOW", "$claim.ttl"]},
     }
     return [{"$set": change}]
-
-
-def _took(claim: Claim) -> Int64:
-    return millis(time.monotonic() - claim.taken)
 
 
 _REPLAY_FIELDS = {"fencingToken": 1, "committed": 1, "parkedKeys.hash": 1, "rewound": 1}

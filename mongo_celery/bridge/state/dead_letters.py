@@ -108,13 +108,13 @@ class Place:
     The place of a change when it was moved to the dead letters.
 
     Attributes:
-        generation: of the partition layout.
+        term: of the partitioning.
         seq: number of the change in its partition.
         fencing_token: the last one under which it was tried.
         hash: of its partition key, from 0 to 2^64 - 1.
     """
 
-    generation: int
+    term: int
     partition: int
     seq: int
     fencing_token: int
@@ -131,7 +131,7 @@ class ReplayRequest:
         asking: `id` of the request, which changes whenever somebody asks for it.
         state: `requested`, `started` (until that start has an outcome), or `failed`, until the listener has withdrawn
             the requests after it.
-        generation: of the layout in which it is to run, `partition` its partition there.
+        term: of the partitioning in which it is to run, `partition` its partition there.
         hash: of its partition key there, from 0 to 2^64 - 1.
         key: names its change in logs.
         over_newer: whether it may write over what newer changes have written.
@@ -149,7 +149,7 @@ class ReplayRequest:
     asking: ObjectId
     state: str
     subscription: str
-    generation: int
+    term: int
     partition: int
     hash: int
     key: str
@@ -455,7 +455,7 @@ def _parse_replay(document: Mapping[str, Any], replay: Mapping[str, Any]) -> Rep
         asking=ObjectId(replay["id"]),
         state=state,
         subscription=str(document["handler"]),
-        generation=int(replay["partitioningTerm"]),
+        term=int(replay["partitioningTerm"]),
         partition=int(replay["partition"]),
         hash=to_unsigned(replay["hash"]),
         key=str(document["key"]),
@@ -514,7 +514,7 @@ def dead_letter(
         "bridge": bridge,
         "handler": subscription,
         "partition": place.partition,
-        "partitioningTerm": Int64(place.generation),
+        "partitioningTerm": Int64(place.term),
         "seq": Int64(place.seq),
         "fencingToken": Int64(place.fencing_token),
         "hash": hash_,

@@ -60,13 +60,13 @@ class Term:
 
     Attributes:
         listener_id: made for this term, never used again.
-        version: its number, stored as `term`.
+        number: of the term, stored as `term`.
         trusted_until: monotonic time at which this process stops to believe in the lease.
         document: the lease as it was when acquired.
     """
 
     listener_id: str
-    version: int
+    number: int
     trusted_until: float
     document: Mapping[str, Any]
 
@@ -145,7 +145,7 @@ class Leases(StateCollection):
         document = self._table.find_and_update(self._mine(term), [{"$set": change}])
         if document is None:
             return None
-        return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
+        return Term(term.listener_id, term.number, started + self._ttl * _TRUST, document)
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
         """Give the lease back. False when it was no longer ours. Version and identity stay."""
@@ -211,7 +211,7 @@ class Leases(StateCollection):
         return {**(self._drops.find_one({"_id": self._bridge}) or {}), **found[0]} if found else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
-        return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.version}
+        return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.number}
 
 
 def _others(standbys: str, host: object, pid: object) -> dict[str, Any]:

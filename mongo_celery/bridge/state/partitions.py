@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
+import bson
 from bson.int64 import Int64
+from bson.raw_bson import RawBSONDocument
 from pymongo import InsertOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -33,7 +35,7 @@ from mongo_celery.bridge.state.state_collection import StateCollection, ids_unde
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
-from mongo_celery.mongo.table import JOURNALED
+from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
 
 _COMPARED = 64  # with how many that were seen a partition is compared; with all, the cost would grow with their square
 _FLOWING_SHARE = 2  # one in so many has to flow
@@ -50,6 +52,12 @@ _PROJECTION: dict[str, Any] = {
     "readAt": "$$NOW",
     "parkedCount": {"$cond": [{"$isArray": "$parkedKeys"}, {"$size": "$parkedKeys"}, 0]},
 }
+
+_SWEPT: dict[str, Any] = {
+    **_PROJECTION,
+    "readAt": {"$cond": [{"$gt": ["$lastRun.at", {"$subtract": ["$$NOW", 10_000]}]}, "$$NOW", REMOVED]},
+}
+"""The same, byte for byte, for as long as nothing happens in a partition: the time is of use only after a run."""
 
 
 _UNTRIED = {
@@ -129,6 +137,12 @@ class Seen(NamedTuple):
 class Partitions(StateCollection):
     """All partitions of one bridge."""
 
+    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
+        super().__init__(collection, bridge, ttl)
+        self._types = types = collection.codec_options
+        raw: Any = collection.with_options(types.with_options(document_class=RawBSONDocument))
+        self._raw = Table(raw, call_timeout(ttl))
+
     def partition_id(self, subscription: str, generation: int, index: int) -> str:
         """`_id` of a partition's document."""
         return f"{self._bridge}/{subscription}/{generation}/{index}"
@@ -153,7 +167,7 @@ class Partitions(StateCollection):
         """
         if not positions:
             return
-        generations = {name: layouts[name].generation for name in positions}
+        generations = {name: layouts[name].term for name in positions}
         present = {doc["_id"] for doc in self._table.find(self._scope(generations), {"_id": 1})}
         wanted = {
             self.partition_id(name, generations[name], index): (name, index, token)
@@ -237,6 +251,26 @@ class Partitions(StateCollection):
         """All partitions of some subscriptions, by name in these generations."""
         return self._images(self._scope(generations), session) if generations else []
 
+    def sweep(
+        self, generations: Mapping[str, int], session: ClientSession, known: Mapping[bytes, Image]
+    ) -> dict[bytes, Image]:
+        """
+        Read as `of`, again and again: most partitions are as they were, and have the image that they had.
+
+        Args:
+            known: what this has returned before.
+
+        Returns:
+            The images by the bytes of their documents.
+        """
+        found: dict[bytes, Image] = {}
+        documents: list[Any] = self._raw.find(self._scope(generations), _SWEPT, session) if generations else []
+        for document in documents:
+            raw = bytes(document.raw)
+            image = known.get(raw)
+            found[raw] = build_image(bson.decode(raw, self._types)) if image is None else image
+        return found
+
     def are_touched(self, subscription: str) -> bool:
         """Return True if anything was ever claimed, decided or stored in a handler's partitions, old ones included."""
         marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
@@ -290,7 +324,7 @@ class Partitions(StateCollection):
             The largest fencing token that they have given; 0 where they are gone already. None where one has anything
             left to do, is blocked, has gone beyond the watermark, or is another term's.
         """
-        mine = self._scope({name: layout.generation})
+        mine = self._scope({name: layout.term})
         drained = {**mine, "term": term, **_match_drained(token["_data"] if token else "")}
         left = {"_id": ids_under(f"{self._bridge}/{name}"), "term": {"$lte": term}}
         collection = self._table.collection
@@ -447,7 +481,7 @@ def is_mostly_blocked(images: Sequence[Image]) -> bool:
 
 def build_image(document: Mapping[str, Any]) -> Image:
     """An image from a document that was read with the verdicts."""
-    token, retry = document.get("resumeToken"), _current_retry(document)
+    token, retry = document.get("resumeToken"), _current_retry(document) if "retry" in document else None
     is_gone = retry is None and "retry" in document
     retries = retry or {}
     return Image(

@@ -165,7 +165,7 @@ class Replays:
             gone, first = self._remove_letter(guard, session)
             if gone is None:
                 return "running"
-            to = (layout.generation, parked % layout.partitions) if first and layout is not None else None
+            to = (layout.term, parked % layout.partitions) if first and layout is not None else None
             self._release_key(gone, to, session, over_newer=False)
             return "done"
 
@@ -176,7 +176,7 @@ class Replays:
         """Return True if a replay that was started may still have an outcome. A claim that has lapsed is ended here."""
         if replay.state != STARTED:
             return False
-        partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
+        partition_id = f"{self._bridge}/{replay.subscription}/{replay.term}/{replay.partition}"
         mine = {"_id": partition_id, "fencingToken": replay.fencing_token, "claim.replay": replay.letter}
         has_lapsed = {"$expr": {"$lte": ["$claim.until", "$$NOW"]}}
         end = [{"$set": {"fencingToken": next_number("fencingToken"), "claim": REMOVED}}]
@@ -291,7 +291,7 @@ class Replays:
                 self._dead_letters.update_one({"_id": replay.letter}, _build_postponement({}), session=session)
                 return
             self._dead_letters.update_one({"_id": replay.letter}, {"$unset": {"replay": ""}}, session=session)
-            self._ask_next(first, replay.generation, replay.partition, session, over_newer=replay.over_newer)
+            self._ask_next(first, replay.term, replay.partition, session, over_newer=replay.over_newer)
 
         return self._settle(claim, ask)
 

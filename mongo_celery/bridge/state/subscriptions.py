@@ -41,12 +41,12 @@ class Layout:
     The partitioning of a handler.
 
     Attributes:
-        generation: which layout it is. A later one has a larger number.
+        term: the one that put it in force. A later one is larger.
         partitions: how many there are.
         key: hash and name of the partition rule.
     """
 
-    generation: int
+    term: int
     partitions: int
     key: str
 
@@ -56,7 +56,7 @@ class Layout:
 
     def document(self) -> dict[str, Any]:
         """As it is stored."""
-        return {"term": Int64(self.generation), "partitions": self.partitions, "key": self.key}
+        return {"term": Int64(self.term), "partitions": self.partitions, "key": self.key}
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,14 @@ class Bookkeeping:
             return False
 
 
+def may_be_receipt(event: Mapping[str, Any]) -> bool:
+    """Return True unless operation and namespace of an event rule out that it is about a receipt."""
+    return not isinstance(event, RawEvent) or (event.origin or b"").endswith(_OF_RECEIPTS)
+
+
 def is_receipt(event: Mapping[str, Any]) -> bool:
     """Return True if an event is about a receipt of two-phase commit. False if that cannot be judged. Never raises."""
-    if isinstance(event, RawEvent) and not (event.origin or b"").endswith(_OF_RECEIPTS):
+    if not may_be_receipt(event):
         return False
     try:
         key = event["documentKey"]["_id"]

@@ -27,8 +27,9 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.errors import NetworkTimeout
 
-from mongo_celery.bridge.change import describe, token_data, wrap_event
+from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import is_unread
+from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
     LOW_LATENCY_SECONDS,
@@ -390,12 +391,13 @@ class StreamReader:
         return min(_BATCH_CREDITS, self._room - self._handed_over)
 
     def _make_event(self, document: RawBSONDocument, error: ReadError | None) -> ChangeEvent:
-        event = wrap_event(document.raw)
+        event = RawEvent(document.raw)
         if len(event.raw) > TOKEN_MAX and len(token_data(token_of(event))) > TOKEN_MAX:
-            event = wrap_event(shorten(event, token_data(token_of(event))).raw)
+            event = RawEvent(shorten(event, token_data(token_of(event))).raw)
             error = ReadError(explain_oversized(event))
-        if event.place is not None:
-            mark = Mark(None, *event.place)
+        place = event.place
+        if place is not None:
+            mark = Mark(None, *place)
         else:
             token, time_ = token_of(event), event.get("clusterTime")
             if not isinstance(time_, Timestamp):  # a user's pipeline may have put something else there

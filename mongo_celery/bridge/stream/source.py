@@ -31,6 +31,7 @@ from mongo_celery.bridge.stream.bookkeeping import (
     exclusion_stages,
     is_receipt,
     list_touched,
+    may_be_receipt,
 )
 from mongo_celery.bridge.stream.filter import (
     ALL,
@@ -167,6 +168,10 @@ class Selector:
         if self.filter.fields is None and self.bookkeeping.covers_event(event):  # else these decide which updates count
             return True
         return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
+
+    def may_be_bookkeeping(self, event: Mapping[str, Any]) -> bool:
+        """Return True if a change of a document with this operation and namespace could be about bookkeeping alone."""
+        return self.bookkeeping is not None and (event.get("operationType") == "update" or may_be_receipt(event))
 
     @property
     def is_simple(self) -> bool:

@@ -27,7 +27,8 @@ import binascii
 import hashlib
 import hmac
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,6 @@ from bson.binary import Binary
 from bson.errors import BSONError
 from bson.int64 import Int64
 
-from mongo_celery.bridge.change import read_token, token_data
 from mongo_celery.bridge.window import Refusal
 from mongo_celery.errors import InvalidEnvelopeError
 
@@ -114,18 +114,9 @@ class Run:
         """Return True if no commit task follows, which is signed: the execution writes the position itself."""
         return self.dead_letter is None and self.carrier is not None and not self.carrier.links
 
-    @property
-    def head(self) -> str:
-        """Comparable part of the first change's resume token."""
-        return self.stored[0] if self.stored else token_data(self.read_token(self.changes[0]))
-
     def hash_at(self, offset: int) -> int:
         """Return the hash of the partition key of one of the changes."""
         return self.hashes[offset] if self.hashes else self.hash
-
-    def read_token(self, change: bytes) -> Mapping[str, Any]:
-        """The resume token of one of the changes: from its bytes, since a handler could change what it was given."""
-        return self.token if self.token is not None else read_token(change)
 
 
 def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carrier | None = None) -> str:
@@ -166,45 +157,71 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
         assert not run.changes, "the change of a dead letter does not travel"
         document |= {"e": run.dead_letter, "m": Int64(run.starts)}
     if run.hashes:
-        hashes = b"".join(each.to_bytes(_HASH_BYTES, "big") for each in run.hashes)
-        document["w"] = Binary(hashes)
+        document["w"] = Binary(struct.pack(f">{len(run.hashes)}Q", *run.hashes))
     body = bson.encode(document)
-    return base64.b64encode(_sign(key, body) + body).decode("ascii")
+    return base64.b64encode(hmac.digest(key, body, hashlib.sha256) + body).decode("ascii")
 
 
-def bridge_of(envelope: object) -> str:
+class Envelope:
     """
-    The bridge that an envelope names, before its signature is checked. Only to find the key.
+    An envelope as it arrived: nothing in it is trusted before `verify`.
+
+    Args:
+        text: the argument of a task.
 
     Raises:
-        InvalidEnvelopeError: when it is no envelope at all.
+        InvalidEnvelopeError: it is no envelope at all, now or when it is read.
     """
-    return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:])["b"])
 
+    def __init__(self, text: object) -> None:
+        if not isinstance(text, str):
+            raise InvalidEnvelopeError
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise InvalidEnvelopeError from error
+        self._signature, self._body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
+        self._document: dict[str, Any] | None = None
 
-def read_installation(envelope: object) -> str:
-    """The installation that an envelope names, before its signature is checked. Empty where it names none."""
-    try:
-        return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:]).get("o", ""))
-    except InvalidEnvelopeError:
-        return ""
+    @property
+    def bridge(self) -> str:
+        """The bridge that it names. Only to find the key."""
+        return str(self._read()["b"])
 
+    @property
+    def installation(self) -> str:
+        """The installation that it names. Empty where it names none."""
+        return str(self._read().get("o", ""))
 
-def verify_run(kind: str, envelope: object, key: bytes) -> Run:
-    """
-    The run in an envelope, after its signature was checked in constant time.
+    def verify(self, kind: str, keys: Iterable[bytes]) -> Run:
+        """
+        Return the run in it, after its signature was checked in constant time against each of the accepted keys.
 
-    Raises:
-        InvalidEnvelopeError: forged, damaged, of another kind or of another installation.
-    """
-    data = _bytes(envelope)
-    signature, body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
-    if not hmac.compare_digest(signature, _sign(key, body)):
+        Raises:
+            InvalidEnvelopeError: forged, damaged, of another kind or of another installation.
+        """
+        signature, body = self._signature, self._body
+        for key in keys:
+            if hmac.compare_digest(signature, hmac.digest(key, body, hashlib.sha256)):
+                return _read_run(kind, self._read())
         raise InvalidEnvelopeError
-    document = _decode(body)
+
+    def _read(self) -> dict[str, Any]:
+        if self._document is None:
+            try:
+                document = bson.decode(self._body)
+            except (BSONError, RecursionError) as error:
+                raise InvalidEnvelopeError from error
+            if not isinstance(document.get("b"), str):
+                raise InvalidEnvelopeError
+            self._document = document
+        return self._document
+
+
+def _read_run(kind: str, document: Mapping[str, Any]) -> Run:
     if document.get("f") != _FORMAT or document["k"] != kind:
         raise InvalidEnvelopeError
-    is_refused = "r" in document
+    is_refused, changes, hashes = "r" in document, bytes(document["c"]), bytes(document.get("w", b""))
     first, last = document["n"]
     return Run(
         document["b"],
@@ -214,7 +231,7 @@ def verify_run(kind: str, envelope: object, key: bytes) -> Run:
         document["v"],
         first,
         last,
-        (bytes(document["c"]),) if is_refused and "d" not in document else tuple(_split(document["c"])),
+        (changes,) if is_refused and "d" not in document else _split(changes),
         Carrier(document["t"], document["l"]),
         Refusal(document["r"], document["h"]) if is_refused else None,
         document["p"] if is_refused else None,
@@ -222,40 +239,14 @@ def verify_run(kind: str, envelope: object, key: bytes) -> Run:
         tuple(document.get("d", ())),
         document.get("e"),
         document.get("m", 0),
-        tuple(_hashes(bytes(document.get("w", b"")))),
+        struct.unpack(f">{len(hashes) // _HASH_BYTES}Q", hashes),
     )
 
 
-def _hashes(data: bytes) -> Iterator[int]:
-    return (int.from_bytes(data[at : at + _HASH_BYTES], "big") for at in range(0, len(data), _HASH_BYTES))
-
-
-def _sign(key: bytes, body: bytes) -> bytes:
-    return hmac.digest(key, body, hashlib.sha256)
-
-
-def _bytes(envelope: object) -> bytes:
-    if not isinstance(envelope, str):
-        raise InvalidEnvelopeError
-    try:
-        return base64.b64decode(envelope, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidEnvelopeError from error
-
-
-def _decode(body: bytes) -> dict[str, Any]:
-    try:
-        document = bson.decode(body)
-    except (BSONError, RecursionError) as error:
-        raise InvalidEnvelopeError from error
-    if not isinstance(document.get("b"), str):
-        raise InvalidEnvelopeError
-    return document
-
-
-def _split(data: bytes) -> Iterator[bytes]:
-    position = 0
+def _split(data: bytes) -> tuple[bytes, ...]:
+    position, found = 0, []
     while position < len(data):
         size = int.from_bytes(data[position : position + 4], "little")
-        yield data[position : position + size]
+        found.append(data[position : position + size])
         position += size
+    return tuple(found)

@@ -142,16 +142,18 @@ class Execution:
         since: float | None = None,
     ) -> None:
         now = time.monotonic()
-        options = wiring.options
         kind = RunSubject if run.dead_letter is None else ReplaySubject
         self.handler = handler
         self.subject: Subject = kind(wiring, handler, run, patience)
+        runtime = self.subject.runtime
+        options = runtime.options
         self.attempt = Attempt()
         self.session: ClientSession | None = None
         self.begun = False
         self._wiring = wiring
-        self._claims = wiring.store.claims
-        self._beats = self.subject.runtime.heartbeats
+        self._options = options
+        self._claims = runtime.store.claims
+        self._beats = runtime.heartbeats
         self._patience = patience
         self._is_limited = is_limited
         self._since = now if since is None else since
@@ -282,7 +284,7 @@ class Execution:
         """Read the changes. A decision where the first one must not be given to the handler."""
         claim, subject = self.claim, self.subject
         decision = subject.load(claim)
-        if not decision and claim.crashes > self._wiring.options.max_crashes:
+        if not decision and claim.crashes > self._options.max_crashes:
             message = (
                 f"The worker ended {claim.crashes} times while handling {subject.describe(0)}: look for a "
                 "signal, the out-of-memory killer or a hard time limit in its log."
@@ -295,7 +297,7 @@ class Execution:
         parts = self._parts = self._plan_parts()
         self._halfway = (time.monotonic() + self._until) / 2
         while True:
-            if self._is_settled:
+            if parts.failed is not None and self._is_settled:
                 return self._decide_failure()
             if not parts.has_more or self._must_end():
                 break
@@ -309,8 +311,9 @@ class Execution:
     def _plan_parts(self) -> Parts:
         """Return the run up to the first change whose key is parked. After a crash only its first change."""
         claim, handler, changes = self.claim, self.handler, self.subject.run.changes
-        ends = (at for at in range(1, len(changes)) if claim.crashes or self.subject.is_parked(claim, at))
-        count = next(ends, len(changes))
+        count = len(changes)
+        if count > 1 and (claim.crashes or claim.parked):
+            count = next((at for at in range(1, count) if claim.crashes or self.subject.is_parked(claim, at)), count)
         documents = [read_document_key(raw) for raw in changes[:count]] if handler.coalesce and count > 1 else None
         # A listener of another deploy may have sent more than the handler takes.
         most = 1 if handler.transactional and handler.batch_size is None else handler.batch_size or count
@@ -365,7 +368,8 @@ class Execution:
         """Call the handler with these changes. Return how many of them are done, fewer where there is to be a pause."""
         started, retries, subject = time.monotonic(), self.claim.retries, self.subject
         takes_list = self.handler.batch_size is not None
-        for place, offsets in enumerate([given] if takes_list else [[offset] for offset in given]):
+        parts: Iterable[Sequence[int]] = [given] if takes_list else zip(given, strict=True)
+        for place, offsets in enumerate(parts):
             if place and self._must_pause(started):
                 return place
             self.attempt.offset = offsets[0]
@@ -430,9 +434,8 @@ class Execution:
 
     def _record_before(self, failed: int) -> None:
         """Record what is done before the change that failed, and name the changes for which that one stands."""
-        run = self.subject.run
         offsets = reversed(self._parts.list_superseded(failed))
-        tokens = [token_data(run.read_token(run.changes[offset])) for offset in offsets]
+        tokens = [token_data(self.subject.read_token(offset)) for offset in offsets]
         self._advance(failed, {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None)
 
     def _follow(self, end: int, started: float, passed_over: Mapping[str, Any] | None = None) -> None:

@@ -99,7 +99,8 @@ class Heartbeats:
         beat = Heartbeat(claim, started + self._period if renew else float("inf"), started, ttl or self._ttl)
         with self._changed:
             self._beats[id(beat)] = beat
-            self._start()
+            if self._thread is None:
+                self._start()
         return beat
 
     def end(self, beat: Heartbeat) -> None:
@@ -113,6 +114,8 @@ class Heartbeats:
         """Owners of this process whose claims of a partition, if they have lapsed, are no crashes."""
         with self._changed:
             beats = [*self._beats.values()]
+        if not beats:
+            return []
         return [beat.claim.owner for beat in beats if beat.claim.partition_id == partition_id and not beat.charged]
 
     def withdraw(self, claim: Claim) -> None:

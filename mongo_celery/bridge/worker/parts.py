@@ -70,7 +70,9 @@ class Parts:
 
     def next_offsets(self) -> list[int]:
         """Return the changes of the present part that are to be given."""
-        return self._last_ones(self.end)
+        if self._documents is None and not self._finished:
+            return list(range(self.begin, self._ends[-1]))
+        return self._last_ones(self._ends[-1])
 
     def complete(self) -> None:
         """The present part is done."""

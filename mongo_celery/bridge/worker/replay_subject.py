@@ -131,12 +131,12 @@ class ReplaySubject(Subject):
         """Return the token that was kept free for this start. Over newer data the claim's own, which is the newest."""
         return claim.fencing_token if self._request.over_newer else self._place.fencing_token + self._request.starts
 
-    def fence(self, raw: bytes, rewound: int, change: Change) -> Fence:
+    def fence(self, offset: int, rewound: int, change: Change) -> Fence:
         """Return the fence at the place of the change. Over newer data that of the claim."""
         key, run, place = f"{self.run.bridge}/{self.run.subscription}", self.run, self._place
         if self._request.over_newer:
             return Fence(key, run.generation, run.index, change.fencing_token)
-        return Fence(key, place.generation, place.partition, change.fencing_token, self._origin(raw, rewound))
+        return Fence(key, place.term, place.partition, change.fencing_token, self._origin(offset, rewound))
 
     # -- outcomes ----------------------------------------------------------------------------------
 

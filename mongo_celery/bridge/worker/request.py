@@ -28,22 +28,30 @@ _HARMLESS = frozenset({"ignore_result", "hostname", "delivery_info", "properties
 """Set by the request itself, whatever the message says."""
 
 _JUDGED = _HONOURED - _CARRIED - _HARMLESS
+_ABSENT = dict.fromkeys(_CARRIED)
 _NO_LIMITS = ([None, None], (None, None))
 _EMBEDDED = ("callbacks", "errbacks", "chord")
 _PAYLOAD_PARTS = 3
 
 
-def _sanitize_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in headers.items() if isinstance(name, str) and name not in _HONOURED}
-    for name in _CARRIED:
-        value = headers.get(name)
-        kept[name] = value if isinstance(value, str) else None
+def _sanitize_headers(headers: Mapping[str, Any], unexpected: list[str]) -> dict[str, Any]:
+    """Return the headers as a listener could have made them. The names of what is left out are added to a list."""
+    kept: dict[str, Any] = {}
+    for name, value in headers.items():
+        if name in _CARRIED:
+            kept[name] = value if isinstance(value, str) else None
+        elif name not in _HONOURED:
+            if isinstance(name, str):
+                kept[name] = value
+        elif value and name in _JUDGED and value not in _NO_LIMITS:
+            unexpected.append(str(name))
     return {
+        **_ABSENT,
         **kept,
-        "id": kept["id"] or uuid(),
+        "id": kept.get("id") or uuid(),
         "task": headers["task"],
-        "argsrepr": kept["argsrepr"] or "",
-        "kwargsrepr": kept["kwargsrepr"] or "",
+        "argsrepr": kept.get("argsrepr") or "",
+        "kwargsrepr": kept.get("kwargsrepr") or "",
         "ignore_result": True,
         "retries": 0,
         "timelimit": (None, None),
@@ -52,27 +60,14 @@ def _sanitize_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _list_unexpected(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
-    unexpected = [str(name) for name, value in headers.items() if name in _JUDGED and value and value not in _NO_LIMITS]
-    return [*unexpected, "reply_to"] if properties.get("reply_to") else unexpected
-
-
-def _limits(task: Any) -> dict[str, Any]:
-    """Return the time limits of a message by its handler's. Nothing for a commit."""
-    limits = getattr(task, "limits_of_runs", None)
-    if limits is None:
-        return {}
-    found = limits()
-    return {"timelimit": found.time_limits, RUN_SECONDS: found.seconds}
-
-
-def _sanitize_payload(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], dict[str, Any]], list[str]]:
-    """Return the payload as a listener could have made it, and the names of what was left out."""
+def _sanitize_payload(payload: Any, unexpected: list[str]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Return the payload as a listener could have made it. The names of what is left out are added to a list."""
     if not isinstance(payload, (list, tuple)) or len(payload) != _PAYLOAD_PARTS:
-        return ([], {}, {}), ["body"]
+        unexpected.append("body")
+        return [], {}, {}
     args, kwargs, embedded = payload
     embedded = embedded if isinstance(embedded, Mapping) else {"chain": "?"}
-    unexpected = [name for name in _EMBEDDED if embedded.get(name)]
+    unexpected.extend(filter(embedded.get, _EMBEDDED))
     chain = embedded.get("chain") or None
     if not isinstance(chain, (list, type(None))):
         unexpected.append("chain")
@@ -80,7 +75,7 @@ def _sanitize_payload(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], di
     if not isinstance(args, (list, tuple)) or len(args) != 1 or kwargs:
         unexpected.append("args")
         args = []
-    return (list(args), {}, {**dict.fromkeys(_EMBEDDED), "chain": chain}), unexpected
+    return list(args), {}, {**dict.fromkeys(_EMBEDDED), "chain": chain}
 
 
 @cache
@@ -101,9 +96,15 @@ def harden_request(base: type[Request]) -> type[Request]:
             **options: Any,
         ) -> None:
             given = message.headers if headers is None else headers
-            payload, unexpected = _sanitize_payload(body if decoded else message.payload)
-            unexpected += _list_unexpected(given, message.properties or {})
-            request = {**_sanitize_headers(given), UNEXPECTED: unexpected, **_limits(task)}
+            unexpected: list[str] = []
+            payload = _sanitize_payload(body if decoded else message.payload, unexpected)
+            request = _sanitize_headers(given, unexpected)
+            if (message.properties or {}).get("reply_to"):
+                unexpected.append("reply_to")
+            request[UNEXPECTED] = unexpected
+            if hasattr(task, "limits_of_runs"):  # not a commit
+                limits = task.limits_of_runs()
+                request |= {"timelimit": limits.time_limits, RUN_SECONDS: limits.seconds}
             super().__init__(message, headers=request, body=payload, decoded=True, task=task, **options)
             self._request_dict["reply_to"] = None
 

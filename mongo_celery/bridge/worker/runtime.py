@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
@@ -15,11 +16,15 @@ from mongo_celery.bridge.identity import build_identity, ways_out
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
-from mongo_celery.bridge.worker.envelope import Carrier, Run, read_installation, verify_run
+from mongo_celery.bridge.worker.envelope import Carrier, Envelope, Run
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
 from mongo_celery.mongo.verdicts import brief, error_text, explain_error
 from mongo_celery.quantities import number
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.handlers import Handler
+    from mongo_celery.bridge.view import HandlerView
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -35,11 +40,19 @@ class WorkerRuntime:
         wiring: of the bridge.
 
     Attributes:
+        options: of the bridge.
+        store: its state.
+        codec: by which handlers are given documents.
         heartbeats: of its claims.
     """
 
     def __init__(self, wiring: Wiring) -> None:
-        self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
+        self.options = wiring.options
+        self.store = wiring.store
+        self.codec = wiring.client.codec_options
+        self.heartbeats = Heartbeats(self.store.claims, self.options.claim_ttl)
+        self._name = wiring.name
+        self._views: dict[str, HandlerView] = {}
         self._has_indexed = False
         self._wiring = wiring
         self._signing = wiring.store.signing
@@ -50,6 +63,12 @@ class WorkerRuntime:
         self._unserved: frozenset[str] = frozenset()
         self._moved: frozenset[str] = frozenset()
         self._lock = threading.Lock()
+
+    def view(self, handler: Handler) -> HandlerView:
+        """Return a handler's view of the fields that this package keeps in documents."""
+        if handler.name not in self._views:
+            self._views[handler.name] = self._wiring.make_view(handler)
+        return self._views[handler.name]
 
     def ensure_indexes(self) -> None:
         """Create the indexes of the dead letters, once a process, best effort: letters are found without them, too."""
@@ -66,7 +85,7 @@ class WorkerRuntime:
                 extra={"event": "index_missing"},
             )
 
-    def open(self, kind: str, envelope: object, subscription: str | None, request: Any) -> Run | None:
+    def open(self, kind: str, given: object, subscription: str | None, request: Any) -> Run | None:
         """
         A verified run, or None for a message that must be dropped. The reason is logged and counted.
 
@@ -75,12 +94,16 @@ class WorkerRuntime:
 
         Args:
             kind: `"run"` or `"commit"`.
-            envelope: the task's argument.
+            given: the task's argument, or the envelope that was made of it.
             subscription: of the handler. None for a commit.
             request: what the worker has made of the message.
         """
+        envelope = None
         try:
-            run = self._verify_run(kind, envelope)
+            envelope = given if isinstance(given, Envelope) else Envelope(given)
+            if self._ring is None or time.monotonic() - self._ring_read >= KEY_SECONDS:
+                self._read_keys()
+            run = envelope.verify(kind, self._ring.keys if self._ring else ())
         except InvalidEnvelopeError:
             self._drop_unsigned(kind, envelope, request.origin)
             return None
@@ -94,36 +117,30 @@ class WorkerRuntime:
                     extra={"event": "envelope_unverified"},
                 )
             return None
-        if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
+        if run.bridge != self._name or (subscription is not None and run.subscription != subscription):
             self._dropper.drop_misdirected()
             return None
         if run.subscription in self._moved and kind == "run":  # else its effects come here and count as done
             self._dropper.drop_moved(run.subscription)
             return None
-        assert run.carrier is not None, "an envelope names its message"
-        unexpected = _list_unexpected(run.carrier, request)
-        if unexpected:
-            self._dropper.drop_tampered(", ".join(unexpected))
+        found, unexpected = Carrier.of(str(request.id), request.chain), request.get(UNEXPECTED)
+        if unexpected or found != run.carrier:
+            moved = [name for name in ("task_id", "links") if getattr(run.carrier, name) != getattr(found, name)]
+            self._dropper.drop_tampered(", ".join([*(unexpected or ()), *moved]))
             return None
         return run
 
-    def _drop_unsigned(self, kind: str, envelope: object, origin: object) -> None:
-        theirs, ours = read_installation(envelope), self._ring.installation if self._ring else ""
+    def _drop_unsigned(self, kind: str, envelope: Envelope | None, origin: object) -> None:
+        theirs, ours = "", self._ring.installation if self._ring else ""
+        with contextlib.suppress(InvalidEnvelopeError):
+            theirs = envelope.installation if envelope is not None else ""
         if theirs and ours and theirs != ours:
             self._dropper.drop_foreign(origin if kind == "run" else None)  # else it names a worker
         else:
             self._dropper.drop_forged()
 
-    def _verify_run(self, kind: str, envelope: object) -> Run:
-        for key in self._keys():
-            try:
-                return verify_run(kind, envelope, key)
-            except InvalidEnvelopeError:
-                continue
-        raise InvalidEnvelopeError
-
-    def _keys(self) -> tuple[bytes, ...]:
-        """The accepted keys. Those known so far while MongoDB does not answer."""
+    def _read_keys(self) -> None:
+        """Read the accepted keys, if nobody else just has. Those known so far stay while MongoDB does not answer."""
         with self._lock:
             if self._ring is None or time.monotonic() - self._ring_read >= KEY_SECONDS:
                 try:
@@ -132,7 +149,6 @@ class WorkerRuntime:
                     if self._ring is None:
                         raise
                 self._ring_read = time.monotonic()
-            return self._ring.keys if self._ring else ()
 
     def _adopt_keys(self, ring: KeyRing | None) -> None:
         """Keep what the lease says. Log once where its listener lacks handlers, or is of another environment."""
@@ -174,10 +190,3 @@ class WorkerRuntime:
                 extra={"event": "identity_differs"},
             )
         return frozenset(moved)
-
-
-def _list_unexpected(carrier: Carrier, request: Any) -> Iterable[str]:
-    """Return what differs, in the message around an envelope, from what was signed or what listeners send."""
-    found = Carrier.of(str(request.id), request.chain)
-    moved = [name for name in ("task_id", "links") if getattr(carrier, name) != getattr(found, name)]
-    return [*(request.get(UNEXPECTED) or ()), *moved]

@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import bson
 import pymongo
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import Change, describe, token_data
+from mongo_celery.bridge.change import Change, describe, read_token, token_data
 from mongo_celery.bridge.existing import dead_letter_name, is_existing, is_unread
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import make_origin
@@ -61,6 +61,7 @@ from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from datetime import datetime
 
     from bson.binary import Binary
@@ -116,10 +117,11 @@ class Subject(ABC):
         self._wiring = wiring
         self._handler = handler
         self._patience = patience
-        self._store = wiring.store
         self.runtime = wiring.of_process(WorkerRuntime)
-        self._codec = wiring.client.codec_options
-        self._view = wiring.make_view(handler)
+        self._store = self.runtime.store
+        self._codec = self.runtime.codec
+        self._view = self.runtime.view(handler)
+        self._tokens: dict[int, Mapping[str, Any]] = {}
 
     # -- what is given -----------------------------------------------------------------------------
 
@@ -133,14 +135,14 @@ class Subject(ABC):
 
     def change(self, claim: Claim, offset: int) -> Change:
         """Return a change for the handler. It is decoded when it is first looked at."""
-        raw, codec = self.run.changes[offset], self._codec
+        raw, codec, run = self.run.changes[offset], self._codec, self.run
         return Change.unread(
             lambda: strip_flags(bson.decode(raw, codec)),
-            partition=self.run.index,
+            partition=run.index,
             seq=self.sequence_number(offset),
             fencing_token=self.token(claim),
             replayed=self.replays,
-            _fence=partial(self.fence, raw, claim.rewound),
+            _fence=partial(self.fence, offset, claim.rewound),
             _named=self._wiring.collection,
             _view=self._view,
         )
@@ -148,6 +150,13 @@ class Subject(ABC):
     def describe(self, offset: int) -> str:
         """Return how logs name a change."""
         return describe(self.run.changes[offset])
+
+    def read_token(self, offset: int) -> Mapping[str, Any]:
+        """Return the resume token of a change: from its bytes, since a handler could change what it was given."""
+        if offset not in self._tokens:
+            run = self.run
+            self._tokens[offset] = run.token if run.token is not None else read_token(run.changes[offset])
+        return self._tokens[offset]
 
     def sequence_number(self, offset: int) -> int:
         """Return the sequence number of a change."""
@@ -157,17 +166,17 @@ class Subject(ABC):
         """Return the fencing token that targets see."""
         return claim.fencing_token
 
-    def fence(self, raw: bytes, rewound: int, change: Change) -> Fence:
+    def fence(self, offset: int, rewound: int, change: Change) -> Fence:
         """Return what targets compare: the token, and the place of a change where others may write the same target."""
         run = self.run
         key = f"{run.bridge}/{run.subscription}"
-        return Fence(key, run.generation, run.index, change.fencing_token, self._origin(raw, rewound))
+        return Fence(key, run.generation, run.index, change.fencing_token, self._origin(offset, rewound))
 
-    def _origin(self, raw: bytes, rewound: int) -> Origin | None:
+    def _origin(self, offset: int, rewound: int) -> Origin | None:
         """None where all changes of a document are in this partition."""
         if self._handler.partitioner(self._wiring.options).is_by_document:
             return None
-        return make_origin(raw, self.run.read_token(raw), rewound)
+        return make_origin(self.run.changes[offset], self.read_token(offset), rewound)
 
     def is_parked(self, claim: Claim, offset: int) -> bool:
         """Return True if the key of a change is parked: then the change becomes the head of a run of its own."""
@@ -242,7 +251,7 @@ class RunSubject(Subject):
             term=run.version,
             first=run.first,
             last=run.last,
-            token=run.head,
+            token=run.stored[0] if run.stored else token_data(self.read_token(0)),
             ttl=ttl,
             session=session,
             living=self.runtime.heartbeats.living(run.partition_id),
@@ -254,7 +263,9 @@ class RunSubject(Subject):
         if self.run.stored and (waiting := self._fetch(claim)):
             return waiting
         refusal = self.run.refusal
-        if self.is_parked(claim, 0) and (refusal is None or not refusal.halts):  # such a one halts, whatever its key
+        if (
+            claim.parked and self.is_parked(claim, 0) and (refusal is None or not refusal.halts)
+        ):  # such a one halts, whatever its key
             return self._queue_dead_letter()
         return [] if refusal is None else self.fail(claim, 0, RefusedChangeError(refusal.reason))
 
@@ -306,7 +317,7 @@ class RunSubject(Subject):
         policy = self._handler.policy(self._wiring.options)
         if run.refusal is not None and run.refusal.halts:
             policy = "halt"
-        elif is_unread(token_data(run.read_token(raw))) and policy in ("halt", "park_key"):
+        elif is_unread(token_data(self.read_token(offset))) and policy in ("halt", "park_key"):
             policy = "dead_letter"  # no retry can read it, and its key is not known
         if policy == "park_key" and len(claim.parked) >= PARKED_MAX:
             line, name = self._wiring.line, run.subscription
@@ -355,7 +366,7 @@ class RunSubject(Subject):
             case DeadLettered():
                 return self._move_to_dead_letters(claim, outcome)
             case Discarded(offset):
-                return claims.discard(claim, self.run.read_token(self.run.changes[offset]))
+                return claims.discard(claim, self.read_token(offset))
             case SplitUp():
                 return claims.single_out(claim)
             case Crashed(error):
@@ -366,19 +377,19 @@ class RunSubject(Subject):
 
     def reach(self, end: int) -> tuple[int, dict[str, object]]:
         """Return number and token of the last change before an offset."""
-        return self.sequence_number(end - 1), dict(self.run.read_token(self.run.changes[end - 1]))
+        return self.run.first + end - 1, dict(self.read_token(end - 1))
 
     def _token_of_existing(self, offset: int) -> str | None:
         """Return what tells a snapshot row: what is counted of it is its own. None for a change."""
         if offset >= len(self.run.changes):
             return None
-        token = token_data(self.run.read_token(self.run.changes[offset]))
+        token = token_data(self.read_token(offset))
         return token if is_existing(token) else None
 
     def _halt(self, claim: Claim, outcome: Halted) -> bool:
         """Store the change before: what halts may outlast the oplog, and commands need its bytes."""
         raw = self.run.changes[outcome.offset]
-        token, key = self.run.read_token(raw), "?"
+        token, key = self.read_token(outcome.offset), "?"
         if outcome.is_plain:
             token = {"_data": token_data(token)}
         else:
@@ -391,7 +402,7 @@ class RunSubject(Subject):
         run = self.run
         if self._is_stored or run.refusal is not None:  # the listener has stored what it refuses
             return
-        change = StoredChange(token_data(run.read_token(raw)), raw, run.hash_at(offset))
+        change = StoredChange(token_data(self.read_token(offset)), raw, run.hash_at(offset))
         try:
             with pymongo.timeout(min(self._patience, _STORING_SECONDS)):
                 self._store.backlog.insert(run.partition_id, [change], run.version)
@@ -408,7 +419,7 @@ class RunSubject(Subject):
     def _move_to_dead_letters(self, claim: Claim, outcome: DeadLettered) -> bool:
         """Return False also where its key was released meanwhile: then the change is sent again, and runs."""
         run, raw, error = self.run, self.run.changes[outcome.offset], outcome.error
-        token, kept = run.read_token(raw), outcome.form()
+        token, kept = self.read_token(outcome.offset), outcome.form()
         letter = dead_letter(
             bridge=run.bridge,
             subscription=run.subscription,
@@ -428,7 +439,7 @@ class RunSubject(Subject):
 
     def log_outcome(self, outcome: Outcome) -> None:
         """Log a failure with the policy that was applied, and a change that waits behind a parked key."""
-        if not isinstance(outcome, Halted | DeadLettered | Discarded):
+        if not isinstance(outcome, (Halted, DeadLettered, Discarded)):
             return
         raw, partition = self.run.changes[outcome.offset], self.run.partition_id
         policy = _POLICIES.get(outcome.cause, "") if isinstance(outcome, DeadLettered) else outcome.name

@@ -13,6 +13,7 @@ Nothing here calls MongoDB from hooks that run in the worker's parent process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -33,9 +34,9 @@ from mongo_celery.bridge.change import Change, ChangeFailed, Changes
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.dropping import Repetitions
-from mongo_celery.bridge.worker.envelope import Run, bridge_of
+from mongo_celery.bridge.worker.envelope import Envelope, Run
 from mongo_celery.bridge.worker.execution import ANSWER_SECONDS, Execution, current, persist
-from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits
+from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits, worker_limits
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
@@ -43,7 +44,7 @@ from mongo_celery.mongo.transaction.scopes import current as open_session
 from mongo_celery.mongo.transaction.scopes import join_transaction, open_scope
 from mongo_celery.mongo.verdicts import error_text, is_transient, is_unanswered
 from mongo_celery.quantities import number
-from mongo_celery.tracing import committing, processing, received
+from mongo_celery.tracing import committing, is_heard, processing, received
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -102,12 +103,16 @@ class ChangeTask(SignedTask):
     handler: Handler
     shares_messages = True
     """Several changes may come with one message: its id is none of a change, as `once` has to know."""
+    _limits: tuple[tuple[Any, ...], RunLimits] = ((), RunLimits(0.0))
+    """Those of its messages, and what they are made of."""
     if TYPE_CHECKING:
         request: Any
         run: Callable[..., Any]
         app: Celery
         name: str
         time_limit: float | None
+        soft_time_limit: float | None
+        rate_limit: Any
 
     @classmethod
     def annotate(cls) -> None:
@@ -130,7 +135,7 @@ class ChangeTask(SignedTask):
         """Run one message, or, with a `Change` (a list of them for a bulk handler), just the function."""
         since = time.monotonic()  # before MongoDB is asked: a hard time limit's clock runs already
         takes_list = self.handler.batch_size is not None
-        if args and _is_given(args[0], takes_list=takes_list):
+        if args and not isinstance(args[0], str) and _is_given(args[0], takes_list=takes_list):
             view = self.wiring.make_view(self.handler)
             given = Changes(each.with_view(view) for each in args[0]) if takes_list else args[0].with_view(view)
             return super().__call__(given, *args[1:], **kwargs)  # type: ignore[misc]
@@ -149,17 +154,24 @@ class ChangeTask(SignedTask):
             self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited, since=since
         )
         try:
-            with received(self.request):
-                execution.execute(functools.partial(self._trace_call, run))
+            if is_heard(self.request):
+                with received(self.request):
+                    execution.execute(functools.partial(self._trace_call, run))
+            else:
+                execution.execute(self._call_handler)
         except MemoryError as error:  # its outcome is written; Celery ends the whole worker by it
             raise Ignore from error
 
     def limits_of_runs(self) -> RunLimits:
-        """Of a message that comes now. Asked in the worker's parent process."""
-        handler, options = self.handler, self.wiring.options
-        is_one_call = handler.batch_size is not None or handler.transactional
-        may_be_several = handler.run_size(options) > 1
-        return run_limits(self, options.run_seconds, is_one_call=is_one_call, may_be_several=may_be_several)
+        """Of a message that comes now. Asked in the worker's parent process, where they may change at any time."""
+        handler, options, whole = self.handler, self.wiring.options, worker_limits.get(self.app)
+        made_of = options, whole, self.rate_limit, self.time_limit, self.soft_time_limit
+        if made_of != self._limits[0]:
+            is_one_call = handler.batch_size is not None or handler.transactional
+            may_be_several = handler.run_size(options) > 1
+            made = run_limits(self, options.run_seconds, is_one_call=is_one_call, may_be_several=may_be_several)
+            self._limits = made_of, made
+        return self._limits[1]
 
     def _trace_call(self, run: Run, given: Change | Changes, retries: int) -> None:
         name = f"{run.bridge}/{run.subscription}"
@@ -435,6 +447,11 @@ class CommitTask(SignedTask):
         app: Celery
         name: str
 
+    @functools.cached_property
+    def _announces(self) -> bool:
+        """True if Celery sends an event for each task that it sends. Its settings are slow to read."""
+        return bool(self.app.conf.task_send_sent_event)
+
     def apply_async(self, args: Any = None, _kwargs: Any = None, *_rest: Any, **options: Any) -> Any:
         """
         Publish the link that the worker takes from a handler's message after the handler has succeeded.
@@ -467,7 +484,7 @@ class CommitTask(SignedTask):
             ignore_result=True,
             argsrepr=options.get("argsrepr", "()"),
             kwargsrepr="{}",
-            create_sent_event=self.app.conf.task_send_sent_event,
+            create_sent_event=self._announces,
         )
         with self.app.producer_or_acquire(options.get("producer")) as producer:
             amqp.send_task_message(
@@ -487,11 +504,10 @@ def register_commit(app: Celery) -> None:
 
     def commit(task: Any, *args: Any, **_kwargs: Any) -> None:
         """Turn what is handled into the new position. Whatever arguments a forged message has, it is dropped."""
-        envelope = args[0] if args else None
-        try:
-            wiring = BRIDGES.find(app, bridge_of(envelope))
-        except InvalidEnvelopeError:
-            wiring = None
+        envelope = wiring = None
+        with contextlib.suppress(InvalidEnvelopeError):
+            envelope = Envelope(args[0] if args else None)
+            wiring = BRIDGES.find(app, envelope.bridge)
         if wiring is None:
             if count := _nameless.add("commit"):
                 logger.warning(
@@ -503,10 +519,11 @@ def register_commit(app: Celery) -> None:
         run = wiring.of_process(WorkerRuntime).open("commit", envelope, None, task.request)
         if run is None:
             raise Ignore
-        with (
-            received(task.request),
-            committing(f"{run.bridge}/{run.subscription}", lambda: _commit_attributes(task.request, run)),
-        ):
+        if not is_heard(task.request):
+            _commit(wiring, run)
+            return
+        name = f"{run.bridge}/{run.subscription}"
+        with received(task.request), committing(name, lambda: _commit_attributes(task.request, run)):
             _commit(wiring, run)
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})

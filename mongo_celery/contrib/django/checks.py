@@ -230,7 +230,7 @@ def _asked_bridges(app: Celery) -> Iterator[CheckMessage]:
 
 
 def _asked_outboxes(app: Celery) -> Iterator[CheckMessage]:
-    from mongo_celery.outbox.check.examination import check, look_around
+    from mongo_celery.outbox.check import check, look_around
     from mongo_celery.outbox.registry import OUTBOXES
 
     outboxes = OUTBOXES.of(app)

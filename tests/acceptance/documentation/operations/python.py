@@ -32,7 +32,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     assert term is not None
     renewal = Renewal(store.leases, store.signing, term, 10.0)
     takeover = take_over(store, renewal, bridge.options, bridge.handlers)
-    generation = takeover.layouts["summarise"].generation
+    generation = takeover.layouts["summarise"].term
     assert store.leases.release(term)
 
     def states() -> set[str]:

@@ -1,1 +1,0 @@
-"""The preflight of an outbox: what its writes and its delivery depend on, looked at by `outbox check`."""
