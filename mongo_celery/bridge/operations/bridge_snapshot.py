@@ -332,7 +332,7 @@ class UnservedQueues:
 
     queues: tuple[str, ...]
     answered: bool | None
-    unclaimed: bool
+    unclaimed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -365,29 +365,17 @@ def shape(facts: Facts) -> BridgeSnapshot:
         reading_waits=report.get("readingWaits"),
         reopenings=report.get("reopenings"),
         broker_down=report.get("brokerDown", False),
-        untaken=UnservedQueues(
-            queues=tuple(untaken["queues"]),
-            answered=untaken["answered"],
-            unclaimed=bool(untaken.get("unclaimed")),
-        )
-        if untaken
-        else None,
-        undeliverable=tuple(
-            Undeliverable(**{**each, "since": to_time(each["since"])}) for each in report.get("rejected", ())
-        ),
+        untaken=UnservedQueues(**{**untaken, "queues": tuple(untaken["queues"])}) if untaken else None,
+        undeliverable=tuple(Undeliverable(**_fields(each)) for each in report.get("rejected", ())),
         undeliverable_count=report.get("rejectedCount", 0),
-        not_stored=tuple(
-            StorageFailure(**{**each, "since": to_time(each["since"])}) for each in report.get("notStored", ())
-        ),
+        not_stored=tuple(StorageFailure(**_fields(each)) for each in report.get("notStored", ())),
         not_stored_count=report.get("notStoredCount", 0),
         locked=tuple(report.get("locked", ())),
         dropped={reason: int(count) for reason, count in (lease.get("dropped") or {}).items()},
         dropped_lately=tuple(
-            sorted(
-                reason
-                for reason, at in (lease.get("droppedAt") or {}).items()
-                if (_age(_place(at), facts.now) or 0) < _LATELY_SECONDS
-            )
+            reason
+            for reason, at in sorted((lease.get("droppedAt") or {}).items())
+            if (_age(_place(at), facts.now) or 0) < _LATELY_SECONDS
         ),
         foreign_sender=lease.get("foreignSender"),
         partitions=facts.options.partitions,
@@ -494,28 +482,20 @@ def _handler(
         time_limit=facts.time_limits.get(name),
         run_gain=_run_gain(facts, name, images) if is_registered else None,
         partitioning_term=int(layout.term) if layout else None,
-        lost=HistoryLoss(
-            since=to_time(lost.get("since")),
-            at=to_time(lost.get("at")),
-            oldest=to_time(lost.get("oldest")),
-            error=lost.get("error"),
-        )
-        if lost
-        else None,
+        lost=_loss(lost) if lost else None,
         gaps=tuple(
             OplogGap(start=to_time(gap.get("from")), until=to_time(gap.get("until")), policy=gap.get("policy"))
             for gap in document.get("gaps", ())
         ),
-        repartitioning=RepartitioningStatus(
-            partitions=moving["partitions"], since=to_time(moving["since"]), waits=moving["waits"]
-        )
-        if moving
-        else None,
-        feedback=FeedbackStatus(key=fed_back["key"], count=fed_back["count"], since=to_time(fed_back["since"]))
-        if fed_back
-        else None,
+        repartitioning=RepartitioningStatus(**_fields(moving)) if moving else None,
+        feedback=FeedbackStatus(**_fields(fed_back)) if fed_back else None,
         partitions=partitions,
     )
+
+
+def _loss(lost: Mapping[str, Any]) -> HistoryLoss:
+    since, at, oldest = (to_time(lost.get(name)) for name in ("since", "at", "oldest"))
+    return HistoryLoss(since=since, at=at, oldest=oldest, error=lost.get("error"))
 
 
 def _handler_state(
@@ -625,6 +605,12 @@ def to_time(moment: object) -> datetime | None:
     if not isinstance(moment, datetime):
         return None
     return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _fields(reported: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a part of the listener's report, without its handler."""
+    plain = {name: value for name, value in reported.items() if name != "subscription"}
+    return {**plain, "since": to_time(reported["since"])}
 
 
 def _largest(values: Iterable[int | None]) -> int | None:
