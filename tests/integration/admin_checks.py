@@ -41,7 +41,7 @@ from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.wiring import BRIDGES as BRIDGES_OF
 from mongo_celery.contrib.django.admin.pages import OperationsAdmin
-from mongo_celery.contrib.django.templatetags.mongo_celery import shown, shown_lines
+from mongo_celery.contrib.django.templatetags.mongo_celery import to_line, to_lines
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan, PlanResult
 from mongo_celery.testing import BridgeRunner
@@ -479,17 +479,17 @@ def test_what_an_address_names_is_cut_before_it_is_quoted(runner: BridgeRunner, 
     for name in ("handler", "bridge", "key"):
         page = viewer().get(LETTERS, {"bridge": "shop", name: long})
         assert page.status_code == 200
-        assert len(shown(page.context["page"].problem)) < 1100
+        assert len(to_line(page.context["page"].problem)) < 1100
     every = {"bridge": "shop", "key": '{"$regularExpression": {"pattern": ".*", "options": ""}}'}
     assert "regular expression" in viewer().get(LETTERS, every).content.decode()
 
 
 def test_a_long_text_says_how_much_is_left_out() -> None:
     """A line, and a document."""
-    assert shown("a\nb") == "a b"
-    assert shown("a" * 1001) == "a" * 1000 + "... and 1 character more"
-    assert shown_lines("a\n\u202eb\n") == "a\n\\u202eb"
-    assert shown_lines("a" * 100_001) == "a" * 100_000 + "\n..."
+    assert to_line("a\nb") == "a b"
+    assert to_line("a" * 1001) == "a" * 1000 + "... and 1 character more"
+    assert to_lines("a\n\u202eb\n") == "a\n\\u202eb"
+    assert to_lines("a" * 100_001) == "a" * 100_000 + "\n..."
 
 
 # -- servers that do not answer ----------------------------------------------------------------------
@@ -508,6 +508,7 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
         text = operator().get(address).content.decode()
         assert "does not answer" in text
         assert "hunter2" not in text
+        assert "No handlers" not in text, "an unknown state is not an empty one"
     with override_settings(MONGO_CELERY_APP="nowhere:app"):
         for address in (BRIDGES, LETTERS):
             assert "no Celery app can be had" in operator().get(address).content.decode()

@@ -24,34 +24,26 @@ class _Page(models.Model):  # type: ignore[misc]
 
     name = models.CharField(max_length=200, primary_key=True)  # any database has it, whatever DEFAULT_AUTO_FIELD says
     objects = NoRows()
-
-    class Meta:
-        """Without a table, and nothing to add or delete."""
-
-        abstract = True
-        managed = False
-        base_manager_name = "objects"
-        default_permissions = ("view", "change")
+    Meta: type = type("Meta", (), {"abstract": True})
 
     def __str__(self) -> str:
         """Return the name of the bridge."""
         return str(self.name)
 
 
+def _make_meta(name: str, **options: object) -> type:
+    """Return Django's options of a page: no table, and nothing to add or delete."""
+    common = {"managed": False, "base_manager_name": "objects", "default_permissions": ("view", "change")}
+    return type("Meta", (), {"verbose_name": name, **common, **options})
+
+
 class ChangeBridge(_Page):
     """The pages of bridges, with their handlers and partitions."""
 
-    class Meta(_Page.Meta):
-        """Its words."""
-
-        verbose_name = "bridge"
+    Meta = _make_meta("bridge")
 
 
 class ChangeDeadLetter(_Page):
-    """The pages of dead letters."""
+    """The pages of dead letters. Its `see_contents` is for both pages."""
 
-    class Meta(_Page.Meta):
-        """Its words, and the permission to see documents, on both pages."""
-
-        verbose_name = "dead letter"
-        permissions = (("see_contents", "Can see the documents of changes"),)
+    Meta = _make_meta("dead letter", permissions=[("see_contents", "Can see the documents of changes")])

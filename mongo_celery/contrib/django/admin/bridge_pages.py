@@ -15,12 +15,12 @@ from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.contrib.django.admin.pages import (
     READ_SECONDS,
-    Cell,
+    AdminCell,
+    AdminPage,
+    AdminRow,
+    AdminTable,
     OperationsAdmin,
-    Page,
-    Row,
-    Table,
-    operations_of,
+    make_operations,
     to_sentence,
 )
 from mongo_celery.contrib.django.models import ChangeDeadLetter
@@ -40,28 +40,42 @@ class BridgeAdmin(OperationsAdmin):
     labels: Mapping[str, str] = {"pause": "Pause", "resume": "Resume", "retry": "Retry", "skip": "Skip"}
     names = ("bridge", "handler", "partition")
 
-    def read_page(self, request: HttpRequest) -> Page:
+    def read_page(self, request: HttpRequest) -> AdminPage:
         """Read one bridge, or all of them side by side: those that do not answer are waited for once."""
         if name := request.GET.get("bridge"):
-            return self._show_bridge(request, _read(operations_of(request, name), name))
+            return self._show_bridge(request, _read(make_operations(request, name), name))
         names = [each.name for each in BRIDGES.of(celery_app())]
-        operations = [operations_of(request, each) for each in names]
+        operations = [make_operations(request, each) for each in names]
         with ThreadPoolExecutor(len(names) or 1, thread_name_prefix="mongo-celery-admin") as threads:
             rows = [self._list_bridge(each) for each in threads.map(_read, operations, names)]
-        return Page(title="Bridges", tables=[Table(rows=rows, none="The project's Celery app has no bridge.")])
+        return AdminPage(
+            title="Bridges", tables=[AdminTable(rows=rows, none="The project's Celery app has no bridge.")]
+        )
 
-    def _list_bridge(self, seen: BridgeSnapshot) -> Row:
+    def _list_bridge(self, seen: BridgeSnapshot) -> AdminRow:
         cells = {
-            "Bridge": Cell(seen.bridge, url=f"?{urlencode({'bridge': seen.bridge})}"),
-            "Health": Cell(seen.verdict, style=seen.verdict),
+            "Bridge": AdminCell(seen.bridge, url=f"?{urlencode({'bridge': seen.bridge})}"),
+            "Health": AdminCell(seen.verdict, style=seen.verdict),
             "State": seen.state.replace("_", " "),
             "Lag": duration(seen.lag_seconds),
             "Dead letters": seen.dead_letters,
             "Problem": seen.findings[0].sentence if seen.findings else seen.note or "",
         }
-        return Row(cells)
+        return AdminRow(cells)
 
-    def _show_bridge(self, request: HttpRequest, seen: BridgeSnapshot) -> Page:
+    def _show_bridge(self, request: HttpRequest, seen: BridgeSnapshot) -> AdminPage:
+        title = f"Bridge {seen.bridge}"
+        problems = AdminTable(title="Problems", none="No problems.", rows=[
+            AdminRow({
+                "Severity": AdminCell(each.severity, style=each.severity),
+                "Problem": each.sentence,
+                "Command": AdminCell(each.command or "", style="command"),
+                "Code": AdminCell(each.code, style="code"),
+            })
+            for each in seen.findings
+        ])  # fmt: skip
+        if not seen.is_readable:
+            return AdminPage(title=title, tables=[problems])
         leader = seen.leader
         led = "none" if leader is None else f"{leader.host}, pid {leader.pid}, since {moment(leader.since)}"
         health = f"Health: {seen.verdict}. Lag: {duration(seen.lag_seconds)}. Listener: {led}."
@@ -69,59 +83,53 @@ class BridgeAdmin(OperationsAdmin):
         more = len(blocked) - _BLOCKED_MAX
         letters = self._letters_url(request, seen.bridge)
         tables = [
-            Table(title="Problems", none="No problems.", rows=[
-                Row({
-                    "Severity": Cell(each.severity, style=each.severity),
-                    "Problem": each.sentence,
-                    "Command": Cell(each.command or "", style="command"),
-                    "Code": Cell(each.code, style="code"),
-                })
-                for each in seen.findings
-            ]),
-            Table(
+            problems,
+            AdminTable(
                 title=f"Blocked partitions{f', and {more} more' if more > 0 else ''}",
                 none="No blocked partitions.",
                 rows=[self._show_partition(seen.bridge, *each) for each in blocked[:_BLOCKED_MAX]],
             ),
-            Table(title="Handlers", none="No handlers.", rows=[
+            AdminTable(title="Handlers", none="No handlers.", rows=[
                 self._show_handler(seen.bridge, each, letters) for each in seen.handlers
             ]),
-            Table(title="Dead letters by error", rows=[
-                Row({
+            AdminTable(title="Dead letters by error", rows=[
+                AdminRow({
                     "Handler": each.handler,
                     "Error": each.error,
                     "Newest": moment(each.newest_at),
-                    "Dead letters": Cell(each.count, url=_letters_of(letters, each.handler)),
+                    "Dead letters": AdminCell(each.count, url=_filter_letters(letters, each.handler)),
                 })
                 for each in seen.dead_letter_groups[:_BLOCKED_MAX]
             ]),
         ]  # fmt: skip
-        return Page(title=f"Bridge {seen.bridge}", lines=[health, *filter(None, [seen.note])], tables=tables)
+        return AdminPage(title=title, lines=[health, *filter(None, [seen.note])], tables=tables)
 
-    def _show_handler(self, bridge: str, each: HandlerStatus, letters: str) -> Row:
+    def _show_handler(self, bridge: str, each: HandlerStatus, letters: str) -> AdminRow:
         cells = {
             "Handler": each.name,
-            "State": Cell(each.state.replace("_", " "), style=each.state),
+            "State": AdminCell(each.state.replace("_", " "), style=each.state),
             "Lag": duration(each.lag_seconds),
             "Partitions": len(each.partitions),
             "Committed": each.committed,
             "Stored": "?" if each.stored is None else each.stored,
-            "Dead letters": Cell(each.dead_letters, url=_letters_of(letters, each.name) if each.dead_letters else ""),
+            "Dead letters": AdminCell(
+                each.dead_letters, url=_filter_letters(letters, each.name) if each.dead_letters else ""
+            ),
         }
         actions = {name: self.labels[name] for name in ("pause", "resume", "retry")}
-        return Row(cells, actions, {"bridge": bridge, "handler": each.name})
+        return AdminRow(cells, actions, {"bridge": bridge, "handler": each.name})
 
-    def _show_partition(self, bridge: str, handler: HandlerStatus, each: PartitionStatus) -> Row:
+    def _show_partition(self, bridge: str, handler: HandlerStatus, each: PartitionStatus) -> AdminRow:
         cells = {
             "Handler": handler.name,
             "Partition": each.index,
-            "State": Cell(each.state, style=each.state),
+            "State": AdminCell(each.state, style=each.state),
             "Change": each.key or "",
             "Error": each.error or "",
             "Retries": each.retries,
         }
         actions = {name: self.labels[name] for name in _ACTIONS.get(each.state, ())}
-        return Row(cells, actions, {"bridge": bridge, "handler": handler.name, "partition": str(each.index)})
+        return AdminRow(cells, actions, {"bridge": bridge, "handler": handler.name, "partition": str(each.index)})
 
     def _letters_url(self, request: HttpRequest, bridge: str) -> str:
         """Return the address of the bridge's dead letters; empty if there is none, or the user may not see them."""
@@ -150,5 +158,5 @@ def _read(operations: Operations, bridge: str) -> BridgeSnapshot:
             return unreadable(bridge, to_sentence(error))
 
 
-def _letters_of(url: str, handler: str) -> str:
+def _filter_letters(url: str, handler: str) -> str:
     return f"{url}&{urlencode({'handler': handler})}" if url else ""

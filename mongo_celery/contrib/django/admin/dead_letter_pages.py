@@ -14,14 +14,14 @@ from mongo_celery.bridge.state.dead_letters import Letter
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.cli.dead_letters_view import parked_line, passed_line, replay_line
 from mongo_celery.contrib.django.admin.pages import (
-    Cell,
-    Filter,
+    AdminCell,
+    AdminPage,
+    AdminRow,
+    AdminTable,
+    ListFilter,
     OperationsAdmin,
-    Page,
-    Row,
-    Table,
     find_bridge,
-    operations_of,
+    make_operations,
 )
 from mongo_celery.contrib.django.project import celery_app
 from mongo_celery.errors import CommandRefusedError
@@ -40,13 +40,13 @@ class DeadLetterAdmin(OperationsAdmin):
     names = ("bridge", "letter")
     details = "letter"
 
-    def read_page(self, request: HttpRequest) -> Page:
+    def read_page(self, request: HttpRequest) -> AdminPage:
         """Read one dead letter, or a page of those of a handler or a document."""
         names = [each.name for each in BRIDGES.of(celery_app())]
         if not names:
-            return Page(title="Dead letters", lines=["The project's Celery app has no bridge."])
+            return AdminPage(title="Dead letters", lines=["The project's Celery app has no bridge."])
         bridge = request.GET.get("bridge") or names[0]
-        operations = operations_of(request, bridge)
+        operations = make_operations(request, bridge)
         if "letter" in request.GET:
             return self._show_letter(request, operations, bridge)
         handler, key = request.GET.get("handler", ""), request.GET.get("key", "")
@@ -56,25 +56,25 @@ class DeadLetterAdmin(OperationsAdmin):
         ids = short_ids([each.id for each in found.letters])
         rows = [self._list_letter(request, each, id_, found) for each, id_ in zip(found.letters, ids, strict=True)]
         listener = "" if found.leads or not rows else " No listener is running: replays wait for one."
-        return Page(
+        return AdminPage(
             title="Dead letters",
             lines=[f"{number(letters.count, 'dead letter', 'dead letters')}.{listener}"],
             filters=[
-                Filter(name="bridge", label="Bridge", value=bridge, options=names),
-                Filter(name="handler", label="Handler", value=handler),
-                Filter(name="key", label="Document's _id, as JSON or text", value=key),
+                ListFilter(name="bridge", label="Bridge", value=bridge, options=names),
+                ListFilter(name="handler", label="Handler", value=handler),
+                ListFilter(name="key", label="Document's _id, as JSON or text", value=key),
             ],
-            tables=[Table(rows=rows, choices="letter", actions=self.labels, fields={"bridge": bridge})],
+            tables=[AdminTable(rows=rows, choices="letter", actions=self.labels, fields={"bridge": bridge})],
             part=part,
         )
 
-    def _list_letter(self, request: HttpRequest, letter: Letter, id_: str, found: Found) -> Row:
+    def _list_letter(self, request: HttpRequest, letter: Letter, id_: str, found: Found) -> AdminRow:
         query = request.GET.copy()
         query["bridge"], query["letter"] = letter.document_id.partition("/")[0], letter.document_id
-        cells = {"Id": Cell(id_, url=f"?{query.urlencode()}", style="code"), **_describe(letter, found)}
-        return Row(cells, choice=letter.document_id)
+        cells = {"Id": AdminCell(id_, url=f"?{query.urlencode()}", style="code"), **_describe(letter, found)}
+        return AdminRow(cells, choice=letter.document_id)
 
-    def _show_letter(self, request: HttpRequest, operations: Operations, bridge: str) -> Page:
+    def _show_letter(self, request: HttpRequest, operations: Operations, bridge: str) -> AdminPage:
         found = operations.find_dead_letters(ids=_check_names(bridge, request.GET))
         if not found.letters:
             raise CommandRefusedError("This dead letter is gone. Go back to the list.")
@@ -88,9 +88,9 @@ class DeadLetterAdmin(OperationsAdmin):
         change = change_of(find_bridge(bridge), letter) if self.may_see_contents(request) else {}
         event = change.get("event")
         text = json.dumps(event, indent=2, ensure_ascii=False) if event is not None else change.get("raw")
-        return Page(
+        return AdminPage(
             title=f"Dead letter {short_ids([letter.id])[0]}",
-            tables=[Table(rows=[Row({"": name, " ": value}) for name, value in facts.items() if value])],
+            tables=[AdminTable(rows=[AdminRow({"": name, " ": value}) for name, value in facts.items() if value])],
             contents={"Traceback": letter.traceback or "", "Change": text or ""},
             actions=self.labels,
             fields={"bridge": bridge, "letter": letter.document_id},

@@ -15,7 +15,7 @@ import pymongo
 from django.contrib import messages
 from django.contrib.admin import ModelAdmin
 from django.core.exceptions import PermissionDenied
-from django.core.paginator import Page as PageOfList
+from django.core.paginator import Page as DjangoPage
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect, QueryDict
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
@@ -26,7 +26,7 @@ from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.cli.apps import sentence_for
 from mongo_celery.command_line import CommandLine
 from mongo_celery.contrib.django.project import app_address, celery_app
-from mongo_celery.contrib.django.templatetags.mongo_celery import shown
+from mongo_celery.contrib.django.templatetags.mongo_celery import to_line
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan
 from mongo_celery.visible import visible
@@ -36,7 +36,7 @@ _REFUSED_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class AdminCell:
     """A value in a table, with an address to follow and a CSS class, such as a state."""
 
     text: object
@@ -48,12 +48,12 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AdminRow:
     """
     One row of a table.
 
     Attributes:
-        cells: values or a `Cell`, by the names of the columns. All rows of a table have the same columns.
+        cells: values or a `AdminCell`, by the names of the columns. All rows of a table have the same columns.
         actions: buttons, by the names of the actions.
         fields: name what the buttons act on.
         choice: value of the row's checkbox. Empty for none.
@@ -66,7 +66,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class AdminTable:
     """
     A table.
 
@@ -80,7 +80,7 @@ class Table:
     """
 
     title: str = ""
-    rows: Sequence[Row]
+    rows: Sequence[AdminRow]
     none: str = ""
     choices: str = ""
     actions: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
+class ListFilter:
     """A field by which a list is filtered; with `options` one of these is selected."""
 
     name: str
@@ -103,7 +103,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class AdminPage:
     """
     A page.
 
@@ -117,9 +117,9 @@ class Page:
     title: str
     lines: Sequence[str] = ()
     problem: str = ""
-    filters: Sequence[Filter] = ()
-    tables: Sequence[Table] = ()
-    part: PageOfList | None = None
+    filters: Sequence[ListFilter] = ()
+    tables: Sequence[AdminTable] = ()
+    part: DjangoPage | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
     actions: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     details: str = ""
     """Field of the address that a page of details has, and its list has not."""
 
-    def read_page(self, request: HttpRequest) -> Page:
+    def read_page(self, request: HttpRequest) -> AdminPage:
         """Read what the address names."""
         raise NotImplementedError
 
@@ -170,7 +170,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             with pymongo.timeout(READ_SECONDS):
                 page = self.read_page(request)
         except Exception as error:  # noqa: BLE001 - it is raised again unless users can fix it
-            page = Page(title=str(self.opts.verbose_name_plural).capitalize(), problem=to_sentence(error))
+            page = AdminPage(title=str(self.opts.verbose_name_plural).capitalize(), problem=to_sentence(error))
             return self._render(request, "page.html", page.title, page=page, first_url=self.url("changelist"))
         return self._render(request, "page.html", page.title, page=page)
 
@@ -184,11 +184,11 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         try:
             if action not in self.labels:
                 raise CommandRefusedError("Choose an action.")
-            plan = self.make_plan(operations_of(request, form.get("bridge", "")), action, form, reason)
+            plan = self.make_plan(make_operations(request, form.get("bridge", "")), action, form, reason)
             if "confirmed" in form and form.get("seen", "") != plan.seen:
                 raise CommandRefusedError("This has changed since you saw it. Look again, then repeat the action.")
         except Exception as error:  # noqa: BLE001
-            messages.error(request, shown(to_sentence(error)))
+            messages.error(request, to_line(to_sentence(error)))
             return HttpResponseRedirect(self._list_url(request))
         if "confirmed" not in form:
             return self._confirm(request, plan, action)
@@ -218,9 +218,9 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             done, refused = "", [to_sentence(error)]
         else:
             done, refused = ". ".join(result.lines), [*result.refused]
-            messages.success(request, shown(f"Done: {done}"))
+            messages.success(request, to_line(f"Done: {done}"))
         for sentence in refused[:_REFUSED_MAX]:
-            messages.error(request, shown(sentence))
+            messages.error(request, to_line(sentence))
         if len(refused) > _REFUSED_MAX:
             messages.error(request, f"And {len(refused) - _REFUSED_MAX} more.")
         named = ", ".join(value for name in self.names for value in request.POST.getlist(name))
@@ -248,7 +248,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         context = {
             **self.admin_site.each_context(request),
             "opts": self.opts,
-            "title": shown(title),
+            "title": to_line(title),
             "may_act": self.has_change_permission(request),
             "list_url": self._list_url(request),
             "first_url": self._list_url(request) if self.details else self.url("changelist"),
@@ -259,7 +259,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         return TemplateResponse(request, f"mongo_celery/admin/{template}", context)
 
 
-def operations_of(request: HttpRequest, bridge: str) -> Operations:
+def make_operations(request: HttpRequest, bridge: str) -> Operations:
     """
     Return the commands of a bridge, on behalf of the user.
 
@@ -273,7 +273,7 @@ def operations_of(request: HttpRequest, bridge: str) -> Operations:
 
 
 def find_bridge(name: str) -> Wiring:
-    """Return a bridge of the project's app. Errors as of `operations_of`."""
+    """Return a bridge of the project's app. Errors as of `make_operations`."""
     wiring = BRIDGES.find(celery_app(), name)
     if wiring is None:
         raise CommandRefusedError(f"There is no bridge {name!r}. Go back to the list.")

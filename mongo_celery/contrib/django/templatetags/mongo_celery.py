@@ -11,7 +11,7 @@ _LINE_MAX = 1000
 _LINES_MAX = 100_000
 
 
-def shown(text: object) -> str:
+def to_line(text: object) -> str:
     """Return text as one line of bounded length. Hidden characters are shown as their numbers."""
     whole = str(text)
     more = len(whole) - _LINE_MAX
@@ -19,11 +19,11 @@ def shown(text: object) -> str:
     return visible(" ".join(whole[:_LINE_MAX].split())) + rest
 
 
-def shown_lines(text: str) -> str:
-    """Return text of several lines, such as a traceback or a document, as `shown` does."""
+def to_lines(text: str) -> str:
+    """Return text of several lines, such as a traceback or a document, as `to_line` does."""
     return visible_lines(text[:_LINES_MAX].rstrip()) + ("\n..." if len(text) > _LINES_MAX else "")
 
 
 register = template.Library()
-register.filter("shown", shown)
-register.filter("shown_lines", shown_lines)
+register.filter("line", to_line)
+register.filter("lines", to_lines)
