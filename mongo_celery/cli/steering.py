@@ -156,13 +156,13 @@ def start(operations: Operations, **given: Any) -> Plan:
 @click.pass_context
 def list_snapshots(ctx: click.Context, handler: str | None, bridge: str | None, as_json: bool) -> None:
     """Show snapshots and their progress."""
-    from mongo_celery.bridge.operations.snapshot_commands import listed
+    from mongo_celery.bridge.operations.snapshot_commands import list_snapshots as read_snapshots
     from mongo_celery.bridge.operations.snapshot_progress import short_names
     from mongo_celery.cli.snapshot_view import progress_line
 
     wiring = one_bridge(ctx, bridge)
     with one_sentence_errors():
-        found = listed(wiring)
+        found = read_snapshots(wiring)
     names = short_names(each["id"] for each in found)
     found = [each for each in found if handler in (None, each["handler"])]
     if as_json:

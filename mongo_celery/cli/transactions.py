@@ -173,14 +173,14 @@ def purge(chosen: TwoPhaseCommit, older_than: float, *, any_application: bool) -
 
 
 def _row(document: Mapping[str, Any], now: datetime | None) -> tuple[str, str, str, str, str]:
-    from mongo_celery.twophase.plans import to_json, typed_id
+    from mongo_celery.twophase.plans import format_id, to_json
 
     given = document.get("changes", document.get("participants"))
     if given is not None or "participants" in document:
         what = ", ".join(map(_participant, given)) if isinstance(given, list) else to_json(given)
     else:
-        sides = (typed_id(document.get("source")), typed_id(document.get("destination")))
-        what = f"{typed_id(document.get('value'))} from {sides[0]} to {sides[1]}"
+        sides = (format_id(document.get("source")), format_id(document.get("destination")))
+        what = f"{format_id(document.get('value'))} from {sides[0]} to {sides[1]}"
     if document.get("reason"):
         what = f"{what}: {document['reason']}"
     if document.get("stoppedBy"):
@@ -192,14 +192,14 @@ def _row(document: Mapping[str, Any], now: datetime | None) -> tuple[str, str, s
     when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
     application = document.get("application")
     of = f"of {application}" if application else "of no application"
-    return visible(typed_id(document["_id"])), visible(document.get("state")), visible(of), when, visible(what)
+    return visible(format_id(document["_id"])), visible(document.get("state")), visible(of), when, visible(what)
 
 
 def _participant(stored: object) -> str:
-    from mongo_celery.twophase.plans import to_json, typed_id
+    from mongo_celery.twophase.plans import format_id, to_json
 
     if not isinstance(stored, dict):
         return to_json(stored)
     cluster = stored.get("cluster")
     where = "" if cluster is None else f"{cluster}:"
-    return f"{where}{stored.get('collection')} {typed_id(stored.get('id'))}"
+    return f"{where}{stored.get('collection')} {format_id(stored.get('id'))}"

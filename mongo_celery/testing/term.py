@@ -121,11 +121,11 @@ class SteppedTerm:
         """
         started = Operations(self._wiring).start_snapshot(handler, sources=sources, match=match).run()
         self._asked.update(each["id"] for each in started.fields["snapshots"])
-        self.leader.snapshots.poll_now()
+        self.leader.snapshots.thread.poll_now()
 
     def reads_snapshot(self) -> bool:
         """Return True if a snapshot is under way; it may wait for the retry of one of its own rows."""
-        return self.leader.snapshots.is_active
+        return bool(self.leader.snapshots.thread.records)
 
     def has_snapshots(self) -> bool:
         """
@@ -228,7 +228,7 @@ class SteppedTerm:
 
 def has_read_to(leader: Leader, place: Timestamp) -> bool:
     """Return True if everything up to a cluster time was taken in, with what a snapshot gives before it."""
-    return leader.intake.has_reached(place) and leader.snapshots.is_idle
+    return leader.intake.has_reached(place) and leader.snapshots.thread.is_idle
 
 
 def _is_news(record: logging.LogRecord) -> bool:

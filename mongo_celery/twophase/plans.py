@@ -61,7 +61,7 @@ def plan_recover(commit: TwoPhaseCommit, older_than: float | None, *, any_applic
         for each in report:
             became = f"stays {each.after}" if each.before == each.after else f"{each.before}, now {each.after}"
             (refused if each.error else lines).append(
-                f"{typed_id(each.id)}: {became}{f': {each.error}' if each.error else ''}"
+                f"{format_id(each.id)}: {became}{f': {each.error}' if each.error else ''}"
             )
         plain = [
             {"id": plain_value(each.id), "before": str(each.before), "after": str(each.after), "error": each.error}
@@ -108,7 +108,7 @@ def _plan_one(
         with _explained(lambda: commit.log.concern):
             after = do(document["_id"])
         fields = {**given, "id": plain_value(after.id), "state": str(after.state)}
-        return PlanResult(lines=[f"{typed_id(after.id)}: {after.state}"], fields=fields)
+        return PlanResult(lines=[f"{format_id(after.id)}: {after.state}"], fields=fields)
 
     return Plan(
         command=f"{name} {id_}",
@@ -154,7 +154,7 @@ def _describe_purge(found: Purge, verb: str) -> str:
 
 def _describe(document: Mapping[str, Any]) -> str:
     application = document.get("application")
-    return f"{typed_id(document['_id'])}: {document.get('state')}, of {application or 'no application'}"
+    return f"{format_id(document['_id'])}: {document.get('state')}, of {application or 'no application'}"
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _explained(concern: Callable[[], ErrorContext]) -> Iterator[None]:
         raise to_user_error(error, concern()) from error
 
 
-def typed_id(value: object) -> str:
+def format_id(value: object) -> str:
     """Return an id as it can be typed; a text that would be read as something else is quoted."""
     if isinstance(value, ObjectId) or (isinstance(value, str) and not readings(value)):
         return str(value)

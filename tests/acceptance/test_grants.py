@@ -192,7 +192,9 @@ def operate(wiring: Wiring) -> str:
         lambda: operations.pause("letters").run(),
         lambda: operations.resume("letters").run(),
         lambda: operations.start_snapshot("record").run(),
-        lambda: [operations.stop_snapshot(each["id"]).run() for each in snapshot_commands.listed(wiring, "record")],
+        lambda: [
+            operations.stop_snapshot(each["id"]).run() for each in snapshot_commands.list_snapshots(wiring, "record")
+        ],
         lambda: operations.rotate_key(overlap=0).run(),
         lambda: operations.reset("record", "oldest").run(),
         lambda: operations.reset("letters", "oldest").run(),
@@ -328,7 +330,7 @@ def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Set
     assert status.oplog_seconds is None, "that is optional"
     assert {each.name for each in status.handlers} >= {"record", "letters"}
     assert heads.read_head(wiring, "record", 0).bytes
-    for read in (snapshot_commands.listed, _letters, read_history):
+    for read in (snapshot_commands.list_snapshots, _letters, read_history):
         read(wiring)
     for command in (lambda each: _skip(each, "record"), lambda each: Operations(each).rotate_key().run()):
         with pytest.raises(MongoCeleryError, match="right"):

@@ -23,7 +23,6 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout, parse_layout, parse_name
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.samples import event, first_token, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term
 
@@ -31,7 +30,6 @@ Document = dict[str, Any]
 
 NAME = "record"
 KEYS = 10
-CONCERN = ErrorContext("the state", "read")
 _START = Timestamp(1, 1)
 
 
@@ -87,11 +85,11 @@ class Term:
         marks = {name: start.watermark for name, start in starts.items()}
         self.led = {each.name: each for each in rig.led(self.takeover, marks)}
         self.watermarks = Watermarks(rig.store, rig.renewal, "the fingerprint", dict)
-        self.storing = Storing(rig.store, rig.options, CONCERN, lambda _: 0.0)
+        self.storing = Storing(rig.wiring, lambda _: 0.0)
         self.housekeeping = Housekeeping()
         self.storing.begin(self.led, rig.version, self.housekeeping)
         self.housekeeping.start()
-        self.repartitioning = Repartitioning(rig.store, rig.options, CONCERN, self.watermarks, self.storing)
+        self.repartitioning = Repartitioning(rig.wiring, self.watermarks, self.storing)
         self._replace(self.repartitioning.begin(self.led, self.takeover))
         self.stream = Stream(events, min((each.window.seen for each in self.led.values()), default=""))
         self.now = time.monotonic()

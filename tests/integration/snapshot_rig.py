@@ -189,7 +189,7 @@ class Term:
         """End it, as if it were killed."""
         leader = self.leader
         leader.intake.stop()
-        leader.snapshots.close()
+        leader.snapshots.thread.close()
         leader._storing.close()
         self.wiring.client.close()
 

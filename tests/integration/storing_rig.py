@@ -29,7 +29,6 @@ from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.mongo import sparse
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import event, first_token, mark, token_data
@@ -81,8 +80,7 @@ class Term:
         at = Mark(stored, stored["_data"], None) if stored else marks
         (self.led,) = self.rig.led(self.takeover, {"record": at})
         self.share = 0.0
-        concern = ErrorContext("the state database", "readWrite")
-        self.storing = Storing(self.rig.store, self.rig.options, concern, lambda _: self.share)
+        self.storing = Storing(self.rig.wiring, lambda _: self.share)
         self.housekeeping = Housekeeping()
         self.storing.begin({"record": self.led}, self.rig.version, self.housekeeping)
         self.housekeeping.start()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from bson import Timestamp
@@ -21,8 +22,13 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
 from mongo_celery.bridge.window import Mark
+from mongo_celery.command_line import CommandLine
+from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import IDENTITY
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
 
 Document = dict[str, Any]
 
@@ -71,6 +77,19 @@ class TermRig:
     @property
     def partitions(self) -> Collection[Document]:
         return sparse(self.database["partitions"])
+
+    @property
+    def wiring(self) -> Wiring:
+        """What parts of a listener use of a bridge."""
+        concern = ErrorContext("the state database", "readWrite")
+        found = SimpleNamespace(
+            store=self.store,
+            client=self.database.client,
+            options=self.options,
+            state_concern=concern,
+            line=CommandLine("shop"),
+        )
+        return cast("Wiring", found)
 
     def take_over(self) -> Takeover:
         """What the term does first."""

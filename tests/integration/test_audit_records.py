@@ -26,8 +26,8 @@ from tests.integration.test_replays import letter_of
 Document = dict[str, Any]
 
 READING = {
-    "check", "dead-letters list", "dead-letters show", "grants", "head", "health", "history", "queues",
-    "snapshot list", "status", "top",
+    "check", "dead-letters list", "dead-letters show", "grants", "history", "queues", "show", "snapshot list", "status",
+    "where",
 }  # fmt: skip
 """Commands that change nothing. All others need an example below."""
 

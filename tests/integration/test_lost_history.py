@@ -31,7 +31,6 @@ from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
-from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, sparse
 from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
@@ -57,15 +56,7 @@ class Bridge:
     watermarks: Watermarks
 
     def history(self, decision: str) -> LostHistory:
-        return LostHistory(
-            self.rig.store,
-            self.client,
-            self.rig.renewal,
-            self.rig.options,
-            decision=decision,
-            fingerprint=STREAM,
-            concern=ErrorContext("state", "readWrite"),
-        )
+        return LostHistory(self.rig.wiring, self.rig.renewal, decision=decision, fingerprint=STREAM)
 
     def go_on(self, decision: str) -> Position | None:
         return self.history(decision).settle_refusal(HistoryLostError(), self.led, self.watermarks)

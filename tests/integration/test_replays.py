@@ -42,7 +42,6 @@ from mongo_celery.bridge.state.dead_letters import (
     keep_change,
 )
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.mongo.verdicts import ErrorContext
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -356,7 +355,7 @@ class Asked:
         (self.subscription,) = term.led(term.take_over(), {})
         self.led: Mapping[str, Subscription] = {self.subscription.name: self.subscription}
         self.replays = term.store.replays
-        self.replaying = Replaying(self.replays, ErrorContext("state", "readWrite"))
+        self.replaying = Replaying(term.wiring)
         self._term = term
         self._now = 0.0
 

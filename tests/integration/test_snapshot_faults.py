@@ -88,7 +88,7 @@ def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
 
     def kill() -> None:
         term.is_killed.set()
-        term.leader.snapshots.close()  # its thread is killed, too
+        term.leader.snapshots.thread.close()  # its thread is killed, too
         raise KilledError
 
     with monkeypatch.context() as patch:

@@ -469,7 +469,7 @@ def test_a_snapshot_that_waits_for_its_handler_hurries_nobody(world: World) -> N
     world.orders.insert_one({"_id": 1, "v": 1})
     ask(world, term)
     snapshots = term.leader.snapshots
-    term.until(lambda: snapshots.is_active)
+    term.until(lambda: snapshots.thread.records)
     term.step()
     assert not snapshots.is_busy
 
@@ -673,8 +673,8 @@ def test_handlers_that_begin_together_have_snapshots_that_can_be_told_apart(worl
     assert stop_one(wiring, ids[1])["handler"] == "other"
     world.client[world.state]["leases"].update_one({"_id": "shop"}, {"$set": {"expiresAt": None}})
     resumed = resume_one(wiring, f"{HANDLER}/pinned")
-    assert (resumed["state"], resumed["sentence"]) == ("running", "waits: nobody leads")
-    assert [each["sentence"] for each in commands.listed(wiring)] == ["waits: nobody leads", None]
+    assert (resumed["state"], resumed["reason"]) == ("running", "waits: nobody leads")
+    assert [each["reason"] for each in commands.list_snapshots(wiring)] == ["waits: nobody leads", None]
 
 
 def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
@@ -696,7 +696,7 @@ def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
         stop_one(term.wiring, asked["id"])
     assert resume_one(term.wiring, name)["state"] == "running"
     term.finish()
-    (shown,) = commands.listed(term.wiring, HANDLER)
+    (shown,) = commands.list_snapshots(term.wiring, HANDLER)
     assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
     assert shown in to_plain(read_snapshot(term.wiring).snapshots)
     with pytest.raises(CommandRefusedError, match=r"has no snapshot.*changes snapshot list"):

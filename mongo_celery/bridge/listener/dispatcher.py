@@ -110,6 +110,7 @@ class Dispatcher:
         self._producer: Any = None
         self._is_amqp = False
         self._careful: Connection | None = None
+        self._announces = bool(app.conf.task_send_sent_event)  # Celery's settings are slow to read
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
         declare_queues(app, queues)
 
@@ -256,7 +257,7 @@ class Dispatcher:
             argsrepr=dispatch.label,
             kwargsrepr="{}",
             origin=self._origin,
-            create_sent_event=self._app.conf.task_send_sent_event,
+            create_sent_event=self._announces,
         )
         amqp.send_task_message(
             producer,

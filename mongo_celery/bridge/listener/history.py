@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
-from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.pacing import RetryGate
@@ -44,17 +43,15 @@ from mongo_celery.bridge.listener.starts import Start, open_position, read_start
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark
-from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import HistoryLostError, LeaseLostError
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
-from mongo_celery.mongo.verdicts import ErrorContext, brief, raise_if_final
+from mongo_celery.mongo.verdicts import brief, raise_if_final
 from mongo_celery.quantities import moment
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.watermarks import Watermarks
-    from mongo_celery.bridge.options import BridgeOptions
-    from mongo_celery.bridge.state.store import Store
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -88,34 +85,19 @@ class LostHistory:
     Find the handlers that have lost their history in one term, and resolve each loss.
 
     Args:
-        client: of the watched data. Its oplog is asked how far it reaches back.
+        wiring: of the bridge. The oplog of its client is asked how far it reaches back.
         decision: `halt`, `oldest` or `now`.
         fingerprint: of the stream that is read.
-        concern: whom an error of the state database concerns.
 
     Attributes:
         due_at: monotonic time of the next tick that may have something to do.
         is_unread: whether nothing is read, since a refusal is not settled.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        client: MongoClient[dict[str, Any]],
-        renewal: Renewal,
-        options: BridgeOptions,
-        *,
-        decision: str,
-        fingerprint: str,
-        concern: ErrorContext,
-        line: CommandLine = ANY_APP,
-    ) -> None:
-        self._store = store
-        self._concern = concern
-        self._line = line
-        self._client = client
+    def __init__(self, wiring: Wiring, renewal: Renewal, *, decision: str, fingerprint: str) -> None:
+        self._wiring = wiring
+        self._store, self._client = wiring.store, wiring.client
         self._renewal = renewal
-        self._options = options
         self._decision = decision
         self._fingerprint = fingerprint
         self._followed_at = 0.0
@@ -185,7 +167,7 @@ class LostHistory:
                 read_from(position)
         except PyMongoError as error:
             renew_connections(self._client, error)
-            raise_if_final(error, self._concern)
+            raise_if_final(error, self._wiring.state_concern)
             self._retry.note_failure()
             self.due_at = self._retry.opens_at
             logger.warning(
@@ -220,7 +202,7 @@ class LostHistory:
 
     def _find_gap(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> _Gap:
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
-        before = read_starts(self._store, list(subscriptions), self._renewal.term.number)
+        before = self._read_starts(subscriptions)
         reached = self._find_reached(subscriptions, before)
         oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
@@ -248,7 +230,7 @@ class LostHistory:
         if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._followed_at = now
-        starts = read_starts(self._store, list(subscriptions), self._renewal.term.number)
+        starts = self._read_starts(subscriptions)
         moved = [name for name in lost if starts[name].lost is None]
         if not moved:
             if is_over:
@@ -271,9 +253,7 @@ class LostHistory:
         Raises:
             LeaseLostError: the term has ended.
         """
-        reached = self._find_reached(
-            subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.number)
-        )
+        reached = self._find_reached(subscriptions, self._read_starts(subscriptions))
         return open_position(reached, self._fingerprint) if reached else None
 
     # -- what happens to it ------------------------------------------------------------------------
@@ -288,7 +268,7 @@ class LostHistory:
             else:
                 self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
             gap.left.remove(name)
-        after = read_starts(self._store, list(subscriptions), self._renewal.term.number)
+        after = self._read_starts(subscriptions)
         for name in gap.moved:
             subscriptions[name].move(after[name].time)
         reached = self._find_reached(subscriptions, after)
@@ -297,7 +277,7 @@ class LostHistory:
     def _choose_policy(self, subscription: Subscription, start: Start, oplog: Oplog | None) -> str | None:
         if self._decision != "halt":
             return self._decision
-        is_oldest = start.is_first and subscription.plan.handler.start(self._options) == "oldest"
+        is_oldest = start.is_first and subscription.plan.handler.start(self._wiring.options) == "oldest"
         if not is_oldest or oplog is None or subscription.window.seen:
             return None
         return None if self._store.partitions.are_touched(subscription.name) else "oldest"
@@ -347,11 +327,14 @@ class LostHistory:
             name,
             place.as_datetime().isoformat(),
             reason,
-            *(self._line.changes("reset", name, "--to", option) for option in ("oldest", "now")),
+            *(self._wiring.line.changes("reset", name, "--to", option) for option in ("oldest", "now")),
             extra={"event": "subscription_lost", "subscription": name},
         )
 
     # -- positions ---------------------------------------------------------------------------------
+
+    def _read_starts(self, subscriptions: Subscriptions) -> dict[str, Start]:
+        return read_starts(self._store, list(subscriptions), self._renewal.term.number)
 
     def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
         """Up to where each one that can be read has been read. In front of its start nothing is owed."""

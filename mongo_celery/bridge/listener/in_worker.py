@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import click
 from billiard.context import Process
@@ -148,11 +148,8 @@ HTTP_OPTION = click.Option(
 )
 
 
-class Serving(Protocol):
-    """Make the server of an address. Errors are `ConfigurationError`."""
-
-    def __call__(self, address: str, app_argument: object, *, tried: bool) -> Beside:
-        """As `bridge.http.make_http_service`."""
+Serving = Callable[..., Beside]
+"""Makes the server of an address, as `bridge.http.make_http_service`. Errors are `ConfigurationError`."""
 
 
 class ListenerStep(bootsteps.StartStopStep):

@@ -87,31 +87,19 @@ class Leader:
         self._led = list(zip(handlers, selectors, strict=True))
         self.subscriptions: dict[str, Subscription] = {}
         self._is_reading, self._has_snapshots = True, False
-        store, line, concern = wiring.store, wiring.line, wiring.state_concern
         self.housekeeping = Housekeeping()
         self._horizon = Horizon(wiring)
         self.housekeeping.add(self._horizon.read_oplog)
-        self._watermarks = Watermarks(store, renewal, scope.fingerprint, self.report)
-        self._history = LostHistory(
-            store,
-            wiring.client,
-            renewal,
-            options,
-            decision=on_history_lost,
-            fingerprint=scope.fingerprint,
-            concern=concern,
-            line=line,
-        )
-        self._storing = Storing(store, options, concern, self._horizon.share, line)
+        self._watermarks = Watermarks(wiring.store, renewal, scope.fingerprint, self.report)
+        self._history = LostHistory(wiring, renewal, decision=on_history_lost, fingerprint=scope.fingerprint)
+        self._storing = Storing(wiring, self._horizon.share)
         self.snapshots = Snapshotting(wiring, self.wake)
         self.intake = StreamIntake(
             wiring, scope, self.subscriptions, self._storing, self.snapshots, self._note_progress
         )
         self.poller = PartitionPoller(wiring, self._storing.session, self.subscriptions, activity)
-        self._repartitioning = Repartitioning(
-            store, options, concern, self._watermarks, self._storing, line, self.snapshots
-        )
-        self._replaying = Replaying(store.replays, concern, line)
+        self._repartitioning = Repartitioning(wiring, self._watermarks, self._storing, self.snapshots)
+        self._replaying = Replaying(wiring)
         self._publishing = Publishing(wiring, renewal, activity)
         self._lost_messages = LostMessageDetector(options, BrokerWatch(wiring.app, self.housekeeping))
         self._untaken = UntakenQueues(wiring, self.housekeeping)
@@ -145,7 +133,7 @@ class Leader:
         finally:
             self._publishing.close()
             self.housekeeping.stop()
-            self.snapshots.close()
+            self.snapshots.thread.close()
             self._storing.close()
 
     def wake(self) -> None:

@@ -33,19 +33,17 @@ from mongo_celery.bridge.existing import opens_stream
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.listener.subscription import Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover
-from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import describe_owner
 from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.verdicts import ErrorContext, brief, raise_if_final
+from mongo_celery.mongo.verdicts import brief, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.snapshotting import Snapshotting
     from mongo_celery.bridge.listener.storing import Storing
     from mongo_celery.bridge.listener.watermarks import Watermarks
-    from mongo_celery.bridge.state.store import Store
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -95,30 +93,18 @@ class Repartitioning:
     The new partitionings of one term. Used by the leading thread.
 
     Args:
-        store: the state database.
-        options: of the bridge.
-        concern: whom an error of the state database concerns.
+        wiring: of the bridge.
         watermarks: of this term.
         storing: in its session images are read.
-        line: how commands about the bridge begin.
         snapshots: of this term: a switch in the middle of a chunk would have all of it run again.
     """
 
     def __init__(
-        self,
-        store: Store,
-        options: BridgeOptions,
-        concern: ErrorContext,
-        watermarks: Watermarks,
-        storing: Storing,
-        line: CommandLine = ANY_APP,
-        snapshots: Snapshotting | None = None,
+        self, wiring: Wiring, watermarks: Watermarks, storing: Storing, snapshots: Snapshotting | None = None
     ) -> None:
-        self._line = line
         self._snapshots = snapshots
-        self._store = store
-        self._options = options
-        self._concern = concern
+        self._store, self._options, self._line = wiring.store, wiring.options, wiring.line
+        self._concern = wiring.state_concern
         self._watermarks = watermarks
         self._session = storing.session
         self._version = 0

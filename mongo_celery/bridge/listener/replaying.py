@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.pacing import RetryGate
-from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import ErrorContext, explain_error
+from mongo_celery.mongo.verdicts import explain_error
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.dead_letters import ReplayRequest
-    from mongo_celery.bridge.state.replays import Replays
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -43,17 +42,15 @@ class Replaying:
     The replays of one term. Used by one thread.
 
     Args:
-        replays: where they are asked for.
-        concern: whom an error there concerns.
+        wiring: of the bridge.
 
     Attributes:
         due_at: monotonic time of the next turn.
     """
 
-    def __init__(self, replays: Replays, concern: ErrorContext, line: CommandLine = ANY_APP) -> None:
-        self._line = line
-        self._replays = replays
-        self._concern = concern
+    def __init__(self, wiring: Wiring) -> None:
+        self._replays, self._line = wiring.store.replays, wiring.line
+        self._concern = wiring.state_concern
         self.due_at = 0.0
         self._indexing = RetryGate(_INDEX_PAUSES)
 

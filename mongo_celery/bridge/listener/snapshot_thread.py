@@ -164,6 +164,11 @@ class SnapshotThread:
             self.allowed = names
             self.notify()
 
+    @property
+    def is_idle(self) -> bool:
+        """Return True if it has polled, and no snapshot is under way or was asked for by then."""
+        return self.has_polled and not self.records
+
     def under_way(self) -> list[Chunk]:
         """Return the chunks that are read or not recorded yet."""
         reading = self.reading

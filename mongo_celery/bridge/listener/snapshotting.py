@@ -64,7 +64,7 @@ class Snapshotting:
         wake: ends the leading thread's wait.
 
     Attributes:
-        thread: reads the chunks.
+        thread: reads and records chunks.
         reached: comparable part of the last place that all subscriptions have taken in. Empty before the first.
     """
 
@@ -85,24 +85,6 @@ class Snapshotting:
         """
         self._led = led
         self.thread.start(led, version, owed)
-
-    def poll_now(self) -> None:
-        """Have the thread find what was asked for, whenever that would have been due."""
-        self.thread.poll_now()
-
-    def close(self) -> None:
-        """Begin nothing more."""
-        self.thread.close()
-
-    @property
-    def is_idle(self) -> bool:
-        """Return True if the thread has polled, and no snapshot is under way or was asked for by then."""
-        return self.thread.has_polled and not self.thread.records
-
-    @property
-    def is_active(self) -> bool:
-        """Return True if any snapshot of this term's handlers runs, or waits to continue."""
-        return bool(self.thread.records)
 
     @property
     def is_busy(self) -> bool:

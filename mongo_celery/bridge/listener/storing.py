@@ -51,17 +51,15 @@ from mongo_celery.bridge.listener.read_back import ReadBack
 from mongo_celery.bridge.listener.removal import Removal
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import visible_state
-from mongo_celery.command_line import ANY_APP, CommandLine
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import ErrorContext, brief, explain_error, raise_if_final, storable
+from mongo_celery.mongo.verdicts import brief, explain_error, raise_if_final, storable
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.state.store import Store
     from mongo_celery.bridge.window import PendingChange
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -88,35 +86,26 @@ class Storing:
     The stored changes of one term. Used by the leading thread.
 
     Args:
-        store: the state database.
-        options: of the bridge.
-        concern: whom an error of the state database concerns.
+        wiring: of the bridge.
         share_behind: which share of the oplog's window lies behind a subscription.
-        line: how commands about the bridge begin.
 
     Attributes:
         session: in which everything is read that decides what runs: images and stored changes.
         waits: why something is not stored that should be, as a sentence. Empty while nothing waits.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        options: BridgeOptions,
-        concern: ErrorContext,
-        share_behind: Callable[[Subscription], float],
-        line: CommandLine = ANY_APP,
-    ) -> None:
+    def __init__(self, wiring: Wiring, share_behind: Callable[[Subscription], float]) -> None:
+        store, options = wiring.store, wiring.options
         self.session: ClientSession = store.start_session()
         self.waits = ""
         self._state = store
         self._options = options
-        self._concern = concern
+        self._concern = wiring.state_concern
         self._share_behind = share_behind
         self._led: Mapping[str, Subscription] = {}
         self._version = 0
         self._removal = Removal(store.backlog, 0, options.spill_bytes)
-        self._report = StoringReport(options.spill_bytes, line)
+        self._report = StoringReport(options.spill_bytes, wiring.line)
         self._pressure = Pressure(options.buffer_bytes)
         self._reading = ReadBack(store, self.session)
         self._gate = RetryGate()

@@ -66,9 +66,9 @@ class Act:
     @property
     def command(self) -> str:
         """The command without its options, for people."""
-        return shlex.join([*self.name.split(), *self.typed()])
+        return shlex.join([*self.name.split(), *self.list_words()])
 
-    def typed(self) -> list[str]:
+    def list_words(self) -> list[str]:
         """Return its arguments, as they are typed."""
         return [str(word) for word in self.words if word is not None]
 
@@ -81,7 +81,7 @@ class Act:
     def record(self, *handlers: str, **effect: Any) -> dict[str, Any]:
         """Return the record for the transaction that makes the change; or of what was counted."""
         named = {*self.handlers, *handlers}
-        words = [*self.typed(), *_list_options(self.options)]
+        words = [*self.list_words(), *_list_options(self.options)]
         return make_record(self.name, words, self.reason, self.by, named, {**self.effect, **effect})
 
     def run(self, body: Callable[[Act], PlanResult]) -> PlanResult:

@@ -20,7 +20,7 @@ from pymongo.errors import DocumentTooLarge, OperationFailure
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import dead_letter_name
 from mongo_celery.bridge.operations.acts import Act, reached
-from mongo_celery.bridge.operations.heads import Head, choose, not_halted, read_halted, sentence_on
+from mongo_celery.bridge.operations.heads import Head, choose, find_skip_objection, read_halted, sentence_on
 from mongo_celery.bridge.state.dead_letters import SKIPPED, Place, dead_letter, iterate_forms
 from mongo_celery.bridge.state.partitions import Image, Partitions, visible_state
 from mongo_celery.bridge.state.store import Store
@@ -93,7 +93,7 @@ def plan_pause(act: Act, handler: str | None, partition: int | None) -> Plan:
     """Plan that no new execution begins; see `Operations.pause`."""
     command = _Command("paused", "paused", _find_pause_objection, Partitions.pause, "paused")
     plan = _plan(act, command, handler, partition, "Pause every handler of bridge {bridge}?")
-    again = act.line.changes("resume", *act.typed())
+    again = act.line.changes("resume", *act.list_words())
 
     def run() -> PlanResult:
         result = plan.run()
@@ -123,7 +123,7 @@ def plan_skip(act: Act, handler: str, partition: int | None, *, discard: bool) -
     command = _Command(
         "skipped",
         None,
-        lambda image: _find_skip_objection(heads[image.index].token, image),
+        lambda image: _find_change_objection(heads[image.index].token, image),
         Partitions.discard if discard else partial(_keep, act),
         "flowing",
     )
@@ -359,10 +359,10 @@ def _find_retry_objection(image: Image) -> str | None:
     return "has nothing to retry: it is neither halted nor retrying"
 
 
-def _find_skip_objection(token: str | None, image: Image) -> str | None:
+def _find_change_objection(token: str | None, image: Image) -> str | None:
     if image.state == "halted" and (image.head is None or token_data(image.head["resumeToken"]) != token):
         return "has halted at another change meanwhile: look at it, then repeat the command"
-    return not_halted(image)
+    return find_skip_objection(image)
 
 
 def _describe_state(image: Image) -> str:

@@ -97,7 +97,7 @@ def sentence_on(image: Image, text: str) -> str:
     return f"Partition {image.index} of {image.subscription} {text}."
 
 
-def not_halted(image: Image) -> str | None:
+def find_skip_objection(image: Image) -> str | None:
     """Return why the change of a partition cannot be skipped; None if it can."""
     if image.state == "halted":
         return None
@@ -131,7 +131,7 @@ def read_halted(wiring: Wiring, handler: str, partition: int | None = None) -> l
     """
     if partition is not None:
         image, change = _read(wiring, handler, partition)
-        objection = not_halted(image)
+        objection = find_skip_objection(image)
         if objection or image.head is None:
             raise CommandRefusedError(sentence_on(image, objection or "does not know its change: retry it once"))
         return [_head(image, change)]

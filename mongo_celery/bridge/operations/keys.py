@@ -70,7 +70,7 @@ def key_of(wiring: Wiring, subscription: str, layout: Layout, text: str, source:
     return values[-1]
 
 
-def shown(key: object) -> str:
+def quote_key(key: object) -> str:
     """A key for people: as Python writes it, since a number and a text that looks like it are two keys."""
     text = repr(key)
     return text if len(text) <= _KEY_CHARS else f"{text[:_KEY_CHARS]}..."
@@ -96,7 +96,7 @@ def hash_of_key(wiring: Wiring, subscription: str, layout: Layout, key: object, 
     try:
         return partition_hash(value)
     except Exception as error:  # noqa: BLE001 - whatever a key's type does to BSON
-        raise CommandRefusedError(f"--key {shown(key)} can be no key: {error}.") from None
+        raise CommandRefusedError(f"--key {quote_key(key)} can be no key: {error}.") from None
 
 
 def _is_by_document(layout: Layout) -> bool:

@@ -107,7 +107,7 @@ def find(wiring: Wiring, selection: Selection, limit: int, *, skip: int = 0) -> 
         return _found(wiring, letters, count)
 
 
-def named(wiring: Wiring, document_ids: Sequence[str]) -> Found:
+def find_by_document_ids(wiring: Wiring, document_ids: Sequence[str]) -> Found:
     """
     The dead letters that have these whole `_id`s, in this order; those that are gone are not among them.
 
@@ -129,7 +129,9 @@ def plan_replay(act: Act, found: Found, *, over_newer: bool) -> Plan:
     """Plan to run the handler again for dead letters; see `Operations.replay_dead_letters`."""
 
     def run(running: Act) -> PlanResult:
-        return _report(found, _replay(running, found.letters, over_newer), "requested", "are to be replayed")
+        return _report(
+            act.wiring.name, found, _replay(running, found.letters, over_newer), "requested", "are to be replayed"
+        )
 
     with reached(act.wiring):
         ahead = _replay(act, found.letters, over_newer, dry_run=True)
@@ -140,7 +142,7 @@ def plan_discard(act: Act, found: Found) -> Plan:
     """Plan to throw dead letters away; see `Operations.discard_dead_letters`."""
 
     def run(running: Act) -> PlanResult:
-        return _report(found, _discard(running, found.letters), "discarded", "were discarded")
+        return _report(act.wiring.name, found, _discard(running, found.letters), "discarded", "were discarded")
 
     with reached(act.wiring):
         ahead = _discard(act, found.letters, dry_run=True)
@@ -157,7 +159,7 @@ def _plan(
     question: str,
     run: Callable[[Act], PlanResult],
 ) -> Plan:
-    report = _report(found, ahead, result, words)
+    report = _report(act.wiring.name, found, ahead, result, words)
     ids = short_ids([each.id for each in found.letters])
     named = [f"{id_}  {each.subscription}  {each.key}" for id_, each in zip(ids, found.letters, strict=True)]
     is_any = any(each.result == result for each in ahead)
@@ -172,13 +174,12 @@ def _plan(
     )
 
 
-def _report(found: Found, results: Sequence[LetterResult], result: str, words: str) -> PlanResult:
+def _report(bridge: str, found: Found, results: Sequence[LetterResult], result: str, words: str) -> PlanResult:
     """Return what a plan and its result say of each dead letter."""
     done = [each for each in results if each.result == result]
     first_ones = {each.id for each in done} - {each.id for each in found.letters}  # of parked keys
-    count = number(found.count + len(first_ones), "dead letter", "dead letters")
     lines = [each.reason for each in results if each.result == "unchanged" and each.reason]
-    lines.append(f"{len(done)} of {count} {words}")
+    lines.append(f"{bridge}: {len(done)} of {found.count + len(first_ones)} dead letters {words}")
     follow = sum(each.follow for each in done)
     lines += [f"{number(follow, 'dead letter', 'dead letters')} of their keys follow, in order"] if follow else []
     if found.count > len(found.letters):

@@ -248,7 +248,7 @@ class Operations:
     ) -> Found:
         """Return dead letters: by handler, then in the order of the stream. Arguments as for `replay_dead_letters`."""
         if ids and all(each.startswith(f"{self._wiring.name}/") for each in ids):
-            return letter_commands.named(self._wiring, ids)
+            return letter_commands.find_by_document_ids(self._wiring, ids)
         keys = keys_of(key) if key is not None else []
         selection = Selection(subscription=handler, ids=ids, keys=keys, since=since, until=until)
         return letter_commands.find(self._wiring, selection, max(limit, len(ids)), skip=skip)

@@ -24,7 +24,7 @@ from bson import Timestamp
 
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
-from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
+from mongo_celery.bridge.operations.keys import key_of, partition_of_key, quote_key
 from mongo_celery.bridge.operations.places import NOW, OLDEST, StreamPlace, find_place
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.dead_letters import ASKED, build_later_query
@@ -209,7 +209,7 @@ def _read(
         "partitions": sorted(partitions, key=lambda each: int(each["index"])),
         "reread": reread,
         "staying": len(others) - len(reread),
-        "key": None if key is None else shown(meant),
+        "key": None if key is None else quote_key(meant),
         "leader": leader_in(lease),
         **_count_after(act, store, handler, layout, to, [] if forward else [each.index for each in sent]),
     }

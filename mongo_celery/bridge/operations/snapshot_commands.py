@@ -117,7 +117,7 @@ def _plan_change(
     )
 
 
-def listed(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
+def list_snapshots(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
     """How far all snapshots are that are kept, or those of one handler, as `status` shows them."""
     with reached(wiring):
         around = _around(wiring)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.operations.acts import reached
 from mongo_celery.bridge.operations.bridge_snapshot import PartitionStatus
-from mongo_celery.bridge.operations.keys import hash_of_key, key_of, keys_of, shown
+from mongo_celery.bridge.operations.keys import hash_of_key, key_of, keys_of, quote_key
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
@@ -91,7 +91,7 @@ def find_whereabouts(wiring: Wiring, handler: str, text: str, source: str | None
     lasts = snapshot.caught_up or (found.lag_seconds == 0 and not partition.is_blocked and partition.stored is None)
     return Whereabouts(
         handler=handler,
-        key=shown(key),
+        key=quote_key(key),
         partition=partition,
         handled_until=_handled_until(snapshot, found, partition, lasts=lasts),
         lasts=lasts,

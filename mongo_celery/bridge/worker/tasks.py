@@ -447,6 +447,11 @@ class CommitTask(SignedTask):
         app: Celery
         name: str
 
+    @functools.cached_property
+    def _announces(self) -> bool:
+        """True if Celery sends an event for each task that it sends. Its settings are slow to read."""
+        return bool(self.app.conf.task_send_sent_event)
+
     def apply_async(self, args: Any = None, _kwargs: Any = None, *_rest: Any, **options: Any) -> Any:
         """
         Publish the link that the worker takes from a handler's message after the handler has succeeded.
@@ -479,7 +484,7 @@ class CommitTask(SignedTask):
             ignore_result=True,
             argsrepr=options.get("argsrepr", "()"),
             kwargsrepr="{}",
-            create_sent_event=self.app.conf.task_send_sent_event,
+            create_sent_event=self._announces,
         )
         with self.app.producer_or_acquire(options.get("producer")) as producer:
             amqp.send_task_message(

@@ -143,7 +143,7 @@ def _named(request: HttpRequest) -> tuple[Wiring, Found, Sequence[Letter]]:
     for name in names:
         if not name.startswith(f"{wiring.name}/"):
             raise refuse(f"{name!r} is no dead letter of bridge {wiring.name}.")
-    found = commands.named(wiring, names)
+    found = commands.find_by_document_ids(wiring, names)
     there = {each.document_id for each in found.letters}
     for name in names:
         if name not in there:
