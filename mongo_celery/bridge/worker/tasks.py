@@ -513,7 +513,7 @@ def register_commit(app: Celery) -> None:
                 logger.warning(
                     "dropped %s that name no bridge of this app",
                     number(count, "commit message", "commit messages"),
-                    extra={"event": "envelope_dropped"},
+                    extra={"event": "message_dropped"},
                 )
             raise Ignore
         run = wiring.of_process(WorkerRuntime).open("commit", envelope, None, task.request)
