@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mongo_celery.cli.apps import BRIDGE, DRY_RUN, JSON, REASON, YES, one_bridge, one_sentence_errors, say
+from mongo_celery.cli.apps import BRIDGE, DRY_RUN, REASON, YES, one_bridge, one_sentence_errors, say
 from mongo_celery.plan import Plan
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.operations import Operations
 
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line: the plan, or what was done.")
 HANDLER = click.argument("handler")
 PARTITION = click.argument("partition", type=click.IntRange(min=0), required=False)
 

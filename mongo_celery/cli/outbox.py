@@ -23,7 +23,7 @@ _DOCUMENTS = 1000
 
 NAME = click.option("--name", metavar="NAME", help="The outbox, where the app has several.")
 JSON = json_option("outbox or dead letter")
-IDS = click.argument("ids", metavar="ID...", nargs=-1)
+IDS = click.argument("ids", metavar="[ID]...", nargs=-1)
 
 
 def _outboxes(ctx: click.Context, name: str | None) -> list[AnyOutbox]:

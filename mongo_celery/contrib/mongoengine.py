@@ -114,15 +114,9 @@ class OutboxMixin:
         return saved
 
     def _check(self, outbox: Outbox) -> None:
-        fields = {field.db_field for field in self._own("_fields").values() if isinstance(field, PendingEventsField)}
         mine, its = self._own("_get_collection")().full_name, outbox.collection.full_name
         if mine != its:
             raise ConfigurationError(f"{type(self).__name__} is stored in {mine!r}, and this outbox is on {its!r}.")
-        if outbox.field.name not in fields:
-            raise ConfigurationError(
-                f"This outbox keeps its entries in {outbox.field.name!r}; declare it in {type(self).__name__}: "
-                f"pendingEvents = PendingEventsField(db_field={outbox.field.name!r}).",
-            )
 
     def _own(self, name: str) -> Any:
         """What MongoEngine's classes have, of which there are no types."""
@@ -149,8 +143,7 @@ class OutboxMixin:
             outbox, tasks, events = self._followers
             carried: UpdateOne = outbox.with_tasks(ReplaceOne(which, doc), tasks, events)
             return carried
-        names = [each.db_field for each in self._own("_fields").values() if isinstance(each, PendingEventsField)]
-        kept = {name: f"${name}" for name in ("_id", *names)}
+        kept = {"_id": "$_id", "pendingEvents": "$pendingEvents"}
         return UpdateOne(which, [{"$replaceWith": {"$mergeObjects": [{"$literal": doc}, kept]}}])
 
     def _get_update_doc(self) -> Any:

@@ -20,7 +20,7 @@ from kombu.serialization import dumps, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.capture import captured, install
+from mongo_celery.outbox.capture import capture_sends, install
 from mongo_celery.outbox.stored_id import STORED_ID, as_argument, derived_id, mentions_stored_id, put_in
 
 _LINKS = ("link", "link_error", "chain")
@@ -36,7 +36,7 @@ class _Messages(list[Signature]):
         self.append(signature)
 
 
-def messages_of(app: Celery, given: object, now: datetime, first_id: str) -> list[Signature]:
+def freeze_messages(app: Celery, given: object, now: datetime, first_id: str) -> list[Signature]:
     """
     Return the messages of a signature or canvas, with every id fixed and relative times absolute.
 
@@ -52,7 +52,7 @@ def messages_of(app: Celery, given: object, now: datetime, first_id: str) -> lis
     Raises:
         OutboxRefusedError: it is no canvas, an empty one, a chord, or a change handler is in it.
     """
-    signature = signature_of(app, given)
+    signature = parse_signature(app, given)
     for leaf in leaves(signature):
         task: Any = app.tasks.get(leaf["task"])
         if hasattr(task, "explain_refusal"):  # a change handler: its own `delay` says the same
@@ -63,19 +63,19 @@ def messages_of(app: Celery, given: object, now: datetime, first_id: str) -> lis
         messages = [Signature(plain, app=app)]  # a clone costs more than all else here
         _check_arguments(app, messages[0])
     else:
-        messages = _captured(app, signature)
+        messages = _capture_messages(app, signature)
     for message in messages:
         _make_absolute(message.options, now)
         _set_ancestors(message.options)
     return messages
 
 
-def _captured(app: Celery, signature: Signature) -> list[Signature]:
+def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
     """Send a canvas, and return what Celery would have sent."""
     messages = _Messages()
     install(app)
     try:
-        with captured(app, messages):
+        with capture_sends(app, messages):
             signature.clone().apply_async()  # what is put into its parts later must not be put into the user's
     except (OutboxRefusedError, SoftTimeLimitExceeded):
         raise
@@ -91,7 +91,7 @@ def _captured(app: Celery, signature: Signature) -> list[Signature]:
     return messages
 
 
-def signature_of(app: Celery, given: object) -> Signature:
+def parse_signature(app: Celery, given: object) -> Signature:
     """
     A signature or canvas, also of a dict of one.
 
@@ -112,12 +112,12 @@ def signature_of(app: Celery, given: object) -> Signature:
     return given
 
 
-def ids_in(canvas: Any) -> set[str]:
+def find_ids(canvas: Any) -> set[str]:
     """Return the task ids of a canvas and of its parts: before it is sent those that the user has given."""
     return {node["options"]["task_id"] for node in _nodes(canvas) if node["options"].get("task_id")}
 
 
-def mentions_id(canvas: Any) -> bool:
+def has_stored_id(canvas: Any) -> bool:
     """
     Return True if an argument of a task of this canvas is `STORED_ID`, or has it in it.
 
@@ -133,14 +133,14 @@ def mentions_id(canvas: Any) -> bool:
         ) from error
 
 
-def with_id(canvas: Any, value: object) -> Any:
+def put_id(canvas: Any, value: object) -> Any:
     """A frozen message with a value wherever `STORED_ID` stands among arguments."""
     for leaf in leaves(canvas):
         leaf["args"], leaf["kwargs"] = (put_in(leaf[name], STORED_ID, value) for name in ("args", "kwargs"))
     return canvas
 
 
-def bound(canvas: dict[str, Any], bind: str, document_id: object, keeps: Collection[str] = ()) -> dict[str, Any]:
+def bind_message(canvas: dict[str, Any], bind: str, document_id: object, keeps: Collection[str] = ()) -> dict[str, Any]:
     """
     A message that was stored before its document was known, made that of one document.
 
@@ -204,7 +204,7 @@ def _make_absolute(options: dict[str, Any], now: datetime) -> None:
             options[name] = options[name].isoformat()
 
 
-def encoded(app: Celery, message: Signature) -> tuple[str, str, Any]:
+def encode_message(app: Celery, message: Signature) -> tuple[str, str, Any]:
     """
     A frozen message in its tasks' own serializer: content type, content encoding, payload.
 

@@ -89,7 +89,7 @@ def install(app: Celery) -> None:
 
 
 @contextmanager
-def captured(app: Celery, taker: Taker | None) -> Iterator[None]:
+def capture_sends(app: Celery, taker: Taker | None) -> Iterator[None]:
     """
     Inside, what an app sends goes to a taker; with None it is published, whatever box is open around.
 

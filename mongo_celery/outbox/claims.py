@@ -131,11 +131,11 @@ class PendingClaims:
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def claimed(self, owner: ObjectId, until: datetime) -> Document:
+    def build_claim(self, owner: ObjectId, until: datetime) -> Document:
         """Claim a document."""
         return {"$set": {self.field.claim: {"owner": owner, "until": until}}}
 
-    def emptied(self, published: Sequence[tuple[object, Sequence[object]]]) -> Document:
+    def match_whole(self, published: Sequence[tuple[object, Sequence[object]]]) -> Document:
         """
         A filter for documents that hold exactly what was published, in this order.
 
@@ -151,7 +151,7 @@ class PendingClaims:
         these = {"_id": {"$in": [document_id for document_id, _ in published]}}
         return {**these, "$expr": {"$in": [there, literal(whole)]}}
 
-    def removed(self, document_id: object, ids: Sequence[object]) -> tuple[Document, Document]:
+    def build_removal(self, document_id: object, ids: Sequence[object]) -> tuple[Document, Document]:
         """Filter and update that remove entries by id, where each of them is there once and more is left."""
         is_one = {"$in": [{"$ifNull": ["$$entry.id", None]}, literal(list(ids))]}
         found = {"$size": {"$filter": {"input": self._events, "as": "entry", "cond": is_one}}}
@@ -163,10 +163,11 @@ class PendingClaims:
         update = {"$pull": {self.field.events: {"id": {"$in": list(ids)}}}, "$inc": {self.field.count: -len(ids)}}
         return {"_id": {"$eq": document_id}, "$expr": {"$and": conditions}}, update
 
-    def removed_anyhow(self, document_id: object, ids: Sequence[object]) -> tuple[Document, list[Document]]:
+    def build_any_removal(self, document_id: object, ids: Sequence[object]) -> tuple[Document, list[Document]]:
         """
-        As `removed`, whatever else is there: an id of None removes those that have none, and nothing left the field.
+        As `build_removal`, whatever else is there. An id of None removes those that have none.
 
+        Where nothing is left, the field goes.
         MongoDB 4.4 logs such an update as a whole new document.
         """
         field = self.field
@@ -177,20 +178,20 @@ class PendingClaims:
         readable = {"$and": [self._object, {"$isArray": f"${field.events}"}]}  # else it is no longer the outbox's
         return {"_id": {"$eq": document_id}, "$expr": readable}, [{"$set": {field.name: value}}]
 
-    def discarded(self, document_id: object, owner: ObjectId) -> tuple[Document, Document]:
+    def build_discard(self, document_id: object, owner: ObjectId) -> tuple[Document, Document]:
         """Filter and update that remove a field in which no entries are, whatever its count says."""
         here = {"_id": {"$eq": document_id}, f"{self.field.claim}.owner": owner}
         no_entries = {"$or": [{self.field.events: {"$size": 0}}, {self.field.events: {"$not": {"$type": "array"}}}]}
         return {**here, **no_entries}, {"$unset": {self.field.name: 1}}
 
-    def released(
+    def build_release(
         self, document_ids: Sequence[object], owners: Sequence[ObjectId], until: datetime
     ) -> tuple[Document, Document]:
         """Filter and update that let these owners' claims go, and hold the documents back until then."""
         mine = {"_id": {"$in": list(document_ids)}, f"{self.field.claim}.owner": {"$in": list(owners)}}
         return mine, {"$set": {self.field.claim: {"owner": NOBODY, "until": until}}}
 
-    def counted(self, failed: object) -> tuple[Document, list[Document]]:
+    def build_count(self, failed: object) -> tuple[Document, list[Document]]:
         """Update and array filters that count an attempt of an entry; a count that is no number stays."""
         one_more = {"$inc": {f"{self.field.events}.$[failed].attempts": 1}}
         return one_more, [{"failed.id": failed, "failed.attempts": {"$type": "number"}}]

@@ -28,8 +28,8 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.transaction.scopes import scope_of
-from mongo_celery.outbox.capture import captured, install
-from mongo_celery.outbox.entries import Entry, Home, asks_for_id, listed
+from mongo_celery.outbox.capture import capture_sends, install
+from mongo_celery.outbox.entries import Entry, Home, asks_for_id, list_given
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import SharedOptions
 from mongo_celery.outbox.pending import explain_refusals
@@ -202,7 +202,7 @@ class OutboxCollection(AnyOutbox):
         self._contents[session] = contents
         try:
             try:
-                with captured(self.app, buffer):
+                with capture_sends(self.app, buffer):
                     yield buffer
             finally:
                 buffer.close()
@@ -242,7 +242,7 @@ class OutboxCollection(AnyOutbox):
     # -- inside ------------------------------------------------------------------------------------
 
     def _entries(self, tasks: Sequence[object], events: Sequence[Event], key: str | None) -> list[Entry]:
-        tasks, events = listed(tasks), listed(events)
+        tasks, events = list_given(tasks), list_given(events)
         _refuse_ids(asks_for_id(each) for each in (*tasks, *events))
         found = self._maker.entries(tasks, (), Home())
         more = self._maker.entries((), events, Home() if key is None else Home(key))

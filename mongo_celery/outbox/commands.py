@@ -34,12 +34,12 @@ Failure = tuple[Any, PyMongoError]
 """A document's `_id`, and why MongoDB did not do what was asked for it."""
 
 
-def bounded() -> AbstractContextManager[None]:
+def limit_command() -> AbstractContextManager[None]:
     """Inside, one command has its time."""
     return pymongo.timeout(COMMAND_SECONDS)
 
 
-def bounded_singly() -> AbstractContextManager[None]:
+def limit_single_command() -> AbstractContextManager[None]:
     """Inside, one command about one document has its time, which a majority may need."""
     return pymongo.timeout(max(COMMAND_SECONDS, _SINGLE_SECONDS))
 
@@ -92,11 +92,11 @@ def singly(things: Sequence[_Thing], call: Callable[[_Thing], object]) -> list[t
     return failed
 
 
-def each_of(documents: Iterable[_Thing]) -> Iterator[_Thing]:
+def iterate_bounded(documents: Iterable[_Thing]) -> Iterator[_Thing]:
     """What a cursor gives, each answer within the time of a command."""
     rest = iter(documents)
     while True:
-        with bounded():
+        with limit_command():
             document = next(rest, None)
         if document is None:
             return

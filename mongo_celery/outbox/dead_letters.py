@@ -71,7 +71,7 @@ class OutboxDeadLetters:
         self._indexes.ensure(patiently=False)
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
         is_unsigned = isinstance(error, UnsignedEntryError)
-        names = [_name_of_contents(stored, document_id)] if is_unsigned else _names_of(stored, document_id)
+        names = [_name_of_contents(stored, document_id)] if is_unsigned else _list_names(stored, document_id)
         ids = [f"{self._outbox}/{name}" for name in names]
         with pymongo.timeout(ANSWER_SECONDS):
             for id in ids:  # noqa: A001
@@ -125,7 +125,7 @@ class OutboxDeadLetters:
         return bool(self._collection.delete_one({"_id": f"{self._outbox}/{entry_id}"}).deleted_count)
 
 
-def _names_of(stored: Mapping[str, Any], document_id: object) -> list[str]:
+def _list_names(stored: Mapping[str, Any], document_id: object) -> list[str]:
     """The entry's id, then that of its copy in this document; a name of the contents for what has none."""
     if not stored.get("id"):
         return [_name_of_contents(stored, document_id)]

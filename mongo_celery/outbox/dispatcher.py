@@ -154,7 +154,7 @@ class AppDispatcher:
             while True:
                 now = time.monotonic()
                 due, outbox = self._first()
-                if outbox is not None and due <= now and self._may_go_on(now):
+                if outbox is not None and due <= now and self._may_continue(now):
                     return outbox
                 if self.closing_by is not None:
                     return None
@@ -167,7 +167,7 @@ class AppDispatcher:
                     self._thread = None
                     return None
 
-    def _may_go_on(self, now: float) -> bool:
+    def _may_continue(self, now: float) -> bool:
         return self.closing_by is None or (now < self.closing_by and not self.broker.is_down)
 
     def _first(self) -> tuple[float, OutboxDispatcher | None]:
@@ -247,7 +247,7 @@ class OutboxDispatcher:
         if len(stored) < len(document_ids):
             wrong = next(each for each in document_ids if not _may_be_stored(each))
             self._report(ValueError(f"no document has such an _id: {wrong!r}"))
-        self._put([(each, None) for each in stored], looks=() if document_ids else (0.0,))
+        self._enqueue([(each, None) for each in stored], looks=() if document_ids else (0.0,))
         if expected and document_ids:
             with self._thread.changed:
                 self._expected = max(0, self._expected - len(document_ids))
@@ -263,13 +263,13 @@ class OutboxDispatcher:
             first = min([now + _LOOKS_AFTER[0], *self._expected_looks[:1]])  # under any load it comes
             self._expected_looks = [first, *(now + each for each in _LOOKS_AFTER[1:])]
             self._expected += 1
-        self._put([])
+        self._enqueue([])
 
     def wait_all(self, document_ids: Sequence[Any], seconds: float) -> bool:
         """Deliver documents, and wait until all had their turn; False if they had not within so many seconds."""
         deadline = time.monotonic() + seconds
         events = [threading.Event() for _ in document_ids]
-        self._put(list(zip(document_ids, events, strict=True)))
+        self._enqueue(list(zip(document_ids, events, strict=True)))
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class OutboxDispatcher:
     def _is_done(self) -> bool:
         return self._in_turn is None and (not self._queue or self._thread.broker.is_down)
 
-    def _put(self, documents: Sequence[tuple[Any, threading.Event | None]], looks: Sequence[float] = ()) -> None:
+    def _enqueue(self, documents: Sequence[tuple[Any, threading.Event | None]], looks: Sequence[float] = ()) -> None:
         """Queue documents, or leave them to the index."""
         try:
             keys = [id_key(document_id, self._codec()) for document_id, _ in documents]
@@ -392,7 +392,7 @@ class OutboxDispatcher:
 
     def _deliver_some(self, document_ids: list[Any], *, is_look_due: bool) -> bool:
         """Deliver documents; False where MongoDB did not answer for one of them in time."""
-        found = self._found() if is_look_due else []
+        found = self._look_up() if is_look_due else []
         keys = {id_key(each, self._codec()): each for each in (*document_ids, *found)}
         delivery = self._deliver(list(keys.values()))  # of none, too: something may have to be removed yet
         if delivery.dispatched:
@@ -411,7 +411,7 @@ class OutboxDispatcher:
                 self._plan(0.0)
         return not delivery.is_late
 
-    def _found(self) -> list[Any]:
+    def _look_up(self) -> list[Any]:
         """Return what the index says is waiting."""
         now = time.monotonic()
         self._refused = {key: each for key, each in self._refused.items() if each[0] > now}

@@ -16,14 +16,14 @@ from kombu.serialization import loads, prepare_accept_content
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import (
-    bound,
-    encoded,
-    ids_in,
-    mentions_id,
-    messages_of,
+    bind_message,
+    encode_message,
+    find_ids,
+    freeze_messages,
+    has_stored_id,
+    parse_signature,
+    put_id,
     representation,
-    signature_of,
-    with_id,
 )
 from mongo_celery.outbox.events import CONTENT_TYPE, Event, as_told, cloud_event, with_document
 from mongo_celery.outbox.stored_id import STORED_ID, as_argument, mentions_stored_id, placeholder, put_in
@@ -140,7 +140,7 @@ class Home:
     id: Any = NO_ID
     many: bool | None = False
 
-    def made(self, given: Any) -> Any:
+    def resolve(self, given: Any) -> Any:
         """
         What the user gave, or what his callable makes of the `_id`.
 
@@ -167,26 +167,26 @@ def task_entries(app: Celery, task: object, now: datetime, home: Home = Home()) 
     Return an entry for each message of a signature or canvas, or of what a callable makes of the `_id`.
 
     Raises:
-        OutboxRefusedError: as of `Home.made`, `canvas.messages_of` and `canvas.encoded`.
+        OutboxRefusedError: as of `Home.resolve`, `canvas.freeze_messages` and `canvas.encode_message`.
     """
-    signature = signature_of(app, home.made(task))
-    keeps = set() if home.id is not NO_ID or home.many else ids_in(signature)
+    signature = parse_signature(app, home.resolve(task))
+    keeps = set() if home.id is not NO_ID or home.many else find_ids(signature)
     first_id = str(uuid4())
     found = []
-    for place, message in enumerate(messages_of(app, signature, now, first_id)):
+    for place, message in enumerate(freeze_messages(app, signature, now, first_id)):
         id = str(uuid4()) if place else first_id  # noqa: A001
         found.append(_message_entry(app, message, now, home, id, keeps))
     return found
 
 
 def _message_entry(app: Celery, message: Signature, now: datetime, home: Home, id: str, keeps: set[str]) -> Entry:  # noqa: A002
-    bind, shown, asks = "", shown_arguments(message), mentions_id(message)
+    bind, shown, asks = "", show_arguments(message), has_stored_id(message)
     if home.id is not NO_ID:
-        message = with_id(message, as_argument(home.id)) if asks else message
-    elif asks or home.many or (home.many is None and not ids_in(message) <= keeps):
+        message = put_id(message, as_argument(home.id)) if asks else message
+    elif asks or home.many or (home.many is None and not find_ids(message) <= keeps):
         bind = placeholder(id)
-        message = with_id(message, bind) if asks else message
-    content_type, content_encoding, payload = encoded(app, message)
+        message = put_id(message, bind) if asks else message
+    content_type, content_encoding, payload = encode_message(app, message)
     return Entry(
         id=id,
         kind="task",
@@ -203,7 +203,7 @@ def _message_entry(app: Celery, message: Signature, now: datetime, home: Home, i
     )
 
 
-def shown_arguments(canvas: Any) -> str:
+def show_arguments(canvas: Any) -> str:
     """Return what people see instead of a canvas's arguments."""
     return representation(canvas, _REPRESENTATION_CHARS)
 
@@ -213,9 +213,9 @@ def event_entry(app: Celery, event: object, now: datetime, *, source: str, home:
     An entry for an event, or for what a callable makes of the `_id`.
 
     Raises:
-        OutboxRefusedError: it is no `Event`, or cannot be encoded, or as of `Home.made`.
+        OutboxRefusedError: it is no `Event`, or cannot be encoded, or as of `Home.resolve`.
     """
-    event = home.made(event)
+    event = home.resolve(event)
     if not isinstance(event, Event):
         raise OutboxRefusedError(f"{type(event).__name__} is no event; pass mongo_celery.Event(routing_key, body).")
     id = str(uuid4())  # noqa: A001
@@ -241,7 +241,7 @@ def event_entry(app: Celery, event: object, now: datetime, *, source: str, home:
     )
 
 
-def listed(given: Any) -> list[Any]:
+def list_given(given: Any) -> list[Any]:
     """
     What a user gave as tasks or as events, to be gone through more than once.
 
@@ -301,8 +301,8 @@ class EntryMaker:
             OutboxRefusedError: as of `task_entries` and `event_entry`, and for what is no list.
             DeploymentError, PyMongoError: the process has not read the signing key yet, and cannot.
         """
-        now, events = self.now(), listed(events)
-        found = [entry for task in listed(tasks) for entry in task_entries(self._app, task, now, home)]
+        now, events = self.now(), list_given(events)
+        found = [entry for task in list_given(tasks) for entry in task_entries(self._app, task, now, home)]
         if events:
             source = self._source()
             found += [event_entry(self._app, event, now, source=source, home=home) for event in events]
@@ -315,7 +315,7 @@ def bound_event(entry: Entry, document_id: object) -> Entry:
     return replace(entry, id=event_id, payload=payload, bind="")
 
 
-def canvas_of(app: Celery, entry: Entry, document_id: object) -> Any:
+def decode_canvas(app: Celery, entry: Entry, document_id: object) -> Any:
     """
     Return the signature or canvas of a task's entry, of one document where the entry is bound late.
 
@@ -325,11 +325,11 @@ def canvas_of(app: Celery, entry: Entry, document_id: object) -> Any:
     accepted = prepare_accept_content(app.conf.accept_content)
     data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
     if entry.bind:
-        data = bound(data, entry.bind, document_id, entry.keeps)
+        data = bind_message(data, entry.bind, document_id, entry.keeps)
     return Signature.from_dict(data, app=app)
 
 
-def entries_of(
+def read_entries(
     stored: Iterable[Mapping[str, Any]], is_trusted: Callable[[Entry], bool]
 ) -> Sequence[Entry | Mapping[str, Any]]:
     """Return stored entries; one that cannot be read or is not trusted stays as it is, and is set aside."""

@@ -92,15 +92,15 @@ class IdempotencyStore:
     def collection(self) -> Collection[dict[str, Any]]:
         """With majority writes; its TTL index exists afterwards, if it can be created now."""
         self._indexes.ensure(patiently=False)
-        return self._opened()
+        return self._open()
 
     @per_process
     def _indexes(self) -> OutboxIndexes:
         return OutboxIndexes(
-            OutboxIndex(self._opened(), _INDEX, [("expiresAt", 1)], _OTHERWISE, options={"expireAfterSeconds": 0})
+            OutboxIndex(self._open(), _INDEX, [("expiresAt", 1)], _OTHERWISE, options={"expireAfterSeconds": 0})
         )
 
-    def _opened(self) -> Collection[dict[str, Any]]:
+    def _open(self) -> Collection[dict[str, Any]]:
         given = resolve_collection(self._source)
         return with_majority(given, plain_types(given))
 

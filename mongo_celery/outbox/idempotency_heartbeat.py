@@ -56,7 +56,7 @@ class RunningClaim:
             self.lost = True
             logger.warning(
                 "%s may run twice: this process was frozen, and its claim lapsed",
-                described(self.identity),
+                describe_identity(self.identity),
                 extra={"event": "mark_lost"},
             )
 
@@ -126,7 +126,7 @@ class ClaimHeartbeats:
                 each.lose()
 
 
-def described(identity: Any) -> str:
+def describe_identity(identity: Any) -> str:
     """Return the text of an id for logs and errors: the task and its key, or the task's id."""
     named = isinstance(identity, dict)
     text = f"{identity['t']} for {identity['k']!r}" if named else repr(identity)

@@ -49,7 +49,7 @@ from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.transaction import Collects, hide_session
 from mongo_celery.mongo.transaction.scopes import Session, innermost_session, scope_of
 from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
-from mongo_celery.outbox.idempotency_heartbeat import HEARTBEATS, RunningClaim, described
+from mongo_celery.outbox.idempotency_heartbeat import HEARTBEATS, RunningClaim, describe_identity
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -127,7 +127,7 @@ def once(
                 f"once(outbox=...) stores what is sent with a transaction; {function.__name__} must take session=, and "
                 "pass it to every operation.",
             )
-        return _guarded(function, store, key, outbox)
+        return _guard(function, store, key, outbox)
 
     return decorate
 
@@ -161,7 +161,7 @@ class _Call:
     is_own: bool
 
 
-def _guarded(
+def _guard(
     function: Callable[..., Any], store: IdempotencyStore, key: Callable[..., Any] | None, outbox: Collects | None
 ) -> Callable[..., Any]:
     signature = inspect.signature(function)
@@ -175,7 +175,7 @@ def _guarded(
         else:
             of_django = (each.session for each in connections_in_transaction())
             joined = _session_among(args, kwargs) or innermost_session() or next(of_django, None)
-        this = _identified(call, key, store, args, kwargs)
+        this = _identify(call, key, store, args, kwargs)
         run = functools.partial(function, *args, **kwargs)
         if this.identity is None and not takes_session:
             return run()
@@ -232,7 +232,7 @@ def _run_in_transaction(
                     store.free(identity, owner, session)
             raise
         if identity is not None:
-            store.add_result(identity, _encoded(this, result), session)
+            store.add_result(identity, _encode_result(this, result), session)
         return claim, result
 
     claim, result = transaction.run(body, session=joined)
@@ -241,13 +241,13 @@ def _run_in_transaction(
 
 def _run_claimed(this: _Call, store: IdempotencyStore, run: Callable[[], Any]) -> Any:
     started, owner = time.monotonic(), ObjectId()
-    claim = _answered(lambda: store.claim(this.identity, owner))
+    claim = _ask_until_answered(lambda: store.claim(this.identity, owner))
     if claim.owner is None:
         return _duplicate(this, claim)
     running = HEARTBEATS.get().begin(store, this.identity, owner, started)
     try:
         result = _run_or_free(running, run)
-        _record_done(running, _encoded(this, result))
+        _record_done(running, _encode_result(this, result))
     finally:
         HEARTBEATS.get().end(running)
     return result
@@ -266,20 +266,20 @@ def _run_or_free(running: RunningClaim, run: Callable[[], Result]) -> Result:
 def _record_done(running: RunningClaim, result: str | None) -> None:
     """Write the record. The function has succeeded, and so does its task, whether the write does or not."""
     try:
-        if not _answered(lambda: running.store.finish(running.identity, running.owner, result)):
+        if not _ask_until_answered(lambda: running.store.finish(running.identity, running.owner, result)):
             running.lose()
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # noqa: BLE001 - a failure would be repeated, and with it the effects
         logger.warning(
             "%s has run, and its idempotency record cannot be written, so a duplicate would run again: %s",
-            described(running.identity),
+            describe_identity(running.identity),
             short(error),
             extra={"event": "mark_unwritten"},
         )
 
 
-def _answered(ask: Callable[[], Result]) -> Result:
+def _ask_until_answered(ask: Callable[[], Result]) -> Result:
     with pymongo.timeout(_ANSWER_SECONDS):
         return retry_until_answered(ask, deadline=time.monotonic() + _ANSWER_SECONDS, pauses=_PAUSES)
 
@@ -292,7 +292,7 @@ def _duplicate(this: _Call, claim: IdempotencyClaim) -> Any:
         with suppress(ValueError):  # a type that nobody has registered here
             return loads(claim.result)
     if this.is_own:
-        said = f"{described(this.identity)} has run, and its result was not kept"
+        said = f"{describe_identity(this.identity)} has run, and its result was not kept"
         logger.info("%s", said, extra={"event": "result_not_remembered"})
         raise Ignore(said)
     return None
@@ -300,7 +300,7 @@ def _duplicate(this: _Call, claim: IdempotencyClaim) -> Any:
 
 def _send_again(this: _Call, wait: float) -> NoReturn:
     """Come back later. Not by `Task.retry`: its limit is for failures; waiting must neither meet it nor use it up."""
-    said = f"{described(this.identity)} is running elsewhere"
+    said = f"{describe_identity(this.identity)} is running elsewhere"
     if not _is_run_by_a_worker():
         raise ConfigurationError(f"{said}, and a direct call cannot be sent again.")
     request = current_task.request
@@ -320,7 +320,7 @@ _unkept: set[str] = set()
 """Functions of which this process has logged that a result was not kept."""
 
 
-def _encoded(this: _Call, result: object) -> str | None:
+def _encode_result(this: _Call, result: object) -> str | None:
     """Return a result as Celery's JSON; None if that cannot have it, or if it is too large to keep."""
     try:
         text: str = dumps(result)
@@ -348,7 +348,7 @@ def _is_run_by_a_worker() -> bool:
     return bool(current_task) and not current_task.request.called_directly
 
 
-def _identified(
+def _identify(
     call: Callable[..., Any],
     key: Callable[..., Any] | None,
     store: IdempotencyStore,

@@ -84,7 +84,7 @@ class OutboxOptions:
     def __post_init__(self) -> None:
         for name in _DURATIONS:
             if getattr(self, name) is not None or name != "sweep_every":
-                object.__setattr__(self, name, _bounded(getattr(self, name), name))
+                object.__setattr__(self, name, _check_duration(getattr(self, name), name))
         if self.dead_letter_retention is not None:
             kept = positive(self.dead_letter_retention, "dead_letter_retention")
             object.__setattr__(self, "dead_letter_retention", kept)
@@ -119,7 +119,7 @@ def options_of(given: Mapping[str, Any]) -> OutboxOptions:
     return OutboxOptions(**given)
 
 
-def _bounded(value: Duration, name: str) -> float:
+def _check_duration(value: Duration, name: str) -> float:
     """A duration in seconds: more than none, and at most an hour."""
     found = seconds(value, name)
     if not 0 < found <= _SECONDS_MAX:

@@ -15,7 +15,7 @@ from mongo_celery.mongo.identity import NO_ID, parse_filter_id
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.transaction.scopes import after_commit, innermost_session
 from mongo_celery.mongo.writes import Modifications
-from mongo_celery.outbox.entries import Home, listed
+from mongo_celery.outbox.entries import Home, list_given
 from mongo_celery.outbox.options import SharedOptions
 from mongo_celery.outbox.pending import explain_refusals
 from mongo_celery.outbox.plain_values import PlainValues
@@ -114,7 +114,7 @@ class Outbox(AnyOutbox):
             OutboxRefusedError: nothing was written; the message says why.
         """
         carried = self._values.of_document(document, tasks, events)
-        with self._explained():
+        with self._explain():
             self.collection.insert_one(carried, session=session, **options)
         if tasks or events:
             self.backing.dispatch([document["_id"]], session)
@@ -143,11 +143,11 @@ class Outbox(AnyOutbox):
             OutboxRefusedError: nothing was written; the message says why.
             BulkWriteError: as PyMongo's; what was inserted is dispatched.
         """
-        documents, tasks, events = list(documents), listed(tasks), listed(events)
+        documents, tasks, events = list(documents), list_given(tasks), list_given(events)
         carried = [self._values.of_document(document, tasks, events) for document in documents]
         ids = [document["_id"] for document in documents]
         try:
-            with self._explained("documents before it may have been inserted"):
+            with self._explain("documents before it may have been inserted"):
                 self.collection.insert_many(carried, session=session, **options)
         finally:
             if tasks or events:
@@ -176,7 +176,7 @@ class Outbox(AnyOutbox):
         """
         home = self._find_home(filter, options)
         carried = self._values.of_update(update, tasks, events, home, filter if upsert else {})
-        with self._explained():
+        with self._explain():
             result = self.collection.update_one(filter, carried, upsert=upsert, session=session, **options)
         self._dispatch_updated(result, home, tasks, events, session)
         return result
@@ -202,7 +202,7 @@ class Outbox(AnyOutbox):
         """
         home = self._find_home(filter, options, many=True)
         carried = self._values.of_update(update, tasks, events, home, filter if upsert else {})
-        with self._explained("documents before it may have been written"):
+        with self._explain("documents before it may have been written"):
             result = self.collection.update_many(filter, carried, upsert=upsert, session=session, **options)
         self._dispatch_updated(result, home, tasks, events, session)
         return result
@@ -228,7 +228,7 @@ class Outbox(AnyOutbox):
         home = self._find_home(filter, options)
         carried = self._values.of_update(update, tasks, events, home, filter if upsert else {})
         given = {"upsert": upsert, "return_document": return_document, "session": session, **options}
-        with self._explained():
+        with self._explain():
             document = self.collection.find_one_and_update(filter, carried, **given)
         if (tasks or events) and (upsert or document is not None):
             known = document["_id"] if document is not None and "_id" in document else home.id
@@ -304,7 +304,7 @@ class Outbox(AnyOutbox):
         if (tasks or events) and (result.matched_count or upserted is not NO_ID):
             self.backing.dispatch([home.id if upserted is NO_ID else upserted], session)
 
-    def _explained(self, otherwise: str = "nothing was written") -> Any:
+    def _explain(self, otherwise: str = "nothing was written") -> Any:
         return explain_refusals(self.collection.full_name, self.field.name, otherwise)
 
 

@@ -122,9 +122,9 @@ class PendingField:
             "$inc": {self.count: len(events)},
             "$max": {self.claim: dict(UNCLAIMED)},
         }
-        return Addition(self.name, pushed, self._appended(literal(events)))
+        return Addition(self.name, pushed, self._build_appended(literal(events)))
 
-    def _appended(self, new: Document) -> Document:
+    def _build_appended(self, new: Document) -> Document:
         there = {"$ifNull": [f"${self.events}", []]}
         return {
             "count": {"$add": [{"$size": there}, {"$size": new}]},

@@ -28,8 +28,8 @@ from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.canvas import leaves
-from mongo_celery.outbox.capture import captured
-from mongo_celery.outbox.entries import Entry, bound_event, canvas_of
+from mongo_celery.outbox.capture import capture_sends
+from mongo_celery.outbox.entries import Entry, bound_event, decode_canvas
 from mongo_celery.tracing import sending_for, trace_headers
 
 _BROKER_SECONDS = 5
@@ -214,7 +214,7 @@ class Publisher:
                     raise BatchAbandonedError
                 else:
                     _carry(signature, trace_headers())
-                    with captured(self.app, None):  # a transaction's body may be delivering
+                    with capture_sends(self.app, None):  # a transaction's body may be delivering
                         signature.apply_async(
                             producer=producer, retry=not is_collected, retry_policy=_again(connection)
                         )
@@ -241,7 +241,7 @@ class Publisher:
             raise
 
     def _signature(self, entry: Entry, document_id: object) -> Any:
-        signature = canvas_of(self.app, entry, document_id)
+        signature = decode_canvas(self.app, entry, document_id)
         signature["args"] = tuple(signature["args"])  # monitors show them as `delay` would
         if not self._foreign_tasks:
             for leaf in leaves(signature):

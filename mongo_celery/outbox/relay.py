@@ -36,16 +36,16 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.claims import PendingClaims, ServerClock, age_of
 from mongo_celery.outbox.commands import (
     Failure,
-    bounded,
-    bounded_singly,
-    each_of,
     is_about_some,
+    iterate_bounded,
+    limit_command,
+    limit_single_command,
     singly,
     tell_undeliverable,
 )
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
-from mongo_celery.outbox.entries import Entry, entries_of
+from mongo_celery.outbox.entries import Entry, read_entries
 from mongo_celery.outbox.failures import FailureKind, FailurePolicy, FailureVerdict, attempts_of, entry_id_of
 from mongo_celery.outbox.publisher import BatchAbandonedError, BrokerUnavailableError, Publisher, UnknownTaskError
 from mongo_celery.outbox.removals import SETTLE_DOCUMENTS, SETTLE_SECONDS, Remainder, Removals
@@ -194,7 +194,7 @@ class Relay:
             self.removals.release(left.document_ids, left.owners)
         if not total.broker_down:
             total = total.and_(Delivery(left=len(left.document_ids), has_more=bool(left.document_ids)))
-        self._late += late
+        self._keep_late(late)
         return total.and_(self._catch_up()) if late else total
 
     def _catch_up(self) -> Delivery:
@@ -212,14 +212,19 @@ class Relay:
             self.removals.settle(late, left)
             self.removals.release(left.document_ids, left.owners)
         except PyMongoError:
-            self._late += late
+            self._keep_late(late)
             raise
         for held, error in left.failed:
-            total = total.and_(self._missed(held.id, error))
-            self._late += [held] if error.timeout else []
+            total = total.and_(self._report_missed(held.id, error))
+        self._keep_late([held for held, error in left.failed if error.timeout])
         return total
 
-    def _missed(self, document_id: object, error: PyMongoError) -> Delivery:
+    def _keep_late(self, held: Sequence[HeldDocument]) -> None:
+        """Remove these with the next delivery; the threads of a process share a relay."""
+        with self._lock:
+            self._late = [*self._late, *held]
+
+    def _report_missed(self, document_id: object, error: PyMongoError) -> Delivery:
         """MongoDB did not do for a document what it did for others."""
         tell_undeliverable(self._collection.full_name, document_id, error)
         refused = [] if error.timeout else [document_id]
@@ -232,7 +237,7 @@ class Relay:
             claimed = self.claim(
                 before.document_ids, older_than=older_than, held=before.owners, owner=turn.owner, missed=missed
             )
-            for group in _grouped(claimed):
+            for group in _group_documents(claimed):
                 self._publish_all(group, turn)
                 if turn.is_down:
                     break
@@ -243,16 +248,17 @@ class Relay:
             for held in turn.begun:
                 held.stop()
             turn.published += [held for held in turn.begun if held.names]
-            with suppress(PyMongoError), bounded():  # all of it: claims lapse, and what was published is removed later
+            # Within the time of one command: claims lapse, and what was published is removed later.
+            with suppress(PyMongoError), limit_command():
                 self._settle(turn)
                 self.removals.release(before.document_ids, [turn.owner, *before.owners])
-            self._late += [*turn.published, *(held for held, _ in turn.left.failed)]
+            self._keep_late([*turn.published, *(held for held, _ in turn.left.failed)])
             raise
         if turn.is_down:
             self.removals.release(before.document_ids, [turn.owner, *before.owners])
             turn.left, turn.total = Remainder(failed=turn.left.failed), turn.total.and_(Delivery(broker_down=True))
         for document_id, failure in missed:
-            turn.total = turn.total.and_(self._missed(document_id, failure))
+            turn.total = turn.total.and_(self._report_missed(document_id, failure))
         return turn
 
     def _settle(self, turn: _Turn) -> None:
@@ -298,16 +304,16 @@ class Relay:
             return
         owner, missed_here = owner or ObjectId(), list[Failure]()
         claimed_at = time.monotonic()
-        claimed = self._claimed(document_ids, older_than, held, owner, missed_here)
+        claimed = self._claim_some(document_ids, older_than, held, owner, missed_here)
         if missed is None and missed_here:
             raise missed_here[0][1]
         mine = {"_id": {"$in": claimed}, f"{self._field.claim}.owner": owner}
         shown = {self._field.count: 1, self._field.claim: 1, self._field.events: {"$slice": ENTRIES_MAX}}
-        for document in each_of(self._collection.find(mine, shown)) if claimed else ():
+        for document in iterate_bounded(self._collection.find(mine, shown)) if claimed else ():
             found = document[self._field.name]
             events = found.get("events")
             if isinstance(events, list) and events:
-                entries = self._trusted(events)
+                entries = self._verify_entries(events)
                 yield HeldDocument(
                     id=document["_id"], stored=found, entries=entries, owner=owner, claimed_at=claimed_at
                 )
@@ -321,7 +327,7 @@ class Relay:
         if missed is not None:
             missed += missed_here
 
-    def _claimed(
+    def _claim_some(
         self,
         document_ids: Sequence[Any],
         older_than: float | None,
@@ -333,16 +339,16 @@ class Relay:
         claimable = self._claims.claimable(older_than, (*held, owner))  # what has no answer may have been done
 
         def claim_one(document_id: Any) -> bool:
-            with bounded_singly():
-                update = self._claims.claimed(owner, self._clock.after(self._claim_ttl))
+            with limit_single_command():
+                update = self._claims.build_claim(owner, self._clock.after(self._claim_ttl))
                 result = self._collection.update_one({"_id": {"$eq": document_id}, **claimable}, update)
             return result.matched_count > 0
 
         if len(document_ids) > 1:
             try:
-                with bounded():
+                with limit_command():
                     these = {"_id": {"$in": list(document_ids)}}
-                    update = self._claims.claimed(owner, self._clock.after(self._claim_ttl))
+                    update = self._claims.build_claim(owner, self._clock.after(self._claim_ttl))
                     many = self._collection.update_many({**these, **claimable}, update).matched_count
             except PyMongoError as error:
                 if not is_about_some(error):
@@ -358,14 +364,14 @@ class Relay:
 
     def _ask_mongodb(self) -> None:
         """Raise a PyMongoError if MongoDB answers nothing: else each document would be waited for."""
-        with bounded():
+        with limit_command():
             self._collection.database.command("ping")
 
     def _repair(self, document_id: object, events: object, owner: ObjectId) -> None:
         """Somebody else has written to the field: what is no list of entries is set aside, and the field goes."""
         error = ValueError(f"{self._field.name} says that entries wait, and there are none")
         if events is not None and events != []:
-            with bounded_singly():
+            with limit_single_command():
                 self._dead_letters().add(document_id, {"events": events}, error)
         logger.error(
             "document %r: %s says that entries wait, and there are none; put right",
@@ -373,16 +379,16 @@ class Relay:
             self._field.name,
             extra={"event": "count_repaired"},
         )
-        with bounded():
-            self.removals.quick.update_one(*self._claims.discarded(document_id, owner))
+        with limit_command():
+            self.removals.quick.update_one(*self._claims.build_discard(document_id, owner))
 
-    def _trusted(self, stored: Sequence[Mapping[str, Any]]) -> Sequence[Entry | Mapping[str, Any]]:
+    def _verify_entries(self, stored: Sequence[Mapping[str, Any]]) -> Sequence[Entry | Mapping[str, Any]]:
         """
         Return stored entries; one that the outbox has not signed stays a mapping, and is not published.
 
         An entry of an app that this process does not deliver for stays that app's, which may have another key.
         """
-        return entries_of(stored, lambda each: not self._publisher.delivers_for(each) or self._signer.is_signed(each))
+        return read_entries(stored, lambda each: not self._publisher.delivers_for(each) or self._signer.is_signed(each))
 
     # -- publish -----------------------------------------------------------------------------------
 
@@ -420,7 +426,7 @@ class Relay:
                     going = [each for each in going if not each.is_done]
         except BrokerUnavailableError as error:
             held = next(each for each in turn.begun if not each.is_done)
-            held.stop(self._judged(held, held.next, error, judge=turn.judge), _text_of(error))
+            held.stop(self._judge(held, held.next, error, judge=turn.judge), _text_of(error))
             return held
         return None
 
@@ -454,7 +460,7 @@ class Relay:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a serializer, a canvas or a broker raises
                 judges = judge and (knows or not isinstance(error, UnknownTaskError))
-                verdict = self._judged(held, entry, error, judge=judges)
+                verdict = self._judge(held, entry, error, judge=judges)
                 if verdict is None or verdict.kind is not FailureKind.DEAD_LETTER:
                     held.stop(verdict, _text_of(error))
                     return
@@ -486,13 +492,13 @@ class Relay:
 
     def _nameless(self, document_id: object) -> list[Entry | Mapping[str, Any]]:
         """Return all entries of a document that have no id."""
-        with bounded():
+        with limit_command():
             document = self._collection.find_one({"_id": document_id}, {self._field.events: 1}) or {}
         stored = document.get(self._field.name)
         events = stored.get("events") if isinstance(stored, Mapping) else None
-        return [each for each in self._trusted(events or []) if entry_id_of(each) is None]
+        return [each for each in self._verify_entries(events or []) if entry_id_of(each) is None]
 
-    def _judged(
+    def _judge(
         self, held: HeldDocument, entry: Entry | Mapping[str, Any], error: Exception, *, judge: bool
     ) -> FailureVerdict | None:
         """Return what becomes of an entry; None where this process leaves that to another."""
@@ -508,7 +514,7 @@ class Relay:
         return verdict
 
 
-def _grouped(documents: Iterable[HeldDocument]) -> Iterator[list[HeldDocument]]:
+def _group_documents(documents: Iterable[HeldDocument]) -> Iterator[list[HeldDocument]]:
     """Documents as they come, in groups that are bounded in messages and bytes."""
     group, messages, size = list[HeldDocument](), 0, 0
     for held in documents:

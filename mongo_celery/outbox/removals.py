@@ -20,7 +20,7 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.outbox.claims import PendingClaims, ServerClock
-from mongo_celery.outbox.commands import bounded, is_about_some, once_more, singly
+from mongo_celery.outbox.commands import is_about_some, limit_command, once_more, singly
 from mongo_celery.outbox.delivery import HeldDocument
 from mongo_celery.outbox.pending import LONG_AGO
 
@@ -94,8 +94,8 @@ class Removals:
         whole = [each for each in held if each.is_whole]
         others = [each for each in held if each.names and not each.is_whole]
         if whole:
-            where = self._claims.emptied([(each.id, each.names) for each in whole])
-            with bounded():
+            where = self._claims.match_whole([(each.id, each.names) for each in whole])
+            with limit_command():
                 emptied = once_more(lambda: self._empty(where))
             if emptied < len(whole):
                 others += whole
@@ -112,10 +112,10 @@ class Removals:
     def _remove(self, held: Sequence[HeldDocument], left: Remainder) -> None:
         """Remove by id, of each document for itself: entries of one id may lie in many documents."""
         ids, field = [each.id for each in held], self._claims.field
-        with bounded():
-            exact = [UpdateOne(*self._claims.removed(each.id, each.names)) for each in held]
+        with limit_command():
+            exact = [UpdateOne(*self._claims.build_removal(each.id, each.names)) for each in held]
             if self.quick.bulk_write(exact, ordered=False).matched_count < len(held):
-                anyhow = [UpdateOne(*self._claims.removed_anyhow(each.id, each.names)) for each in held]
+                anyhow = [UpdateOne(*self._claims.build_any_removal(each.id, each.names)) for each in held]
                 self.quick.bulk_write(anyhow, ordered=False)
                 if self._is_own:
                     self.quick.delete_many({"_id": {"$in": ids}, field.name: {"$exists": False}})
@@ -169,13 +169,13 @@ class Removals:
         """
 
         def let_go(these: Sequence[object]) -> None:
-            with bounded():
+            with limit_command():
                 until = self._clock.after(pause) if pause else LONG_AGO
-                where, change = self._claims.released(these, owners, until)
+                where, change = self._claims.build_release(these, owners, until)
                 if failed is None:
                     self.quick.update_many(where, change)
                     return
-                counted, array_filters = self._claims.counted(failed)
+                counted, array_filters = self._claims.build_count(failed)
                 self.quick.update_many(where, {**change, **counted}, array_filters=array_filters)
 
         if not document_ids or not owners:

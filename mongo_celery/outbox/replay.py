@@ -22,7 +22,7 @@ from pymongo.errors import DuplicateKeyError
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.entries import Entry, canvas_of, shown_arguments, without_payload
+from mongo_celery.outbox.entries import Entry, decode_canvas, show_arguments, without_payload
 from mongo_celery.outbox.pending import explain_refusals
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
@@ -222,10 +222,10 @@ def _signed(outbox: AnyOutbox, found: DeadLetter, *, sign: bool) -> Entry:
     if entry.kind != "task":
         return entry
     try:
-        canvas = canvas_of(outbox.app, replace(entry, bind=""), None)
+        canvas = decode_canvas(outbox.app, replace(entry, bind=""), None)
     except Exception as error:
         raise CommandRefusedError(f"Dead letter {found.id} cannot be read: {short(error)}.") from error
-    return replace(entry, name=str(canvas.task), argsrepr=shown_arguments(canvas))
+    return replace(entry, name=str(canvas.task), argsrepr=show_arguments(canvas))
 
 
 def _dead_letter(outbox: AnyOutbox, stored: Mapping[str, Any]) -> DeadLetter:

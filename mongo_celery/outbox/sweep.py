@@ -182,7 +182,7 @@ def _deliver(
         return Delivery(left=1, error=short(error))
 
 
-def _tell_of_others(target: SweepTarget) -> None:
+def _report_others(target: SweepTarget) -> None:
     """What waits for another app waits in silence otherwise, since this process passes it over."""
     backing = target.backing
     if time.monotonic() < backing.others_told_at + _OTHERS_SECONDS:
@@ -212,9 +212,9 @@ def sweep_all(targets: Iterable[SweepTarget]) -> dict[str, Any]:
             with suppress(PyMongoError):
                 if not sweep.target.backing.sweeps.note(0.0, sweep.id):
                     continue
-                _tell_of_others(sweep.target)
+                _report_others(sweep.target)
             begun.append(sweep)
-        take_turns(begun, _tell_failed, _SWEEP_SECONDS)
+        take_turns(begun, _report_failure, _SWEEP_SECONDS)
     finally:
         for sweep in begun:
             with suppress(PyMongoError):
@@ -229,7 +229,7 @@ def sweep_all(targets: Iterable[SweepTarget]) -> dict[str, Any]:
     }
 
 
-def _tell_failed(sweep: OutboxSweep, error: PyMongoError) -> None:
+def _report_failure(sweep: OutboxSweep, error: PyMongoError) -> None:
     """MongoDB does not answer, or refuses the query."""
     logger.warning("outbox %s was not swept: %s", sweep.target.name(), short(error), extra={"event": "sweep_failed"})
     sweep.total = sweep.total.and_(Delivery(error=short(error)))

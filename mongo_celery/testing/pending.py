@@ -11,7 +11,7 @@ from typing import Any
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import leaves
 from mongo_celery.outbox.collection import key_text
-from mongo_celery.outbox.entries import Entry, bound_event, canvas_of
+from mongo_celery.outbox.entries import Entry, bound_event, decode_canvas
 from mongo_celery.outbox.registry import AnyOutbox
 
 __tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
@@ -174,7 +174,7 @@ def _parts(outbox: AnyOutbox, entry: Entry, document_id: object, place: object) 
         body = json.loads(event.payload).get("data")
         yield PendingEntry(event.name, id=event.id, place=place, kind="event", body=body)
         return
-    for leaf in leaves(canvas_of(outbox.app, entry, document_id)):
+    for leaf in leaves(decode_canvas(outbox.app, entry, document_id)):
         yield PendingEntry(
             leaf["task"], tuple(leaf["args"]), dict(leaf["kwargs"]), leaf["options"].get("task_id", ""), place
         )

@@ -109,7 +109,7 @@ def _prepare(scene: Scene, documents: int) -> ChildProcess:
 
 def order_snapshot(scene: Scene) -> None:
     """Order a snapshot for the handler, as a person does."""
-    command = scene.program("celery", "-A", SNAPSHOT_APP, "changes", "snapshot", "handler", "--yes")
+    command = scene.program("celery", "-A", SNAPSHOT_APP, "changes", "snapshot", "start", "handler", "--yes")
     scene.wait("the command", lambda: command.returncode is not None)
     scene.check()
     scene.stop(command)

@@ -72,7 +72,7 @@ class SpillRig:
     def cure(self) -> None:
         """Let what stands go on, as an operator does."""
         (Path(self.scene.setting.clock) / CURED).touch()
-        done = self.scene.program("celery", "-A", SPILL_APP, "changes", "retry")
+        done = self.scene.program("celery", "-A", SPILL_APP, "changes", "retry", "--yes")
         self.scene.wait("the command", lambda: done.returncode is not None)
         self.scene.stop(done)
 

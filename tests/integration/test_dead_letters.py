@@ -102,7 +102,7 @@ def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(order
     replay(orders.outbox, id_)
 
     relay = orders.outbox.backing.relay
-    for removed in (relay._claims.removed, relay._claims.removed_anyhow):
+    for removed in (relay._claims.build_removal, relay._claims.build_any_removal):
         relay.removals.quick.update_one(*removed(1, [id_]))
 
     assert orders.ids(1) == [f"{id_}~1"]

@@ -12,8 +12,8 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from mongo_celery import STORED_ID, Event, Outbox
 from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
-from mongo_celery.outbox.canvas import bound
-from mongo_celery.outbox.entries import Entry, entries_of
+from mongo_celery.outbox.canvas import bind_message
+from mongo_celery.outbox.entries import Entry, read_entries
 from mongo_celery.outbox.replay import dead_letters, replay
 from tests.integration.outbox_rig import Rig, opened, pending
 
@@ -125,7 +125,7 @@ def test_what_lies_in_many_documents_is_set_aside_and_replayed_in_each(
     ids = []
     for key in (1, 2):
         stored = [Entry.from_document(each) for each in pending(database, key)["events"]]
-        ids += [bound(json.loads(stored[0].payload), stored[0].bind, key)["options"]["task_id"]]
+        ids += [bind_message(json.loads(stored[0].payload), stored[0].bind, key)["options"]["task_id"]]
         for entry in stored:
             outbox.dead_letters.add(key, entry, ValueError("x"))
             outbox.dead_letters.add(key, entry, ValueError("once more"))
@@ -149,7 +149,7 @@ def test_a_task_whose_id_the_user_chose_is_set_aside_for_each_document(
     orders.insert_many([{"_id": each} for each in keys])
     orders.update_many({}, outbox.with_tasks({"$set": {"a": 1}}, [rig.add.s(1, 1).set(task_id="mine")]))
     for key in (*keys, *keys):
-        (stored,) = entries_of(pending(database, key)["events"], outbox.backing.signer.is_signed)
+        (stored,) = read_entries(pending(database, key)["events"], outbox.backing.signer.is_signed)
         assert isinstance(stored, Entry)
         outbox.dead_letters.add(key, stored, ValueError("x"))
     letters = sorted(dead_letters(outbox, 0), key=lambda letter: repr(letter.document))

@@ -20,7 +20,7 @@ from pymongo.errors import BulkWriteError, WriteError
 from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, OutboxCollection, transactional
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import dispatcher
-from mongo_celery.outbox.canvas import bound
+from mongo_celery.outbox.canvas import bind_message
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
 from tests.fixtures.process import wait_for
@@ -46,7 +46,7 @@ def args_in(database: Database[Document], identity: Any, collection: str = "orde
     for stored in pending(database, identity, collection)["events"]:
         entry = Entry.from_document(stored)
         canvas = json.loads(entry.payload)
-        found.append((bound(canvas, entry.bind, identity) if entry.bind else canvas)["args"])
+        found.append((bind_message(canvas, entry.bind, identity) if entry.bind else canvas)["args"])
     return found
 
 
@@ -57,7 +57,7 @@ def ids_in(database: Database[Document], collection: str = "orders") -> list[str
         for stored in document["pendingEvents"]["events"]:
             entry = Entry.from_document(stored)
             canvas = json.loads(entry.payload)
-            found.append(bound(canvas, entry.bind, document["_id"]) if entry.bind else canvas)
+            found.append(bind_message(canvas, entry.bind, document["_id"]) if entry.bind else canvas)
     return [each["options"]["task_id"] for each in found]
 
 

@@ -16,7 +16,7 @@ from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.canvas import Signature
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.outbox.capture import captured, install
+from mongo_celery.outbox.capture import capture_sends, install
 from mongo_celery.outbox.collection import TransactionBuffer
 
 
@@ -68,8 +68,8 @@ def sent(app: Celery) -> list[Any]:
 def test_a_taker_that_is_left_in_another_context_takes_no_more(app: Celery) -> None:
     """Its own context cannot be reached from there; what is around it there takes again."""
     outer, inner = Taken(), Taken()
-    block, add = captured(app, inner), app.tasks["add"]
-    with captured(app, outer):
+    block, add = capture_sends(app, inner), app.tasks["add"]
+    with capture_sends(app, outer):
         block.__enter__()
         add.delay(1, 2)
         copy_context().run(block.__exit__, None, None, None)
@@ -83,7 +83,7 @@ def test_all_ways_to_send_are_taken_with_their_ids_and_options(app: Celery) -> N
     """Tasks, signatures, names, chains and groups; the broker is not asked, which nobody listens at."""
     app.conf.update(broker_url="redis://127.0.0.1:9/0")
     add, taken = app.tasks["add"], Taken()
-    with captured(app, taken):
+    with capture_sends(app, taken):
         one = add.delay(1, 2)
         slowly: Any = {"countdown": 60, "queue": "slow", "headers": {"x": "y"}, "expires": None}
         two = add.apply_async((3, 4), **slowly)
@@ -110,10 +110,10 @@ def test_all_ways_to_send_are_taken_with_their_ids_and_options(app: Celery) -> N
 def test_a_block_ends_and_blocks_are_nested(app: Celery) -> None:
     outer, inner = Taken(), Taken()
     add = app.tasks["add"]
-    with captured(app, outer):
-        with captured(app, inner):
+    with capture_sends(app, outer):
+        with capture_sends(app, inner):
             add.delay(1, 1)
-        with captured(app, None):
+        with capture_sends(app, None):
             add.delay(2, 2)
         add.delay(3, 3)
     add.delay(4, 4)
@@ -125,7 +125,7 @@ def test_a_block_ends_and_blocks_are_nested(app: Celery) -> None:
 
 def test_another_apps_tasks_are_not_taken(app: Celery) -> None:
     taken = Taken()
-    with captured(Celery("other", set_as_current=False), taken):
+    with capture_sends(Celery("other", set_as_current=False), taken):
         app.tasks["add"].delay(1, 1)
     assert (sent(app), taken.signatures) == ([[1, 1]], [])
 
@@ -138,7 +138,7 @@ def test_a_thread_publishes_at_once_and_asyncio_does_not(app: Celery) -> None:
         await asyncio.gather(asyncio.create_task(asyncio.to_thread(add.delay, 1, 1)))
         await asyncio.create_task(asyncio.sleep(0))
 
-    with captured(app, taken):
+    with capture_sends(app, taken):
         thread = threading.Thread(target=contextvars.Context().run, args=(add.delay, 2, 2))
         thread.start()
         thread.join()
@@ -151,7 +151,7 @@ def test_a_thread_publishes_at_once_and_asyncio_does_not(app: Celery) -> None:
 def test_what_outlives_its_block_is_refused(app: Celery) -> None:
     """It would be lost in silence, or be sent without the commit that it belongs to."""
     box = TransactionBuffer({}, lambda *_: [], None)
-    with captured(app, box):
+    with capture_sends(app, box):
         copied = contextvars.copy_context()
         box.close()
 
@@ -162,7 +162,7 @@ def test_what_outlives_its_block_is_refused(app: Celery) -> None:
 def test_a_chord_and_what_names_its_own_broker_are_refused(app: Celery) -> None:
     add, total, taken = app.tasks["add"], app.tasks["total"], Taken()
     send: Any = app.send_task
-    with captured(app, taken):
+    with capture_sends(app, taken):
         with pytest.raises(OutboxRefusedError, match="start the chord"):
             chord([add.s(1, 1), add.s(2, 2)], total.s()).delay()
         with pytest.raises(OutboxRefusedError, match="after the commit"):
@@ -185,7 +185,7 @@ def running(task: Any, id: str) -> Iterator[None]:  # noqa: A002
 def test_the_running_task_going_on_is_sent_at_once(app: Celery) -> None:
     """What `retry` and `replace` raise aborts the transaction: in its box they would be lost."""
     add, taken = app.tasks["add"], Taken()
-    with running(app.tasks["total"], "mine"), captured(app, taken):
+    with running(app.tasks["total"], "mine"), capture_sends(app, taken):
         for goes_on in (
             add.s(1, 1).set(task_id="mine"),
             chain(add.s(1, 1), add.s(2).set(task_id="mine")),

@@ -16,8 +16,16 @@ from kombu.serialization import loads
 
 from mongo_celery import STORED_ID, Event
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.outbox.canvas import bound
-from mongo_celery.outbox.entries import Entry, Home, bound_event, entries_of, event_entry, task_entries, without_payload
+from mongo_celery.outbox.canvas import bind_message
+from mongo_celery.outbox.entries import (
+    Entry,
+    Home,
+    bound_event,
+    event_entry,
+    read_entries,
+    task_entries,
+    without_payload,
+)
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
 KEY = ObjectId("1" * 24)
@@ -107,7 +115,7 @@ def test_what_is_bound_late_has_ids_of_its_own_in_each_document(
     """The same at each dispatch, others in each document, and everywhere the `_id` of that document."""
     app.conf.task_serializer = note.serializer = serializer
     entry = task_entry(app, make(note), NOW, LATE)
-    first, again, other = (bound(decoded(entry), entry.bind, each) for each in (KEY, KEY, 7))
+    first, again, other = (bind_message(decoded(entry), entry.bind, each) for each in (KEY, KEY, 7))
     assert repr(first) == repr(again)
     stored = ids_in(decoded(entry))
     assert len(stored) == len(ids_in(first)) == len(ids_in(other))
@@ -120,10 +128,10 @@ def test_what_is_bound_late_has_ids_of_its_own_in_each_document(
 def test_ids_that_are_not_the_canvas_s_own_stay(app: Celery, note: Any) -> None:
     """A parent that runs already, and a text that only looks like what stands for the `_id`."""
     entry = task_entry(app, note.s("mongo_celery.STORED_ID:x").set(parent_id="p", root_id="r"), NOW, LATE)
-    found = bound(decoded(entry), entry.bind, 7)
+    found = bind_message(decoded(entry), entry.bind, 7)
     assert (found["options"]["parent_id"], found["options"]["root_id"]) == ("p", "r")
     assert found["args"] == ["mongo_celery.STORED_ID:x"]
-    alone = bound(decoded(task_entry(app, note.s(), NOW, LATE)), "x", 7)
+    alone = bind_message(decoded(task_entry(app, note.s(), NOW, LATE)), "x", 7)
     assert alone["options"]["root_id"] == alone["options"]["task_id"]
 
 
@@ -131,7 +139,7 @@ def test_numbers_that_are_close_are_two_documents(app: Celery, note: Any) -> Non
     """Two decimals that share a float are two `_id`s, and so are a text and a number."""
     entry = task_entry(app, note.s(), NOW, LATE)
     keys = [0.1, Decimal128("0.1"), "0.1", b"0.1"]
-    assert len({bound(decoded(entry), entry.bind, key)["options"]["task_id"] for key in keys}) == len(keys)
+    assert len({bind_message(decoded(entry), entry.bind, key)["options"]["task_id"] for key in keys}) == len(keys)
 
 
 def test_an_id_that_the_user_chose_stays_unless_the_write_goes_to_many(app: Celery, note: Any) -> None:
@@ -149,11 +157,11 @@ def test_an_id_that_the_user_chose_stays_beside_those_that_are_derived(app: Cele
     stored = Entry.from_document(task_entry(app, canvas, NOW, home).to_document())
     assert Entry.from_document(stored.to_document()) == stored
     before = ids_in(decoded(stored))
-    first, other = (ids_in(bound(decoded(stored), stored.bind, each, stored.keeps)) for each in (1, 2))
+    first, other = (ids_in(bind_message(decoded(stored), stored.bind, each, stored.keeps)) for each in (1, 2))
     assert before & first == before & other == first & other == {"mine", "too"}
     assert len(first) == len(other) == len(before) == 4
     many = task_entry(app, canvas, NOW, LATE)
-    assert "mine" not in ids_in(bound(decoded(many), many.bind, 1, many.keeps))
+    assert "mine" not in ids_in(bind_message(decoded(many), many.bind, 1, many.keeps))
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
@@ -173,7 +181,7 @@ def test_a_canvas_that_is_stored_twice_has_other_ids_each_time(
 def test_a_task_without_an_id_is_bound_although_another_has_one(app: Celery, note: Any) -> None:
     """What nobody has named would else be one task in all documents that an update goes to."""
     entry = task_entry(app, chain(note.si("1").set(task_id="mine"), note.si("2")), NOW, Home(many=None))
-    found = [ids_in(bound(decoded(entry), entry.bind, each, entry.keeps)) for each in (1, 2)]
+    found = [ids_in(bind_message(decoded(entry), entry.bind, each, entry.keeps)) for each in (1, 2)]
     assert found[0] & found[1] == {"mine"}
     named = chain(note.si("1").set(task_id="mine"), note.si("2").set(task_id="too"))
     assert task_entry(app, named, NOW, Home(many=None)).bind == ""
@@ -223,8 +231,8 @@ def test_what_cannot_be_read_or_is_not_trusted_stays_as_it_is_stored(app: Celery
     """Whoever meets it sets it aside; what is shown of it has no arguments."""
     stored = task_entry(app, note.s(1), NOW, Home()).to_document()
     spoiled: list[Any] = [{}, {**stored, "attempts": float("inf")}, {**stored, "keeps": 7}, "x"]
-    assert entries_of(spoiled, lambda _: True) == [*spoiled[:-1], {"value": "x"}]
-    assert entries_of([stored], lambda _: False) == [stored]
+    assert read_entries(spoiled, lambda _: True) == [*spoiled[:-1], {"value": "x"}]
+    assert read_entries([stored], lambda _: False) == [stored]
     assert "payload" not in without_payload(stored)
 
 

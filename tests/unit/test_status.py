@@ -171,6 +171,13 @@ def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
     )
 
 
+def test_a_bridge_with_a_blocked_partition_has_not_caught_up() -> None:
+    """P16: whatever the report says, which is some seconds old."""
+    assert shape(facts()).caught_up
+    for change in ({"state": "halted"}, {"due_in": 5.0}, {"spilled": STORED}):
+        assert not shape(facts(images=[image(0, **change), image(1)])).caught_up
+
+
 def test_the_lag_is_zero_when_the_listener_has_caught_up() -> None:
     """A watermark is stored lazily where nothing happens; that is no lag."""
     assert shape(facts()).lag_seconds == 0

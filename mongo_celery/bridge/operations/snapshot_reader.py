@@ -342,6 +342,7 @@ def shape(facts: Facts) -> BridgeSnapshot:
     handlers = _handlers(facts)
     known = [each for each in handlers if each.is_registered]
     rates = [each.per_second for each in known if each.per_second is not None]
+    partitions = [each for handler in known for each in handler.partitions]
     unread = report.get("unreadSeconds")
     untaken = report.get("untaken")
     return BridgeSnapshot(
@@ -360,7 +361,8 @@ def shape(facts: Facts) -> BridgeSnapshot:
         in_flight=report.get("outstanding", sum(each.live or each.handled is not None for each in facts.images)),
         buffered=report.get("buffered", None if led else 0),
         buffered_bytes=report.get("bufferedBytes", None if led else 0),
-        caught_up=report.get("caughtUp", False),
+        # A partition that halts is read at once, and the report is some seconds old.
+        caught_up=report.get("caughtUp", False) and not any(each.is_blocked or each.stored for each in partitions),
         unread_seconds=unread + (lease.get("reportAge") or 0) // 1000 if unread else unread,
         reading_waits=report.get("readingWaits"),
         reopenings=report.get("reopenings"),
