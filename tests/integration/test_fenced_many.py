@@ -394,18 +394,6 @@ def test_round_trips_are_those_of_the_table(
     assert concerns[last] == {"w": "majority"}
 
 
-def test_without_tombstones_inserts_and_deletes_are_cheap(
-    spied: tuple[Collection[Document], Commands],
-) -> None:
-    """P3: two round trips and one; what is given up is written at `tombstone_ttl`."""
-    collection, commands = spied
-    mine = view(collection, 5, tombstone_ttl=0)
-    mine.replace_one({"_id": 1}, {"a": 1}, upsert=True)
-    mine.delete_one({"_id": 1})
-    assert commands.started_names == ["update", "update", "delete"]
-    assert all(concern == {"w": "majority"} for concern in commands.concerns)
-
-
 @every_write
 def test_a_client_from_before_a_fork_is_refused(
     target: Collection[Document], write: Act, monkeypatch: pytest.MonkeyPatch

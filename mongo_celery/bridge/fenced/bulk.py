@@ -194,7 +194,7 @@ class BulkWrite:
         absent = [step for step, stamps in found if stamps is None]
         again = [step for step, stamps in found if stamps is not None and not documents.fence.has_token(stamps)]
         gone = [step for step in absent if not step.upsert]
-        if gone and documents.tombstones is not None:
+        if gone:
             self._require_fresh(
                 zip(gone, documents.tombstones.read([step.target.id for step in gone], session), strict=True)
             )
@@ -210,8 +210,6 @@ class BulkWrite:
 
     def _create(self, steps: Sequence[BulkUpdate]) -> bool:
         """Create documents, all of them together. Return False if that cannot be, and each is to be tried alone."""
-        if self._documents.tombstones is None:
-            return False
         try:
             results = self._documents.create([(step.write, step.target) for step in steps], self._session)
         except WriteError:
@@ -227,7 +225,7 @@ class BulkWrite:
     # -- deletes -----------------------------------------------------------------------------------
 
     def _delete(self, batch: Sequence[BulkDelete]) -> None:
-        if len(batch) > 1 and self._documents.tombstones is not None:
+        if len(batch) > 1:
             ids = [step.target.id for step in batch]
             try:
                 self._details["nRemoved"] += self._documents.delete_all(ids, self._session)

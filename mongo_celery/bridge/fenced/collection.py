@@ -11,7 +11,6 @@ operation                              round trips
 any of them by another filter          1 more
 an upsert that inserts                 5: the miss, then a transaction (slot, insert, slot, commit)
 `delete_one` by `_id`                  4: a transaction (slot, delete, tombstone, commit)
-without tombstones                     insert 2, delete 1
 a write that matches nothing           at most 4, to find out why
 `update_many`                          1 + n
 `bulk_write` of updates by `_id`       n. A batch with new documents: 7 more, all of them together
@@ -27,7 +26,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -41,7 +39,6 @@ from mongo_celery.bridge.fenced.bulk import BulkDelete, BulkUpdate, BulkWrite, S
 from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, make_result
 from mongo_celery.bridge.fenced.fence import Fence, Origin, refuse_stamps
 from mongo_celery.bridge.fenced.pending import PendingTasks
-from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
 from mongo_celery.mongo.opening import resolve_collection
 from mongo_celery.mongo.transaction import current
@@ -58,9 +55,6 @@ from mongo_celery.mongo.writes import (
 
 if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
-
-TOMBSTONE_TTL = timedelta(days=7)
-"""How long a delete is remembered by default: far longer than any execution or queued message lives."""
 
 CHOICES = 3
 """How often a write by another filter chooses a document, if each leaves the filter before it is written."""
@@ -116,14 +110,11 @@ class FencedCollection:
     Args:
         collection: any PyMongo collection.
         fence: the execution's right.
-        tombstone_ttl: seconds or timedelta that a delete is remembered. None: for ever; 0: not at all,
-            which makes deletes and inserts cheap and lets a stale upsert revive what was deleted. One value
-            for all users of a collection.
         outboxes: returns the app's outboxes of this collection, as `Change.fenced` does.
         origin_of: gives the change that a write is for by the target's `_id`, for an execution of several changes.
 
     Raises:
-        ConfigurationError: a negative `tombstone_ttl`, or a collection of an `AsyncMongoClient`. Or, from each method,
+        ConfigurationError: a collection of an `AsyncMongoClient`. Or, from each method,
             a transaction of another client of the same cluster is open here.
         ForkedClientError: from each method, if the client was opened before this process was forked.
     """
@@ -133,13 +124,12 @@ class FencedCollection:
         collection: Collection[Any],
         fence: Fence,
         *,
-        tombstone_ttl: float | timedelta | None = TOMBSTONE_TTL,
         outboxes: Callable[[], Sequence[Outbox]] = tuple,
         origin_of: Callable[[Any], Origin | None] | None = None,
     ) -> None:
         collection = resolve_collection(collection)
         self._pending = PendingTasks(collection, outboxes)
-        self._documents = Documents(collection, fence, lifetime_ms(tombstone_ttl), self._pending, origin_of)
+        self._documents = Documents(collection, fence, self._pending, origin_of)
 
     def __repr__(self) -> str:
         return f"FencedCollection({self._documents.collection.full_name!r}, {self._documents.fence!r})"

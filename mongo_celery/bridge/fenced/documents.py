@@ -124,7 +124,6 @@ class Documents:
     Args:
         collection: the target. Written with majority and read from the primary, whatever it says itself.
         fence: the execution's right.
-        ttl_ms: lifetime of tombstones, None for ever, 0 for no tombstones.
         pending: what outboxes keep in the documents.
         origin_of: gives the change that a write to a document is for, where the execution has several.
     """
@@ -133,7 +132,6 @@ class Documents:
         self,
         collection: Collection[Any],
         fence: Fence,
-        ttl_ms: int | None,
         pending: PendingTasks,
         origin_of: Callable[[Any], Origin | None] | None,
     ) -> None:
@@ -141,7 +139,7 @@ class Documents:
             write_concern=WriteConcern("majority"), read_preference=ReadPreference.PRIMARY
         )
         self.fence = fence
-        self.tombstones = None if ttl_ms == 0 else Tombstones(self.collection, ttl_ms)
+        self.tombstones = Tombstones(self.collection)
         self.pending = pending
         self._origin_of = origin_of
 
@@ -188,7 +186,7 @@ class Documents:
         """
         [stamps] = read_stamps(self.collection, [document_id], session, bare={})
         exists = stamps is not None
-        if not exists and self.tombstones is not None:
+        if not exists:
             [stamps] = self.tombstones.read([document_id], session)
         self.require_fresh(document_id, fence, stamps)
         return exists
@@ -206,18 +204,16 @@ class Documents:
             for found in zip(ids, fences, read_stamps(self.collection, ids, session, bare={}), strict=True):
                 self.require_fresh(*found)
 
-        def body(inside: ClientSession | None) -> list[Any]:
-            slots = [None] * len(ids) if tombstones is None or inside is None else tombstones.take_slots(ids, inside)
+        def body(inside: ClientSession) -> list[Any]:
             creations = []
-            for (write, target), fence, buried in zip(wanted, fences, slots, strict=True):
+            for (write, target), fence, buried in zip(wanted, fences, tombstones.take_slots(ids, inside), strict=True):
                 self.require_fresh(target.id, fence, buried)
                 creations.append((write, target, fence.stamp(buried)))
             results = wanted[0][0].insert(self.collection, creations, inside)
-            if tombstones is not None and inside is not None:
-                tombstones.settle_slots([(i, None) for i in ids], inside)
+            tombstones.settle_slots([(i, None) for i in ids], inside)
             return results
 
-        return body(session) if tombstones is None else self._atomically(body, session)
+        return self._atomically(body, session)
 
     def delete(self, target: Target, session: ClientSession | None, **options: Any) -> int:
         """
@@ -235,11 +231,6 @@ class Documents:
     def _delete(self, target: Target, session: ClientSession | None, options: Mapping[str, Any]) -> int:
         tombstones, fence = self.tombstones, self.make_fence(target.id)
         where = target.where(fence.guard(), *self.pending.none_pending)
-        if tombstones is None:
-            result = self.collection.delete_one(where, session=session, **options)
-            if not result.deleted_count:
-                self.check_existing(target.id, fence, session)
-            return result.deleted_count
 
         def body(inside: ClientSession) -> int:
             [buried] = tombstones.take_slots([target.id], inside)
@@ -261,7 +252,6 @@ class Documents:
     def delete_all(self, ids: Sequence[Any], session: ClientSession | None) -> int:
         """Delete several documents in one transaction, all or none, with tombstones. How many there were."""
         tombstones = self.tombstones
-        assert tombstones is not None
         fences = [self.make_fence(document_id) for document_id in ids]
 
         def body(inside: ClientSession) -> int:
@@ -281,7 +271,6 @@ class Documents:
 
     def _atomically(self, body: Callable[[ClientSession], T], session: ClientSession | None) -> T:
         """Run a body in a transaction of its own, or in the one that is open."""
-        assert self.tombstones is not None, "without tombstones one write is enough"
         self.tombstones.prepare()
         if session is not None and session.in_transaction:
             return body(session)
