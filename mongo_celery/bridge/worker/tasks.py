@@ -164,13 +164,10 @@ class ChangeTask(SignedTask):
 
     def limits_of_runs(self) -> RunLimits:
         """Of a message that comes now. Asked in the worker's parent process, where they may change at any time."""
-        handler, options, whole = self.handler, self.wiring.options, worker_limits.get(self.app)
-        made_of = options, whole, self.rate_limit, self.time_limit, self.soft_time_limit
+        whole = worker_limits.get(self.app)
+        made_of = self.wiring.options, whole, self.rate_limit, self.time_limit, self.soft_time_limit
         if made_of != self._limits[0]:
-            is_one_call = handler.batch_size is not None or handler.transactional
-            may_be_several = handler.run_size(options) > 1
-            made = run_limits(self, options.run_seconds, is_one_call=is_one_call, may_be_several=may_be_several)
-            self._limits = made_of, made
+            self._limits = made_of, run_limits(self)
         return self._limits[1]
 
     def _trace_call(self, run: Run, given: Change | Changes, retries: int) -> None:
