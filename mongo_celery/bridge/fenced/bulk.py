@@ -42,7 +42,7 @@ BATCH = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BulkStep:
     """One request, by its place in the user's list, and what does it alone."""
 
     place: int
@@ -50,7 +50,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class BulkUpdate(Step):
+class BulkUpdate(BulkStep):
     """One update of one document, which can be part of a batch."""
 
     target: Target
@@ -59,7 +59,7 @@ class BulkUpdate(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class BulkDelete(Step):
+class BulkDelete(BulkStep):
     """One delete of one document, which can be part of a batch."""
 
     target: Target
@@ -93,7 +93,7 @@ class BulkWrite:
         self._session = session
         self._ordered = ordered
 
-    def run(self, steps: Iterable[Step]) -> dict[str, Any]:
+    def run(self, steps: Iterable[BulkStep]) -> dict[str, Any]:
         """
         Do steps in their order, those of one kind in batches, and return the details.
 
@@ -139,7 +139,7 @@ class BulkWrite:
         if batch:
             yield batch
 
-    def _try_alone(self, steps: Iterable[Step]) -> None:
+    def _try_alone(self, steps: Iterable[BulkStep]) -> None:
         """Do steps one by one, and keep their errors."""
         details = self._details
         for step in steps:
@@ -239,7 +239,7 @@ class BulkWrite:
 
     # -- results -----------------------------------------------------------------------------------
 
-    def _add(self, step: Step, result: UpdateResult | DeleteResult | None) -> None:
+    def _add(self, step: BulkStep, result: UpdateResult | DeleteResult | None) -> None:
         """Count the result of one step. None if it matched nothing."""
         if result is None:
             return

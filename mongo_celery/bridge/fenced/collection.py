@@ -35,7 +35,7 @@ from pymongo.collection import Collection
 from pymongo.cursor import Cursor
 from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
-from mongo_celery.bridge.fenced.bulk import BulkDelete, BulkUpdate, BulkWrite, Step
+from mongo_celery.bridge.fenced.bulk import BulkDelete, BulkStep, BulkUpdate, BulkWrite
 from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, make_result
 from mongo_celery.bridge.fenced.fence import Fence, Origin, refuse_stamps
 from mongo_celery.bridge.fenced.pending import PendingTasks
@@ -235,7 +235,7 @@ class FencedCollection:
         # index would be met, and changed, twice.
         found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
 
-        def make_step(target: Target) -> Step:
+        def make_step(target: Target) -> BulkStep:
             act = partial(self._documents.write, write, target, upsert=False, session=session)
             return BulkUpdate(0, act, target, write, upsert=False)
 
@@ -270,19 +270,21 @@ class FencedCollection:
         steps = [self._make_step(place, request, command, session) for place, request in enumerate(requests)]
         return BulkWriteResult(BulkWrite(self._documents, command, session, ordered=ordered).run(steps), True)
 
-    def _make_step(self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None) -> Step:
+    def _make_step(
+        self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
+    ) -> BulkStep:
         """A request as an item of a batch, or as something to be run in its place."""
         facts = BulkRequest.of(request)
         if isinstance(request, UpdateMany):
             many = {**facts.options, **command, "session": session, "upsert": facts.upsert}
             _changing(facts.document)
-            return Step(place, lambda: self.update_many(facts.filter, facts.document, **many))
+            return BulkStep(place, lambda: self.update_many(facts.filter, facts.document, **many))
         if isinstance(request, DeleteOne):
             one = {**facts.options, **_drop_missing(let=command.get("let"), comment=command.get("comment"))}
             target = _find_target(facts.filter, one)
             delete = partial(self.delete_one, facts.filter, **one, session=session)
             if one or target is None or target.rest:
-                return Step(place, delete)
+                return BulkStep(place, delete)
             return BulkDelete(place, delete, target)
         if not isinstance(request, UpdateOne | ReplaceOne):
             raise ConfigurationError(
@@ -293,7 +295,7 @@ class FencedCollection:
         self._demand_upsertable(write, target, facts.upsert)
         act = partial(self._write, write, facts.filter, facts.upsert, facts.sort, session)
         if target is None or (facts.upsert and target.rest):
-            return Step(place, act)
+            return BulkStep(place, act)
         return BulkUpdate(place, act, target, write, facts.upsert)
 
     def _updating(self, body: Body, options: Mapping[str, Any], command: Mapping[str, Any]) -> FencedUpdate:

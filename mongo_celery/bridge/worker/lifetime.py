@@ -1,7 +1,7 @@
 """
 The start and the end of a worker.
 
-At its start it declares the queues of bridges, and reports what would break them. Of its end a signal of Celery tells
+At its start it declares the queues of bridges. Of its end a signal of Celery tells
 its main process, and a shared byte tells its children.
 
 Prefork children hear nothing of a warm shutdown: the main process waits for them, until a supervisor loses patience and
@@ -122,22 +122,6 @@ def _note_limits(instance: Any = None, **_: Any) -> None:
     """The time limits of the whole worker, by its command line or configuration: handlers have them, too."""
     if instance is not None:
         worker_limits[instance.app] = (instance.time_limit, instance.soft_time_limit)
-
-
-@signals.celeryd_after_setup.connect(weak=False)
-def _check_annotations(instance: Any = None, **_: Any) -> None:
-    """A `task_annotations` entry that overrides the protocol's attributes is an error in every worker's log."""
-    from mongo_celery.bridge.worker.tasks import overridden_attributes
-
-    if instance is None or not BRIDGES.of(instance.app):
-        return
-    for task, attributes in overridden_attributes(instance.app).items():
-        logger.error(
-            "task_annotations override %s of %s, which the bridge depends on; exclude the task there",
-            ", ".join(attributes),
-            task,
-            extra={"event": "attributes_overridden"},
-        )
 
 
 @signals.after_setup_logger.connect(weak=False)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pymongo
-from celery import Celery
+from celery import Celery, signals
 from celery.app.annotations import resolve_all
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry
@@ -568,3 +568,17 @@ def overridden_attributes(app: Celery) -> dict[str, list[str]]:
         if wrong:
             found[name] = wrong
     return found
+
+
+@signals.celeryd_after_setup.connect(weak=False)
+def _check_annotations(instance: Any = None, **_: Any) -> None:
+    """A `task_annotations` entry that overrides the protocol's attributes is an error in every worker's log."""
+    if instance is None or not BRIDGES.of(instance.app):
+        return
+    for task, attributes in overridden_attributes(instance.app).items():
+        logger.error(
+            "task_annotations override %s of %s, which the bridge depends on; exclude the task there",
+            ", ".join(attributes),
+            task,
+            extra={"event": "attributes_overridden"},
+        )
