@@ -54,7 +54,6 @@ def _number(found: re.Match[str]) -> str:
 # -- log records -----------------------------------------------------------------------------------
 
 LOGGERS = (
-    "mongo_celery.contrib.django",
     "mongo_celery.http",
     "mongo_celery.lease",
     "mongo_celery.listener",

@@ -119,7 +119,7 @@ class OutboxMixin:
             raise ConfigurationError(f"{type(self).__name__} is stored in {mine!r}, and this outbox is on {its!r}.")
 
     def _own(self, name: str) -> Any:
-        """What MongoEngine's classes have, of which there are no types."""
+        """The attributes of MongoEngine's classes, which have no types."""
         return getattr(self, name)
 
     def _with_followers(self, document: Mapping[str, Any], **options: Any) -> Any:

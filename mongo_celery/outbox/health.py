@@ -83,8 +83,8 @@ class Health:
         if self.broker_error is not None:
             broker = [f"The broker does not answer: {self.broker_error}. Entries wait in MongoDB until it is back."]
             hidden = {"late", "sweep"}
-        elif self.late and self.status.failing + self.status.other_apps < self.status.documents:
-            hidden = {"sweep"}  # one cause, one sentence
+        elif self.swept and self.status.failing + self.status.other_apps < self.status.documents:
+            hidden = set()  # else another sentence says why it is late
         wrong = [each for each in judge_health(self, ANY_APP) if each.severity != "ok" and each.code not in hidden]
         return [*broker, *(f"{each.sentence} `{each.command}`" if each.command else each.sentence for each in wrong)]
 

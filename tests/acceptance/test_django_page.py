@@ -103,7 +103,7 @@ def test_the_project_of_the_page_runs(
     assert "no issues" in relational.text
     assert checked.wait() == 1, checked.text
     assert not re.search(r"mongo_celery\.[EW]0", checked.text), "the page's settings and code are sound"
-    assert "outbox outbox: (mongo_celery.E103) sweep: Nobody has swept this outbox yet" in checked.text
+    assert "outbox outbox: (mongo_celery.E103) sweep: " in checked.text
 
     listener = run("listener", "-m", "django", "listener")
     worker = run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")

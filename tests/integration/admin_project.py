@@ -12,7 +12,7 @@ from typing import Any
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, Outbox, TwoPhaseCommit
+from mongo_celery import Bridge, Change
 
 SECRET_KEY = "none"
 DEBUG = False
@@ -59,8 +59,6 @@ app = Celery("shop", broker="memory://", set_as_current=False)
 bridge = Bridge(app, URL, name="shop", autodiscover=False, partitions=1)
 client: MongoClient[dict[str, Any]] = MongoClient(URL, tz_aware=True)
 database = client[NAME]
-outbox = Outbox(app, lambda: database["orders"], name="orders", at_once=False, sweep_every=None)
-transfers = TwoPhaseCommit(app, lambda: database["transactions"], name="transfers", recover_every=None)
 
 failing: list[str] = []
 """What handlers fail with; none while it is empty."""
@@ -83,8 +81,3 @@ def stop(change: Change) -> None:
 def collect(change: Change) -> None:
     """Sets aside what fails."""
     _handle(change)
-
-
-@app.task
-def confirm(order: str, card: str) -> None:
-    """What an outbox sends."""

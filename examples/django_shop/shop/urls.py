@@ -1,4 +1,4 @@
-"""The shop, and the admin, with its pages of bridges, dead letters and outboxes."""
+"""The shop, and the admin, with its pages of bridges and dead letters."""
 
 from django.contrib import admin
 from django.urls import path

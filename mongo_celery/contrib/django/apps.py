@@ -6,7 +6,7 @@ from django.apps import AppConfig
 
 
 class MongoCeleryConfig(AppConfig):  # type: ignore[misc] # has no types
-    """What Django finds for `"mongo_celery.contrib.django"` in INSTALLED_APPS."""
+    """The application that Django finds for `"mongo_celery.contrib.django"` in INSTALLED_APPS."""
 
     name = "mongo_celery.contrib.django"
     label = "mongo_celery"

@@ -1,8 +1,8 @@
 """
-What `manage.py check` says of the project: messages with an id, the cause and what to do; docs/django.md lists them.
+The messages of `manage.py check`, each with an id, the cause and the fix; docs/django.md lists them.
 
-What settings and code can tell is looked at in every check, and nothing connects. Servers are asked with
-`check --deploy`, by the preflights of `changes check` and `outbox check`.
+Every check reads settings and code, and connects to nothing. `check --deploy` also asks the servers, as `changes check`
+and `outbox check` do.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PORT = "27017"
 
 
 def register_checks() -> None:
-    """Called when Django has loaded its applications."""
+    """Register the checks, once Django has loaded its applications."""
     register(check_project, TAG)
     register(check_servers, TAG, deploy=True)
 
 
 def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMessage]:
-    """What settings and code can tell."""
-    if not _is_asked_for(app_configs):
+    """Check settings and code."""
+    if not _is_selected(app_configs):
         return []
     try:
         where = app_address()
@@ -63,16 +63,16 @@ def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMess
 
 
 def check_servers(app_configs: Sequence[Any] | None, **options: Any) -> list[CheckMessage]:
-    """What MongoDB, broker and workers say, each within some seconds; nothing where the project itself is wrong."""
+    """Ask MongoDB, broker and workers, each within some seconds. If the project itself is wrong, ask none."""
     own = check_project(app_configs, **options)
-    if not _is_asked_for(app_configs) or any(isinstance(each, Error) for each in own):
+    if not _is_selected(app_configs) or any(isinstance(each, Error) for each in own):
         return []
     app = celery_app()
-    return [*_asked_bridges(app), *_asked_outboxes(app)]
+    return [*_ask_bridges(app), *_ask_outboxes(app)]
 
 
-def _is_asked_for(app_configs: Sequence[Any] | None) -> bool:
-    """Not where `check` was given the labels of other applications."""
+def _is_selected(app_configs: Sequence[Any] | None) -> bool:
+    """Return False if `check` was given the labels of other applications only."""
     return app_configs is None or any(each.label == _LABEL for each in app_configs)
 
 
@@ -116,7 +116,7 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
     line = CommandLine.of(app)
     beat, recover = line.celery("beat"), line.celery("transactions", "recover")
     if OUTBOXES.of(app) and not is_scheduled(app):
-        names = ", ".join(_name_of(each) for each in OUTBOXES.of(app))
+        names = ", ".join(_show_name(each) for each in OUTBOXES.of(app))
         yield Warning(
             f"Nothing asks for sweeps of the app's outboxes ({names}): what a crash or an outage leaves is never sent.",
             hint=f"Make one with sweep_every=..., and run `{beat}`, or the listener of a bridge; or have something "
@@ -133,8 +133,8 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
         )
 
 
-def _name_of(outbox: Any) -> str:
-    """Without opening its collection for the name of that, which would make a client here."""
+def _show_name(outbox: Any) -> str:
+    """Return its name without opening its collection, which would make a client here."""
     return str(outbox._name or "one without a name")  # noqa: SLF001 - as its repr
 
 
@@ -150,7 +150,7 @@ def _check_bridges(app: Celery) -> Iterator[CheckMessage]:
 
 def _check_bridge(wiring: Wiring) -> Iterator[CheckMessage]:
     name = f"bridge {wiring.name}"
-    wrong = _refused(lambda: wiring.options)
+    wrong = _find_refusal(lambda: wiring.options)
     if wrong is not None:
         yield Error(
             wrong,
@@ -158,7 +158,7 @@ def _check_bridge(wiring: Wiring) -> Iterator[CheckMessage]:
             obj=name,
             id="mongo_celery.E012",
         )
-    nowhere = _refused(lambda: wiring.default_database)
+    nowhere = _find_refusal(lambda: wiring.default_database)
     if nowhere is not None:
         yield Error(nowhere, hint=f"Set {_PREFIX}DATABASE_URL.", obj=name, id="mongo_celery.E013")
     if not wiring.handlers:
@@ -176,14 +176,14 @@ def _check_bridge(wiring: Wiring) -> Iterator[CheckMessage]:
 
 def _check_handler(wiring: Wiring, handler: Handler) -> Iterator[CheckMessage]:
     name = f"handler {handler.name} of bridge {wiring.name}"
-    wrong = _refused(lambda: handler.selector(wiring.default_database))
+    wrong = _find_refusal(lambda: handler.selector(wiring.default_database))
     if wrong is not None:
         yield Error(wrong, obj=name, id="mongo_celery.E015")
         return
     for target in handler.targets:
         if isinstance(target, type) and hasattr(getattr(target, "_meta", None), "concrete_model"):
             alias = router.db_for_write(target)
-            if _are_strangers(wiring.url, connections[alias].settings_dict):
+            if _have_no_host_in_common(wiring.url, connections[alias].settings_dict):
                 yield Warning(
                     f"{target.__name__} is stored in Django's database {alias!r}, and no host of that is in the "
                     "bridge's URL: of another cluster nothing would come.",
@@ -193,8 +193,8 @@ def _check_handler(wiring: Wiring, handler: Handler) -> Iterator[CheckMessage]:
                 )
 
 
-def _refused(look: Callable[[], object]) -> str | None:
-    """The sentence of a refusal; None where there is none."""
+def _find_refusal(look: Callable[[], object]) -> str | None:
+    """Return the sentence of a refusal. None if there is none."""
     try:
         look()
     except ConfigurationError as error:
@@ -202,14 +202,14 @@ def _refused(look: Callable[[], object]) -> str | None:
     return None
 
 
-def _are_strangers(url: str, database: Any) -> bool:
-    """Whether a bridge's URL and one of Django's databases have no host in common, as far as their texts can tell."""
+def _have_no_host_in_common(url: str, database: Any) -> bool:
+    """Return True if a bridge's URL and one of Django's databases share no host, by their texts."""
     host, port = str(database.get("HOST") or "localhost"), str(database.get("PORT") or _PORT)
     return not _hosts(host, port) & _hosts(url)
 
 
 def _hosts(given: str, port: str = _PORT) -> set[str]:
-    """The hosts of a URL or of a list, as text; those behind a name of DNS's `SRV` are not asked for."""
+    """Return the hosts in a URL or a list, as text. An `SRV` name is not resolved."""
     rest = given.partition("://")[2] or given
     hosts = rest.partition("/")[0].partition("?")[0].rpartition("@")[2].lower().replace("127.0.0.1", "localhost")
     srv = given.startswith("mongodb+srv")
@@ -219,17 +219,17 @@ def _hosts(given: str, port: str = _PORT) -> set[str]:
 # -- servers ---------------------------------------------------------------------------------------
 
 
-def _asked_bridges(app: Celery) -> Iterator[CheckMessage]:
+def _ask_bridges(app: Celery) -> Iterator[CheckMessage]:
     from mongo_celery.bridge.operations.preflight import check
     from mongo_celery.bridge.wiring import BRIDGES
 
     bridges = BRIDGES.of(app)
     for wiring in bridges:
         line = CommandLine(app_address(), wiring.name if len(bridges) > 1 else None)
-        yield from _told(check(wiring, line), f"bridge {wiring.name}", "E101", "W102")
+        yield from _to_messages(check(wiring, line), f"bridge {wiring.name}", "E101", "W102")
 
 
-def _asked_outboxes(app: Celery) -> Iterator[CheckMessage]:
+def _ask_outboxes(app: Celery) -> Iterator[CheckMessage]:
     from mongo_celery.outbox.check import check, look_around
     from mongo_celery.outbox.registry import OUTBOXES
 
@@ -237,10 +237,10 @@ def _asked_outboxes(app: Celery) -> Iterator[CheckMessage]:
     facts = look_around(app) if outboxes else None
     for outbox in outboxes:
         assert facts is not None
-        yield from _told(check(outbox, facts), f"outbox {_name_of(outbox)}", "E103", "W104")
+        yield from _to_messages(check(outbox, facts), f"outbox {_show_name(outbox)}", "E103", "W104")
 
 
-def _told(findings: Iterable[Finding], obj: str, failing: str, surprising: str) -> Iterator[CheckMessage]:
+def _to_messages(findings: Iterable[Finding], obj: str, failing: str, surprising: str) -> Iterator[CheckMessage]:
     for each in findings:
         if each.severity != "ok":
             kind, number = (Error, failing) if each.severity == "failing" else (Warning, surprising)

@@ -51,19 +51,19 @@ def instance(change: Change, model: type[ModelT], *, before: bool = False) -> Mo
         ConfigurationError: it is no model whose instances are documents.
         HandlerUsageError: the change is of another collection, or a field holds what the model cannot.
     """
-    concrete, connection = _home_of(model)
+    concrete, connection = _find_home(model)
     _check_namespace(change, model, connection.settings_dict["NAME"], concrete._meta.db_table)  # noqa: SLF001 - Django's
     document = change.full_document_before_change if before else change.full_document
     if document is None:
         return None
     read = bson.decode(bson.encode(document), connection.database.codec_options)
     fields = concrete._meta.concrete_fields  # noqa: SLF001
-    values = [_converted(read, field, model, connection) for field in fields]
+    values = [_convert(read, field, model, connection) for field in fields]
     found: ModelT = model.from_db(connection.alias, [field.attname for field in fields], values)  # type: ignore[attr-defined]
     return found
 
 
-def _home_of(model: Any) -> tuple[Any, Any]:
+def _find_home(model: Any) -> tuple[Any, Any]:
     """The concrete model, and the connection to the database that it is stored in."""
     name = getattr(model, "__name__", repr(model))
     concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
@@ -92,7 +92,7 @@ def _check_namespace(change: Change, model: Any, database: str, table: str) -> N
         )
 
 
-def _converted(document: Mapping[str, Any], field: Any, model: Any, connection: Any) -> Any:
+def _convert(document: Mapping[str, Any], field: Any, model: Any, connection: Any) -> Any:
     value = document.get(field.column)
     expression = field.get_col(field.model._meta.db_table)  # noqa: SLF001
     converters = [*connection.ops.get_db_converters(expression), *expression.get_db_converters(connection)]

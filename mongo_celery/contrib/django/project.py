@@ -50,7 +50,7 @@ def celery_app() -> Celery:
     """
     where = app_address()
     with _loading:
-        app = _found(where)
+        app = _find_app(where)
         if app not in _loaded:
             with _django_left_as_it_is(app):
                 _import_modules(app, where)
@@ -58,7 +58,7 @@ def celery_app() -> Celery:
     return app
 
 
-def _found(where: str) -> Celery:
+def _find_app(where: str) -> Celery:
     from celery import Celery
     from celery.app.utils import find_app
 

@@ -1,0 +1,1 @@
+"""Django looks here for filters."""
