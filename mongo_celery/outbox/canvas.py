@@ -32,6 +32,8 @@ _INVOLVED = {*_LINKS, "chord", "countdown", "eta", "expires"}
 class _Messages(list[Signature]):
     """What Celery would send."""
 
+    gives_results = False
+
     def take(self, signature: Signature) -> None:
         self.append(signature)
 

@@ -35,6 +35,8 @@ CANVASES: dict[str, Canvas] = {
     "chain with a group in a group": lambda rig: group(
         chain(rig.add.s(1, 2), group(rig.add.s(1), rig.add.s(2)), rig.total.s()), rig.add.s(1, 1)
     ),
+    "chain of a group": lambda rig: chain(group(rig.add.s(1, 1), rig.add.s(2, 2))),
+    "group of a chain of a group": lambda rig: group(chain(group(rig.add.s(1, 1), rig.add.s(2, 2))), rig.add.s(3, 3)),
     "group of chains": lambda rig: group(chain(rig.add.s(1, 1), rig.add.s(2)), rig.add.s(5, 5)),
     "links": lambda rig: rig.add.s(1, 2).set(link=[rig.add.s(9)], link_error=[rig.total.s()]),  # type: ignore[arg-type]
     "chain with a link": lambda rig: chain(rig.add.s(1, 2), rig.add.s(3)).set(link=[rig.add.s(9)]),  # type: ignore[arg-type]
@@ -57,6 +59,17 @@ def test_every_dispatch_of_a_stored_canvas_sends_the_same_ids(
 
     assert len(sent[0]) > 0
     assert sorted(map(repr, sent[0])) == sorted(map(repr, sent[1]))
+
+
+@pytest.mark.parametrize("name", CANVASES)
+def test_a_canvas_is_stored_while_the_result_backend_is_down(
+    database: Database[Document], redis_url: str, name: str
+) -> None:
+    """No write asks it for anything: it is often the same server as the broker."""
+    with opened(database, redis_url, backend="redis://127.0.0.1:1/0") as rig:
+        rig.app.conf.result_backend_transport_options = {"retry_policy": {"max_retries": 0}}
+        rig.outbox(at_once=False).insert_one({"_id": 1}, tasks=[CANVASES[name](rig)])
+    assert pending(database, 1)["count"] > 0
 
 
 def test_a_group_from_a_generator_keeps_its_members(rig: Rig) -> None:
