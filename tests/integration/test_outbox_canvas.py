@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 from celery import chain, chord, group
+from celery.signals import task_prerun
 from pymongo.database import Database
 
 from mongo_celery import STORED_ID
@@ -113,6 +114,25 @@ def test_what_could_not_be_sent_is_refused_and_nothing_is_written(
     with pytest.raises(OutboxRefusedError, match=said):
         rig.outbox().insert_one({"_id": 1}, tasks=[canvas(rig)])
     assert database["orders"].count_documents({}) == 0
+
+
+@pytest.mark.parametrize("name", ["chain", "group", "links", "later"])
+def test_no_task_runs_before_its_write_with_task_always_eager(
+    database: Database[Document], redis_url: str, name: str
+) -> None:
+    """Celery would run it where its messages are made, and send none."""
+    with opened(database, redis_url, task_always_eager=True) as rig:
+        ran: list[Any] = []
+        canvas = {**CANVASES, "later": lambda rig: rig.add.s(1, 2).set(countdown=5)}[name](rig)
+        task_prerun.connect(lambda task_id, **_: ran.append(task_id), weak=False, dispatch_uid=name)
+        try:
+            with pytest.raises(OutboxRefusedError, match="task_always_eager"):
+                rig.outbox(at_once=False).insert_one({"_id": 1}, tasks=[canvas])
+            assert (ran, database["orders"].count_documents({})) == ([], 0)
+            rig.outbox(name="plain", at_once=False).insert_one({"_id": 2}, tasks=[rig.add.s(1, 2)])
+            assert (ran, pending(database, 2)["count"]) == ([], 1)
+        finally:
+            task_prerun.disconnect(dispatch_uid=name)
 
 
 def test_relative_times_of_what_is_sent_become_points_in_time(rig: Rig) -> None:
