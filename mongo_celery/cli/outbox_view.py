@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from mongo_celery.mongo.redaction import short
+from mongo_celery.outbox.failures import attempts_of
 from mongo_celery.quantities import duration, number
 from mongo_celery.visible import visible, visible_lines
 
@@ -109,7 +110,7 @@ def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> Render
         "arguments": entry.get("argsrepr", ""),
         "written": entry.get("at", "?"),
         "set aside": _moment(found),
-        "failed before": number(int(entry.get("attempts", 0)), "time", "times"),
+        "failed before": number(attempts_of(entry), "time", "times"),
         "error": found.error,
         **({"payload": entry.get("payload")} if payload else {}),
     }

@@ -14,7 +14,7 @@ from mongo_celery.bridge.operations.judgement import judge
 from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.cli.apps import console_of
 from mongo_celery.cli.findings_view import findings_view
-from mongo_celery.cli.outbox_view import dead_letters_view, health_view
+from mongo_celery.cli.outbox_view import dead_letter_view, dead_letters_view, health_view
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.findings import failing, ok
 from mongo_celery.outbox.backing import OutboxStatus
@@ -73,3 +73,14 @@ def test_an_outbox_is_told_in_words_and_its_dead_letters_with_their_whole_ids(wi
         "orders: 1 entry pending in 1 document, the oldest for 12 s, 1 document has an entry that failed, "
         "1 dead letter, the broker answers"
     )
+
+
+@pytest.mark.parametrize(
+    ("attempts", "times"),
+    [(3, "3 times"), ("x", "0 times"), (None, "0 times"), (float("nan"), "0 times"), ([1], "0 times"), (-1, "0 times")],
+)
+def test_a_dead_letter_is_shown_whatever_its_count_of_attempts_is(attempts: object, times: str) -> None:
+    """Somebody else may have written its entry."""
+    letter = DeadLetter(id="one", document=1, at=None, entry={"attempts": attempts}, error="", traceback="")
+    (line,) = [line for line in shown(dead_letter_view("orders", letter, payload=False), 80) if "failed before" in line]
+    assert line.endswith(f" {times}")
