@@ -128,7 +128,7 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
     type=click.IntRange(min=1),
     default=_DOCUMENTS,
     show_default=True,
-    help="Documents of each outbox at most; those that are blocked are not counted.",
+    help="Documents of each outbox at most; turns in which nothing is delivered are not counted.",
 )
 @acting_on("name", NAME, _outboxes)
 def sweep(outboxes: list[AnyOutbox], **given: Any) -> Plan:

@@ -65,7 +65,7 @@ def plan_sweep(outboxes: Sequence[AnyOutbox], older_than: float | None, limit: i
 
     Args:
         older_than: seconds for which the oldest entry of a document has waited; by default what the outbox says.
-        limit: documents of each outbox at most.
+        limit: documents of each outbox at most, not counting turns in which nothing was delivered.
     """
     waits = {each.name: each.sweep_after if older_than is None else older_than for each in outboxes}
 
