@@ -47,7 +47,6 @@ COMMANDS = {
     "transactions list --state initial --state done": True,
     "transactions recover --dry-run --all": True,
     "transactions show HOSTILE": True,
-    "locks list": True,
 }
 """Each command, and whether it shows a document's text."""
 
@@ -77,10 +76,7 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
         data["transfers"].insert_many(
             [{"_id": f"{at} {TEXT}", "state": at, **stored, **more} for at in ("initial", "pending", "done")]
         )
-        with client.start_session() as session:
-            session.start_transaction()  # it is aborted in the end
-            data["locked"].insert_one({}, session=session)
-            yield {**given, "PROJECT_STATE": state.name, "LETTER": entry["id"]}
+        yield {**given, "PROJECT_STATE": state.name, "LETTER": entry["id"]}
         project.client.close()
         for suffix in ("data", "state"):
             empty(client, f"{names}_{suffix}")
