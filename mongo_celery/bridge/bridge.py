@@ -29,7 +29,7 @@ from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
-from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
+from mongo_celery.bridge.worker import lifetime  # noqa: F401 - its signals
 from mongo_celery.bridge.worker.intake import install_intake
 from mongo_celery.bridge.worker.tasks import register_commit
 from mongo_celery.errors import ConfigurationError

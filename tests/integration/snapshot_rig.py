@@ -97,6 +97,8 @@ class World:
 
     def handled(self, event: Mapping[str, Any]) -> None:
         """What the handler does: a copy; of what was looked up, and is gone since, nothing."""
+        if "documentKey" not in event:
+            return  # a move
         document, key = event.get("fullDocument"), event["documentKey"]["_id"]
         value = None if document is None else document.get("v")
         self.seen.append(Seen(event["operationType"], key, value, event["_id"]["_data"]))
@@ -211,15 +213,13 @@ class Term:
             found = backlog.fetch(run.partition_id, run.stored)
             changes = [found[token].raw for token in run.stored]
         first = decode_event(changes[0]) if changes[0] else {}
-        if run.refusal is not None or first["documentKey"]["_id"] in self.failing:
+        if run.refusal is not None or _key_of(first) in self.failing:
             assert claims.halt(claim, run.token or read_token(changes[0]), "key", "as asked")
             return
-        if first["documentKey"]["_id"] in self.postponing:
+        if _key_of(first) in self.postponing:
             assert claims.park(claim, delay=3600.0, not_before=None, error="later")
             return
-        done = list(
-            itertools.takewhile(lambda raw: decode_event(raw)["documentKey"]["_id"] not in self.failing, changes)
-        )
+        done = list(itertools.takewhile(lambda raw: _key_of(decode_event(raw)) not in self.failing, changes))
         for raw in done:
             self.world.handled(bson.decode(raw, _LENIENT))
         assert claims.handle(claim, run.first + len(done) - 1, read_token(done[-1]))
@@ -257,6 +257,10 @@ def _renewal(world: World, wiring: Wiring) -> tuple[Renewal]:
 
 def _handler(_change: Any) -> None:
     """A handler."""
+
+
+def _key_of(event: Mapping[str, Any]) -> Any:
+    return event.get("documentKey", {}).get("_id")
 
 
 _LENIENT: Any = EVENT_TYPES.with_options(document_class=dict)

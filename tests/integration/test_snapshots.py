@@ -551,6 +551,40 @@ def test_a_source_that_is_renamed_and_back_while_it_is_read_is_the_same(
     assert all(world.snapshots_of(number) == 1 for number in range(10))
 
 
+@pytest.mark.parametrize("move", ["drop", "rename", "drop database"])
+def test_a_move_of_another_collection_repeats_no_row(world: World, monkeypatch: pytest.MonkeyPatch, move: str) -> None:
+    """P6: also where a part of the chunk was appended, and the rest is read again."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    elsewhere = f"{world.data}-elsewhere" if move == "drop database" else world.data
+    invoices = world.client[elsewhere]["invoices"]
+    invoices.insert_one({})
+    read, reads = ChunkReader.read, itertools.count()
+
+    def move_another() -> None:
+        if move == "rename":
+            invoices.rename("bills")
+        elif move == "drop":
+            invoices.drop()
+        else:
+            world.client.drop_database(elsewhere)
+
+    def beside(self: ChunkReader, chunk: Chunk) -> None:
+        number = next(reads)
+        if number == 1:
+            move_another()
+        read(self, chunk)
+        if number == 0:
+            world.write(1, 5)
+
+    monkeypatch.setattr(ChunkReader, "read", beside)
+    sources = (world.source, f"{elsewhere}.invoices")
+    term = world.term(sources=sources, start_from="now", full_document=None, operations="*").begin()
+    ask(world, term)
+    term.until(lambda: world.record["state"] == "done")
+    assert [world.snapshots_of(number) for number in range(3)] == [1, 1, 1]
+    assert world.record["done"] == 3
+
+
 def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(world: World) -> None:
     """F6: stopped, it is acknowledged; what has taken the place of its source is another snapshot's."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])

@@ -43,6 +43,7 @@ from mongo_celery.bridge.existing import (
     place_after_time,
 )
 from mongo_celery.bridge.raw_event import EVENT_TYPES
+from mongo_celery.bridge.stream.filter import EXPANDED_OPERATIONS, MOVES
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.mongo.opening import with_majority
@@ -96,7 +97,8 @@ class Chunk:
         end: the last `_id` of these. None where nothing was left.
         until: the largest `_id` that is to be scanned, now or later. None where nothing was there.
         changes: what was taken in of the subscription's changes since it was begun, by key.
-        is_spoiled: whether one of these has no key that can be read, or a collection was moved meanwhile.
+        objection: why it may not be appended, as a sentence: a change has no key that can be read, or the collection was
+            moved meanwhile. Empty for nothing.
         again: `_id`s that are read again, since a change without its document came in between.
         rounds: how often that was so.
         ends: of each partition, the last token that is not known to be committed or stored.
@@ -117,7 +119,7 @@ class Chunk:
     end: DocumentId | None = None
     until: DocumentId | None = None
     changes: dict[bytes, KeyChange] = field(default_factory=dict)
-    is_spoiled: bool = False
+    objection: str = ""
     again: list[DocumentId] = field(default_factory=list)
     rounds: int = 0
     ends: dict[int, str] = field(default_factory=dict)
@@ -128,6 +130,8 @@ class Chunk:
         """Keep the last change of a key. One whose key cannot be read may be of any."""
         try:
             document = event.document
+            if document["operationType"] in MOVES | EXPANDED_OPERATIONS:
+                return  # a change of no document
             ns = document["ns"]
             if f"{ns['db']}.{ns['coll']}" != self.snapshot.source:
                 return
@@ -138,7 +142,16 @@ class Chunk:
             has_document = change.refusal is None and (given or operation == "delete")
             self.changes[key] = KeyChange(change.data, has_document, given and operation == "update")
         except Exception:  # noqa: BLE001 - an event of whatever form
-            self.is_spoiled = True
+            self.objection = "the key of a change that came in between cannot be read"
+
+    def note_move(self, event: Mapping[str, Any]) -> None:
+        """See if the collection may be another one by this event."""
+        if event["operationType"] not in MOVES:
+            return
+        database, _, collection = self.snapshot.source.partition(".")
+        names = [event[field] for field in ("ns", "to") if field in event]
+        if not names or any(each["db"] == database and each.get("coll", collection) == collection for each in names):
+            self.objection = f"{self.snapshot.source} was dropped or renamed while it was read"
 
     def settle(self, looks_up: bool) -> list[PendingChange]:
         """

@@ -18,8 +18,9 @@ Snapshots of one term: existing documents, each at its place between the changes
 5. They hold no watermark. Only when each of them is committed by a majority, or stored and marked by this term, the
    record moves (`state/snapshots.py`), and the next chunk may begin. So each may start once more after a fault.
 6. A collection that was dropped or renamed reads as if it were empty. So a chunk counts only if the collection has its
-   UUID before and after the reading, and if the stream has passed no move by T. Else it begins anew. A snapshot ends if
-   the collection is not there with its UUID before a chunk.
+   UUID before and after the reading, and if the stream has passed no move of it by T. Else that is logged, and the
+   chunk begins anew after a pause. Moves of other collections do not matter. A snapshot ends if the collection is not
+   there with its UUID before a chunk.
 7. A term that ends, repartitioning, and a stream that is opened again drop what is under way: it begins anew. What was
    stored of it runs where it is.
 8. With look-up, an update before L may show its document as it was after T. The existing document would go back: it is
@@ -40,7 +41,6 @@ from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, extract_t
 from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailedError
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
 from mongo_celery.bridge.state.partitions import is_mostly_blocked
-from mongo_celery.bridge.stream.filter import MOVES
 
 if TYPE_CHECKING:
     from bson import Timestamp
@@ -131,11 +131,11 @@ class Snapshotting:
             self._append(chunk)
 
     def note_taken(self, item: ChangeEvent | Mark) -> None:
-        """Spoil a chunk whose collection may be another one now. Called behind each item while a chunk is read."""
+        """Note a move of the collection that is read. Called behind each item while a chunk is read."""
         chunk, event = self.thread.reading, getattr(item, "document", None)
         if chunk is not None and event is not None:
             with contextlib.suppress(Exception):  # an event of whatever form
-                chunk.is_spoiled |= event.get("operationType") in MOVES
+                chunk.note_move(event)
 
     def note_change(self, subscription: Subscription, item: ChangeEvent | Mark, change: PendingChange) -> None:
         """A subscription is owed this change: it may be newer than a document that is being read."""
@@ -151,7 +151,10 @@ class Snapshotting:
             self.thread.end_reading(self.thread.reading)
 
     def _append(self, chunk: Chunk) -> None:
-        if chunk.is_spoiled or chunk.subscription.is_draining or self._is_stale(chunk):
+        if chunk.objection:
+            self.thread.end_reading(chunk, ChunkFailedError(chunk.objection))
+            return
+        if chunk.subscription.is_draining or self._is_stale(chunk):
             self.thread.end_reading(chunk)
             return
         items = chunk.settle(self._looks_up)
