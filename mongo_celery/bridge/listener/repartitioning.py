@@ -127,6 +127,7 @@ class Repartitioning:
 
         Raises:
             LeaseLostError: the term has ended.
+            MongoCeleryError: something that waiting cannot fix.
         """
         self._led, self._version = subscriptions, takeover.version
         self._moves = {name: _Move(takeover.wanted[name]) for name in takeover.moving if name in subscriptions}
@@ -136,7 +137,11 @@ class Repartitioning:
             subscription, now = subscriptions[name], time.monotonic()
             if not subscription.is_stopped:
                 continue
-            new = self._try_to_switch(subscription, move, now)
+            new = None
+            try:
+                new = self._try_to_switch(subscription, move, now)
+            except PyMongoError as error:  # `turn` tries again
+                self.note_failure(error)
             if new is not None:
                 moved.append(new)
                 continue
