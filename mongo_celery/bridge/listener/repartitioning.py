@@ -373,10 +373,11 @@ class Repartitioning:
             return
         for name, move in self._moves.items():
             logger.warning(
-                "%s waits for its %d partitions: %s. Until then the old ones serve",
+                "%s waits for its %d partitions: %s. Until then %s",
                 name,
                 move.layout.partitions,
                 move.waits,
+                "it is stopped" if self._led[name].is_stopped else "the old ones serve",
                 extra={"event": "layout_waits", "subscription": name},
             )
 
