@@ -197,7 +197,7 @@ class TransactionRequiredError(TransactionError):
 
 
 class DocumentLockedError(TransactionError):
-    """Another transaction holds the document. Try again later, or allow more time for waiting."""
+    """Another transaction holds the document. Try again later, or leave out nowait=."""
 
     retryable = True
 

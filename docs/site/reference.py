@@ -20,7 +20,7 @@ import click
 import mongo_celery
 from mongo_celery import errors
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions
-from mongo_celery.cli import changes, listener, locks, outbox, tools, transactions
+from mongo_celery.cli import changes, listener, outbox, tools, transactions
 from mongo_celery.outbox.options import OutboxOptions, SharedOptions
 
 _BLOCK = re.compile(r"^```\{generated\} (\w+)(.*?)\n```$", re.MULTILINE | re.DOTALL)
@@ -31,7 +31,6 @@ _WITH_APP = {
     "changes": changes.changes,
     "outbox": outbox.outbox,
     "transactions": transactions.transactions,
-    "locks": locks.locks,
 }
 
 

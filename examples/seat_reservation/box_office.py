@@ -43,10 +43,10 @@ def book(request: str, customer: str, seats: list[str], *, session: ClientSessio
         return "booked"  # the message came a second time
 
     free = {"_id": {"$in": seats}, "customer": None}
-    locked = select_many_for_update(theater["seats"], free, session=session, application=request)
+    locked = select_many_for_update(theater["seats"], free, session=session)
     if len(locked) < len(seats):
         return "taken"
-    wallet = select_for_update(theater["customers"], {"_id": customer}, session=session, application=request)
+    wallet = select_for_update(theater["customers"], {"_id": customer}, session=session)
     price = PRICE * len(seats)
     if wallet["money"] < price:
         return "too expensive"

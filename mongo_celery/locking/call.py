@@ -1,87 +1,68 @@
 """
-One call that locks: what it was given, the value that it writes, and what a refusal of the server means.
+One call that locks: the commands that it sends, and the meaning of a refusal.
 
-| the server says | what happens |
+A call is a generator of *steps*, so that threads and asyncio share its text. It calls a client, yields what that
+returned, and goes on with the answer. A `MongoClient` has returned the answer. The answer of an `AsyncMongoClient` is
+awaited first.
+
+| the server refuses | effect |
 |---|---|
-| write conflict, with time left to wait | it passes, labelled as transient: `transactional` repeats the body |
-| the same, for longer than two seconds | before it passes, holders are looked at, and the dead ended (`freeing`) |
-| the same, at the bound that the caller has given | DocumentLockedError with the open transactions that may hold it |
-| an operation on the collection has it for itself | the same three |
-| the collection's validator refuses the field | ConfigurationError: repeating cannot help |
+| a write conflict: another transaction has the document | it passes, labelled as transient, for `transactional` |
+| a LockTimeout: an operation has the whole collection | the same |
+| either of them, with `nowait` | DocumentLockedError |
+| the collection's validator, or another value in the lock's field | ConfigurationError: a repetition cannot help |
 | no replica set | TopologyError |
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from functools import partial
+from typing import Any, TypedDict, TypeVar
 
 from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
-from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure
 
-from mongo_celery.arguments import Duration, check_flags, not_negative
+from mongo_celery.arguments import check_flags
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
-from mongo_celery.locking import freeing, holders
-from mongo_celery.locking.plans import Plan, Result, carried_out
-from mongo_celery.locking.waits import Place, Waits, waits_of
 from mongo_celery.mongo.transaction.scopes import Session, scope_of
 from mongo_celery.mongo.verdicts import Code, server_words, standalone_refused
 
-Document = dict[str, Any]
+Result = TypeVar("Result")
+Steps = Generator[Any, Any, Result]
+
+AFTER_CRASH = (
+    "If its holder has crashed, the server ends that transaction transactionLifetimeLimitSeconds (60 by default) after "
+    "it began, or up to half of that later. $currentOp shows the transactions that are open: docs/transactions.md has "
+    "the query."
+)
 
 _FILTER_CHARS = 300
 """As much of a filter as a message shows."""
 
 _HELD = {Code.WriteConflict, Code.LockTimeout}
-"""Of a document; and of a collection, of which a transaction waits for some milliseconds only."""
-
-_LAST_SECONDS = 1.0
-"""Longer than any pause: an attempt that conflicts with less time left may be the last."""
+_UNWRITABLE = {Code.DocumentValidationFailure, Code.PathNotViable}
+_BATCH = 1_000_000
+"""Documents of one answer: the first one has all, up to the server's 16 MiB."""
 
 
 class LockOptions(TypedDict, total=False):
     """
-    What may be given to every call that locks.
+    The options of each call that locks.
 
     Attributes:
         field: the field that is written, by default `_lock`; it belongs to locks alone.
-        application: who locks, for people who look; by default `host:pid`.
-        nowait: fail with `DocumentLockedError` at the first conflict, instead of letting `transactional` repeat the
-            body. Who may hold it is asked for the error, at most four times a second: three more commands. Where the
-            server does not answer those, the error comes two seconds later, at most once in five seconds.
-        wait: seconds or `timedelta` for which the body is repeated because of this call, over all attempts; then
-            `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a pause and
-            the body's own time. Without it, the limit of `transactional` counts alone. A call is known again by
-            its collection and by being the n-th lock of its attempt; a body that locks in another order at each
-            attempt may wait longer. In transactions that `transactional` does not run, attempts count together
-            only if each conflicts within a second of the one before, whichever transaction it is of.
+        nowait: fail with `DocumentLockedError` at the first conflict. By default `transactional` repeats the body
+            until its `timeout=`.
     """
 
     field: str
-    application: str | None
     nowait: bool
-    wait: Duration | None
-
-
-class SkippingOptions(LockOptions, total=False):
-    """
-    `LockOptions`, and one more.
-
-    Attributes:
-        skip_locked: take what others do not hold, as far as that can be guessed: at random among the first sixteen
-            or so that match, and others each time that a conflict has the body repeated. Not promised: that it is the
-            first by `sort`; or that there is none where none is returned, when others hold all that it has tried. Let
-            it be the first statement of the body, which may then be repeated for nothing.
-    """
-
-    skip_locked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,111 +71,55 @@ class LockCall:
     A call that locks documents of one collection.
 
     Attributes:
-        collection: where; of the session's kind, for threads or for asyncio.
+        collection: of the session's kind, for threads or for asyncio.
         session: of a transaction in progress.
+        filter: of the documents to lock.
         field: that is written.
-        filter: what is to be locked.
-        skip_locked: whether others that match will do.
-        place: by which the call is known again at the next attempt.
-        bound: seconds to wait; 0 to fail at once, None for no bound.
-        value: that is written, but for its time.
+        nowait: True if the first conflict is an error.
     """
 
     collection: Any
     session: Session
-    field: str
     filter: Mapping[str, Any]
-    skip_locked: bool
-    place: Place
-    bound: float | None
-    value: Mapping[str, Any]
+    field: str
+    nowait: bool
 
     @property
-    def name(self) -> str:
-        """What is to be locked, for people."""
-        text = repr(dict(self.filter))
-        return f"{self.collection.full_name} {text if len(text) <= _FILTER_CHARS else text[:_FILTER_CHARS] + '...'}"
-
-    @property
-    def waits(self) -> Waits:
-        """Those of the transaction that it is of."""
-        return waits_of(self.session)
-
-    @property
-    def update(self) -> list[Document]:
-        """The write that locks; by two stages, since a document in one would be merged into what the field held."""
-        return [{"$set": {self.field: {"$literal": self.value}}}, {"$set": {f"{self.field}.at": "$$NOW"}}]
-
-    @property
-    def own(self) -> Document:
-        """What is true of the documents that this call has locked, and of no others."""
-        return {f"{self.field}.id": self.value["id"]}
-
-    def find(self, filter_: Mapping[str, Any], projection: Any, sort: Any = None, limit: int = 0) -> Plan[list[Any]]:
-        """Read documents in the transaction."""
-        found = self.collection.find(filter_, projection, sort=sort, limit=limit, session=self.session)
-        documents = yield found.to_list()
-        return cast("list[Any]", documents)
-
-    def lock_one(self, filter_: Mapping[str, Any], sort: Any, projection: Any) -> Plan[Any]:
-        """Lock the first document that matches, and read it; None where none does."""
-        found = yield self.collection.find_one_and_update(
-            filter_,
-            self.update,
-            sort=sort,
-            projection=projection,
-            return_document=ReturnDocument.AFTER,
-            session=self.session,
-        )
-        return found
+    def update(self) -> dict[str, Any]:
+        """Return the write that locks. It is no pipeline: MongoDB 4.4 tells change streams of those as a `replace`."""
+        return {"$set": {f"{self.field}.id": ObjectId()}, "$currentDate": {f"{self.field}.at": True}}
 
 
-def judged(call: LockCall, asked: Plan[Result], *, locks: bool = True) -> Plan[Result]:
-    """Ask the server to lock, or just to read; its refusals are what the table above says."""
-    waits = call.waits
-    try:
-        with standalone_refused():
-            result = yield from asked
-    except BaseException as error:
-        waits.failed()
-        if isinstance(error, OperationFailure) and error.code == Code.DocumentValidationFailure:
-            raise _invalid(call, error) from error
-        if isinstance(error, OperationFailure) and error.code in _HELD:
-            yield from _conflicted(call, error)
-        raise
-    if locks:
-        waits.ended(call.place)
-    return result
+# -- steps -----------------------------------------------------------------------------------------
 
 
-def _conflicted(call: LockCall, error: OperationFailure) -> Plan[None]:
-    """Return where the conflict is to pass to whoever repeats the body."""
-    waits = call.waits
-    waited = waits.conflicted(call.place)
-    if call.bound is None or waited < call.bound:
-        if waited >= freeing.FIRST_LOOK_SECONDS:
-            yield from freeing.free_dead(call.session.client)
-        yield from _note_holders(call.session)
-        return
-    waits.ended(call.place)
-    locked = yield from _locked(call, call.bound, error)
-    scope = scope_of(call.session)
-    if scope is not None:
-        scope.rollback_reason = locked  # the server has ended the transaction, also if the body catches this
-    raise locked from error
+def run_sync(steps: Steps[Result]) -> Result:
+    """Run the steps of a call on a `MongoClient`."""
+    answer = None
+    while True:
+        try:
+            answer = steps.send(answer)
+        except StopIteration as ended:
+            result: Result = ended.value
+            return result
 
 
-def _note_holders(session: Session) -> Plan[None]:
-    """Have the error at the end of the time name the holders of a refused document; a coroutine asks beforehand."""
-    scope = scope_of(session)
-    if scope is None:
-        return
-    if isinstance(session, ClientSession):
-        scope.describe_holders = lambda refused: holders.in_words(carried_out(holders.candidates(refused)))
-        return
-    if scope.remaining < _LAST_SECONDS:
-        yield from holders.candidates(session)
-    scope.describe_holders = lambda refused: holders.in_words(holders.remembered(refused))
+async def run_async(steps: Steps[Result]) -> Result:
+    """Run the steps of a call on an `AsyncMongoClient`. An error of an answer, or a cancel, is raised in the steps."""
+    go_on: Callable[[], Awaitable[Any]] = partial(steps.send, None)
+    while True:
+        try:
+            called = go_on()
+        except StopIteration as ended:
+            result: Result = ended.value
+            return result
+        try:
+            go_on = partial(steps.send, await called)
+        except BaseException as error:  # noqa: BLE001 - the steps raise it again, or an error in its place
+            go_on = partial(steps.throw, error)
+
+
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def lock_call(
@@ -204,12 +129,9 @@ def lock_call(
     kind: type[Session],
     *,
     field: str = "_lock",
-    application: str | None = None,
     nowait: bool = False,
-    wait: Duration | None = None,
-    skip_locked: bool = False,
 ) -> LockCall:
-    """Check what a call was given, with a session of this kind; errors as of `select_for_update`."""
+    """Check the arguments of a call, with a session of this kind; errors as of `select_for_update`."""
     if not isinstance(session, kind) or not session.in_transaction:
         raise TransactionRequiredError
     is_async = kind is AsyncClientSession
@@ -226,44 +148,113 @@ def lock_call(
         or any(not part or part.startswith("$") for part in field.split("."))
     ):
         raise ConfigurationError(f"field={field!r} cannot be written; choose a plain name such as '_lock'.")
-    return LockCall(
-        collection=collection,
-        session=session,
-        field=field,
-        filter=filter_,
-        skip_locked=skip_locked,
-        place=(collection.full_name, waits_of(session).next_call(), b""),
-        bound=_bound(nowait=nowait, wait=wait, skip_locked=skip_locked),
-        value={"application": application or f"{socket.gethostname()}:{os.getpid()}", "at": None, "id": ObjectId()},
-    )
+    check_flags(nowait=nowait)
+    return LockCall(collection=collection, session=session, filter=filter_, field=field, nowait=nowait)
 
 
-def _bound(*, nowait: bool, wait: Duration | None, skip_locked: bool) -> float | None:
-    check_flags(nowait=nowait, skip_locked=skip_locked)
-    if nowait + (wait is not None) + skip_locked > 1:
-        raise ConfigurationError("nowait, wait and skip_locked exclude each other; give one of them.")
-    if wait is None:
-        return 0.0 if nowait else None
-    return not_negative(wait, "wait")
+def lock_one(call: LockCall, sort: Any, projection: Any) -> Steps[Any]:
+    """Lock the first document that matches, and return it; None where none matches."""
+    with _explaining_refusals(call):
+        found = yield call.collection.find_one_and_update(
+            call.filter,
+            call.update,
+            sort=sort,
+            projection=projection,
+            return_document=ReturnDocument.AFTER,
+            session=call.session,
+        )
+    return found
 
 
-def _locked(call: LockCall, limit: float, error: OperationFailure) -> Plan[DocumentLockedError]:
-    found = yield from holders.candidates(call.session)
-    if limit:
-        reason = f"it was not free within {limit:g} s"
-    elif error.code == Code.LockTimeout:
+def lock_many(call: LockCall, sort: Any, limit: int, projection: Any) -> Steps[list[Any]]:
+    """
+    Read what matches, lock it, and return it as it was read.
+
+    Reading first fixes the documents, whatever the filter, order, limit and projection look at. The transaction has one
+    snapshot, so the write conflicts with each change after the read.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+        raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
+    shown = _with_id(projection)
+    with _explaining_refusals(call):
+        cursor = call.collection.find(
+            call.filter,
+            shown,
+            sort=[("_id", 1)] if sort is None else sort,
+            limit=limit,
+            batch_size=_BATCH,
+            session=call.session,
+        )
+        found: list[Any] = yield cursor.to_list()
+    yield from lock_ids(call, [each["_id"] for each in found])
+    return found
+
+
+def lock_ids(call: LockCall, ids: Sequence[Any]) -> Steps[None]:
+    """Lock documents that this transaction has read, by their different `_id`s."""
+    if not ids:
+        return
+    with _explaining_refusals(call):
+        done = yield call.collection.update_many({"_id": {"$in": ids}}, call.update, session=call.session)
+    if done.matched_count < len(ids):
+        raise ConfigurationError(
+            f"{len(ids)} documents of {call.collection.full_name} were read, and {done.matched_count} have the _ids "
+            "that were read. The collection's codec_options must decode and encode an _id without loss.",
+        )
+
+
+def _with_id(projection: Any) -> Any:
+    """Return a projection that shows `_id` as it is."""
+    if any(name.startswith("_id.") for name in projection or ()):
+        raise ConfigurationError("projection= shows parts of _id; leave them out, since _id is always returned whole.")
+    if not isinstance(projection, Mapping) or "_id" not in projection:
+        return projection or None
+    if projection["_id"] not in (0, 1):
+        raise ConfigurationError("projection= computes _id; leave that out, since _id is always returned as it is.")
+    return {name: value for name, value in projection.items() if name != "_id" or value} or None
+
+
+@contextmanager
+def _explaining_refusals(call: LockCall) -> Iterator[None]:
+    """Raise in place of the server's refusals the errors of the table above."""
+    try:
+        with standalone_refused():
+            yield
+    except OperationFailure as error:
+        if error.code in _UNWRITABLE:
+            raise _unwritable(call, error) from error
+        if error.code not in _HELD:
+            raise
+        scope = scope_of(call.session)
+        if not call.nowait:
+            if scope is not None:
+                scope.describe_holders = lambda _: AFTER_CRASH
+            raise
+        locked = _locked(call, error)
+        if scope is not None:
+            scope.rollback_reason = locked  # the server has ended the transaction, also if the body catches this
+        raise locked from error
+
+
+def _locked(call: LockCall, error: OperationFailure) -> DocumentLockedError:
+    text = repr(dict(call.filter))
+    document = f"{call.collection.full_name} {text if len(text) <= _FILTER_CHARS else text[:_FILTER_CHARS] + '...'}"
+    if error.code == Code.LockTimeout:
         reason = "an operation such as createIndex has its collection, or waits for it"
     else:
         reason = "another transaction holds it, or has just changed it"
     return DocumentLockedError(
-        f"The document of {call.name} is locked: {reason}. {holders.in_words(found)}"
-        "Try again later, or allow more time for waiting.",
-        document=call.name,
-        candidates=found,
+        f"The document of {document} is locked: {reason}. Try again later, or leave out nowait=. {AFTER_CRASH}",
+        document=document,
     )
 
 
-def _invalid(call: LockCall, error: OperationFailure) -> ConfigurationError:
+def _unwritable(call: LockCall, error: OperationFailure) -> ConfigurationError:
+    if error.code == Code.PathNotViable:
+        return ConfigurationError(
+            f"The field {call.field!r} of a document of {call.collection.full_name} holds another value, so "
+            f"no lock can be written there: {server_words(error)}. Name another field with field=.",
+        )
     return ConfigurationError(
         f"The validator of {call.collection.full_name} refuses a document with the lock's field {call.field!r}, or has "
         f"refused it before: {server_words(error)}. If it is the field, allow it there, as an object, or name one "

@@ -20,10 +20,7 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import ConfigurationError, TransactionRequiredError
-from mongo_celery.locking.call import SkippingOptions, lock_call
-from mongo_celery.locking.many import lock_read
-from mongo_celery.locking.plans import Plan, carried_out
-from mongo_celery.locking.skipping import free_ids, tried
+from mongo_celery.locking.call import LockOptions, lock_call, lock_ids, run_sync
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.transaction import after_commit, current
 
@@ -114,7 +111,7 @@ def _transient_errors_shown() -> Iterator[None]:
 
 
 def select_for_update(
-    queryset: QuerySet[Any], *, of: Sequence[str] = (_SELF,), **options: Unpack[SkippingOptions]
+    queryset: QuerySet[Any], *, of: Sequence[str] = (_SELF,), **options: Unpack[LockOptions]
 ) -> list[Any]:
     """
     Read the instances of a queryset and lock their documents until the transaction ends.
@@ -128,8 +125,7 @@ def select_for_update(
         of: what is locked: `"self"`, and relations of it, such as `"hall"` or `"hall__city"`. By default the queryset's
             own documents; an empty one, by which Django means all, is refused. Without `select_related` each costs
             queries of its own. What refers to a document that is not there, which MongoDB allows, locks nothing by it.
-        options: see `LockOptions` and `SkippingOptions` of `mongo_celery.locking`. `field` is no field of the
-            model, `wait` counts for each collection, and `skip_locked` needs a slice, as `[:3]`, and no `of`.
+        options: see `LockOptions` of `mongo_celery.locking`. `field` is no field of the model.
 
     Returns:
         The instances, in the queryset's order.
@@ -151,20 +147,13 @@ def select_for_update(
             "of `transactional(django_client)`."
         )
     _check(queryset.model, of)
-    if options.get("skip_locked"):
-        return _skipping(queryset, of, connection, options)
-    instances = _instances(queryset)
+    instances = list(queryset.all())
+    if any(not isinstance(each, Model) for each in instances):
+        raise ConfigurationError("select_for_update takes a queryset of instances, without values() and the like.")
     for collection, ids in _documents(instances, of, connection, queryset.db):
         call = lock_call(collection, {"_id": {"$in": ids}}, connection.session, ClientSession, **options)
-        carried_out(lock_read(call, ids))
+        run_sync(lock_ids(call, ids))
     return instances
-
-
-def _instances(queryset: QuerySet[Any]) -> list[Any]:
-    found = list(queryset.all())
-    if any(not isinstance(each, Model) for each in found):
-        raise ConfigurationError("select_for_update takes a queryset of instances, without values() and the like.")
-    return found
 
 
 def _documents(instances: Sequence[Any], of: Sequence[str], connection: Any, using: str) -> list[tuple[Any, list[Any]]]:
@@ -181,39 +170,6 @@ def _documents(instances: Sequence[Any], of: Sequence[str], connection: Any, usi
         document_id = meta.pk.get_db_prep_save(each.pk, connection)
         tables.setdefault(meta.db_table, {})[id_key(document_id, codec)] = document_id
     return [(connection.database[table], list(ids.values())) for table, ids in sorted(tables.items())]
-
-
-def _skipping(queryset: QuerySet[Any], of: Sequence[str], connection: Any, options: SkippingOptions) -> list[Any]:
-    low, high = queryset.query.low_mark, queryset.query.high_mark
-    if high is None or tuple(of) != (_SELF,):
-        raise ConfigurationError(
-            "skip_locked needs a slice of the queryset, which says how many to take at most, as in [:3], and no of=: "
-            "which of several documents is held, nobody knows."
-        )
-    meta = queryset.model._meta  # noqa: SLF001 - Django's public name
-    call = lock_call(connection.database[meta.db_table], {}, connection.session, ClientSession, **options)
-    codec = connection.database.codec_options
-    keys: dict[Any, Any] = {}
-
-    def first(count: int) -> Plan[list[Any]]:
-        found = yield list(_sliced(queryset, low, low + count).values_list("pk", flat=True))
-        ids = [meta.pk.get_db_prep_save(each, connection) for each in found]
-        keys.update((id_key(each, codec), key) for each, key in zip(ids, found, strict=True))
-        return ids
-
-    ids = carried_out(free_ids(call, high - low, first))
-    if not ids:
-        return []
-    with tried(call, ids):
-        carried_out(lock_read(call, ids))
-    return _instances(_sliced(queryset, 0, None).filter(pk__in=[keys[id_key(each, codec)] for each in ids]))
-
-
-def _sliced(queryset: QuerySet[Any], low: int, high: int | None) -> QuerySet[Any]:
-    """The same queryset with other limits, which Django changes of none that has some."""
-    found = queryset.all()
-    found.query.clear_limits()
-    return found if high is None else found[low:high]
 
 
 def _mongo_connection(using: str) -> Any:

@@ -333,11 +333,3 @@ def single_error(error: BulkWriteError) -> WriteError | WriteConcernError:
     for detail in error.details.get("writeConcernErrors", []):
         return WriteConcernError(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
     raise error
-
-
-def as_bulk_error(error: WriteError, place: int) -> BulkWriteError:
-    """A bulk write's form of a single write's error, by its place in the user's list."""
-    details = {**(error.details or {}), "index": place, "code": error.code, "errmsg": str(error)}
-    return BulkWriteError(
-        {"writeErrors": [details], "writeConcernErrors": [], **dict.fromkeys(COUNTS, 0), "upserted": []}
-    )

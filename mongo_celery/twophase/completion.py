@@ -12,12 +12,10 @@ from typing import Any, TypeVar
 import pymongo
 from bson import ObjectId
 from bson.binary import Binary
-from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError, TransactionTimeoutError
-from mongo_celery.locking.holders import in_words
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered
@@ -27,7 +25,6 @@ from mongo_celery.twophase.across import AcrossClusters, begun_fields
 from mongo_celery.twophase.clusters import AwayError, Clusters, is_away, without
 from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
 from mongo_celery.twophase.follower import LogFollower
-from mongo_celery.twophase.in_the_way import in_the_way
 from mongo_celery.twophase.local import in_one
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
@@ -217,7 +214,7 @@ class Completion:
         is_initial = transaction.state is State.INITIAL
         hint = NOT_BEGUN if is_initial else FINISHED_BY_RECOVERY
         step = self.within.run if way is Way.WITHIN else self._across.step
-        with _named(transaction.id, hint, hint, self._client if way is Way.WITHIN else None):
+        with _named(transaction.id, hint, hint):
             return self.until_answered(
                 lambda: step(transaction, deadline, any_application=any_application),
                 deadline,
@@ -238,7 +235,7 @@ class Completion:
         if begun.state is not State.PENDING:  # the answer was lost when it was begun, and somebody has taken it over
             return self.to_the_end(begun, deadline)
         try:
-            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY, None):
+            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY):
                 after = self.until_answered(lambda: self._across.decide(begun, deadline), deadline, id=begun.id)
         except OvertakenError:
             return self.to_the_end(begun, deadline)
@@ -281,7 +278,7 @@ class Completion:
         hint = (
             f"whether transaction {identity!r} was done is not known: it was if it is in the log, and else not at all"
         )
-        with _named(identity, "nothing was stored", hint, self._client):
+        with _named(identity, "nothing was stored", hint):
             return self.until_answered(
                 lambda: self.within.store(fields, parts, identity, mark, deadline), deadline, hint=hint, id=identity
             )
@@ -292,7 +289,7 @@ class Completion:
         """Store a transaction over several clusters as begun; errors as of `AcrossClusters.store`."""
         fields = begun_fields(parts, given.get("participants"))
         hint = f"whether transaction {identity!r} was begun is not known; if it is in the log, {FINISHED_BY_RECOVERY}"
-        with _named(identity, "nothing was stored", hint, self._client):
+        with _named(identity, "nothing was stored", hint):
             return self.until_answered(
                 lambda: self._across.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
             )
@@ -399,15 +396,14 @@ def _wait_or_give_up(transaction: Transaction, count: int, deadline: float) -> N
 
 
 @contextmanager
-def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any] | None) -> Iterator[None]:
+def _named(identity: Any, aborted: str, unknown: str) -> Iterator[None]:
     """
-    Say of a MongoDB transaction that has used its time up which transaction it belonged to, and who was in its way.
+    Say of a MongoDB transaction that has used its time up which transaction it belonged to.
 
     Args:
         identity: of the transaction.
         aborted: what follows if it was aborted.
         unknown: what follows if no commit was answered.
-        client: of the cluster whose open transactions may have been in the way; None where it may be any of several.
     """
     try:
         yield
@@ -416,11 +412,8 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any] |
             raise
         outcome = vars(error).get("outcome", "unknown")
         follows = aborted if outcome == "aborted" else unknown
-        found = () if client is None else in_the_way(error, client)
-        message = (
-            f"transaction {identity!r} did not get on{_where(error)}: {follows}. {error} {in_words(found)}".rstrip()
-        )
-        raise TransactionTimeoutError(message, id=identity, outcome=outcome, candidates=found) from error
+        message = f"transaction {identity!r} did not get on{_where(error)}: {follows}. {error}"
+        raise TransactionTimeoutError(message, id=identity, outcome=outcome) from error
 
 
 def _where(error: BaseException) -> str:

@@ -105,7 +105,7 @@ def test_the_project_of_the_page_runs(
     assert not re.search(r"mongo_celery\.[EW]0", checked.text), "the page's settings and code are sound"
     assert "outbox outbox: (mongo_celery.E103) sweep: " in checked.text
 
-    listener = run("listener", "-m", "django", "listener")
+    listener = run("listener", "-m", "celery", "-A", "shop", "listener")
     worker = run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")
     sold = run("sell", "-c", SELL)
     assert sold.wait() == 0, sold.text

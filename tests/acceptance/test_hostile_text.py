@@ -47,7 +47,6 @@ COMMANDS = {
     "transactions list --state initial --state done": True,
     "transactions recover --dry-run --all": True,
     "transactions show HOSTILE": True,
-    "locks list": True,
 }
 """Each command, and whether it shows a document's text."""
 
@@ -64,7 +63,7 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
         for name in ("halting", "giving_up"):
             data[name].insert_one({"_id": f"k {TEXT}", "text": TEXT, TEXT.replace("\n", " "): TEXT})
         runner.deliver(raises=False)
-        record = make_record("forget", [TEXT], TEXT, TEXT, [TEXT], {TEXT: TEXT})
+        record = make_record("remove", [TEXT], TEXT, TEXT, [TEXT], {TEXT: TEXT})
         project.bridge.wiring.store.audit.add(record)
         snapshots = project.bridge.wiring.store.snapshots
         snapshots.insert([{"_id": snapshots.make_id("halting"), "source": data["halting"].full_name, "by": TEXT}])
@@ -77,10 +76,7 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
         data["transfers"].insert_many(
             [{"_id": f"{at} {TEXT}", "state": at, **stored, **more} for at in ("initial", "pending", "done")]
         )
-        with client.start_session() as session:
-            session.start_transaction()  # it is aborted in the end
-            data["locked"].insert_one({}, session=session)
-            yield {**given, "PROJECT_STATE": state.name, "LETTER": entry["id"]}
+        yield {**given, "PROJECT_STATE": state.name, "LETTER": entry["id"]}
         project.client.close()
         for suffix in ("data", "state"):
             empty(client, f"{names}_{suffix}")

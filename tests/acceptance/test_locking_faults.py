@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,16 +15,17 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
+from pymongo.errors import OperationFailure
 
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import DocumentLockedError
 from mongo_celery.locking import select_for_update, transactional
-from mongo_celery.locking.freeing import ended_count
 from tests.acceptance.chain_rig import QUIET
+from tests.acceptance.documentation.pages import blocks
 from tests.acceptance.locking_project import ENVIRONMENT
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import ROOT, Processes, wait_for
-from tests.integration.locking_rig import Document, Tasks, Threads, held, hold_for_ever
+from tests.integration.locking_rig import Document, held, hold_for_ever
 
 PROJECT = "tests.acceptance.locking_project"
 LIFETIME_SECONDS = 2
@@ -115,28 +115,27 @@ def test_a_killed_holder_frees_the_document_when_the_server_ends_its_transaction
     lock = transactional(data.client, timeout=FREE_SECONDS_MAX)(select_for_update)
     with pytest.raises(DocumentLockedError):
         lock(data["things"], {"_id": 1}, nowait=True)
-    assert lock(data["things"], {"_id": 1}, application="next")["_lock"]["application"] == "next"
+    assert lock(data["things"], {"_id": 1})["_id"] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [Threads, Tasks])
-def test_a_killed_holder_frees_the_document_for_who_waits_before_the_server_would(
-    processes: Processes, mongo_url: str, database: Database[Document], way: type[Threads | Tasks]
+def test_the_query_of_the_docs_shows_a_holder_and_its_end_frees_the_document(
+    database: Database[Document], make_client: MakeClient
 ) -> None:
-    """With the real times: ten seconds of waiting, where the server takes at least a minute."""
+    """Both are for people: nothing here ends another process's transaction."""
+    (shown,) = [each.code for each in blocks(ROOT / "docs" / "transactions.md", "python") if "$currentOp" in each.code]
     database["things"].insert_one({"_id": 1})
-    url = f"{mongo_url}&appName={database.name}"
-    program = ("-m", "tests.integration.locking_rig", url, database.name, hold_for_ever.__name__, "0")
-    holder = processes.python("holder", *program)
-    wait_for(lambda: database["meetings"].find_one({"mark": "held"}), message="a holder")
-    limit = database.client.admin.command({"getParameter": 1, "transactionLifetimeLimitSeconds": 1})
-    holder.kill()
-    before = ended_count()
-    timeout = limit["transactionLifetimeLimitSeconds"] - 10
-    with closing(way(mongo_url)) as waiting:
-        found = waiting.lock("select_for_update", database["things"], {"_id": 1}, application="next", timeout=timeout)
-    assert found["_lock"]["application"] == "next"
-    assert ended_count() > before
+    holder = make_client(appName=f"holder of {database.name}")
+    lock = transactional(database.client)(select_for_update)
+
+    def end_holder() -> None:
+        found: list[tuple[Any, ...]] = []
+        exec(shown, {"client": database.client, "print": lambda *values: found.append(values)})
+        (session,) = [identity for identity, _, name, _ in found if name == f"holder of {database.name}"]
+        database.client.admin.command("killSessions", [{"id": session}])
+        assert lock(database["things"], {"_id": 1}, nowait=True)["_id"] == 1
+
+    with pytest.raises(OperationFailure), held(holder[database.name]["things"], 1):
+        end_holder()
 
 
 def test_the_seat_reservation_comes_out_even() -> None:

@@ -16,7 +16,6 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox
-from mongo_celery.outbox.entries import Entry
 from tests.acceptance.chain_rig import QUIET
 from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
@@ -110,18 +109,15 @@ def test_a_duplicate_waits_for_a_dead_run_however_long_and_uses_up_no_retries(pr
     assert project.notes("waited") == [{"retries": 0}]
 
 
-def test_a_chord_that_is_dispatched_twice_gets_each_part_once(project: Project) -> None:
+def test_a_chord_whose_parts_are_delivered_twice_gets_each_part_once(project: Project) -> None:
     """The duplicate of a finished part counts as that part, and one of a running part is no part of its own."""
     header = [project.task("part", "quick"), project.task("part", "slow")]
-    project.outbox.insert_one({"_id": 1}, tasks=[chord(header, project.task("total"))])
-    stored = project.database["orders"].find_one({"_id": 1})
-    assert stored is not None
-    entry = Entry.from_document(stored["pendingEvents"]["events"][0])
-    assert isinstance(entry, Entry)
-
-    project.outbox.publisher.publish(entry)
+    total = project.task("total")
+    parts = chord(header, total).apply_async().parent
+    assert parts is not None
     wait_for(lambda: len(project.notes("part")) == 2)
-    project.outbox.publisher.publish(entry)  # a relay was killed between publishing and removing
+    for index, (part, sent) in enumerate(zip(header, parts.children, strict=True)):
+        part.apply_async(task_id=sent.id, group_id=parts.id, group_index=index, chord=total)
     project.worker.wait_for_output("running elsewhere")
     wait_for(lambda: len(re.findall(r"part\[\S+\] succeeded", project.worker.text)) == 2)
     assert project.notes("total") == [], "the quick part has ended twice, which is not both parts"

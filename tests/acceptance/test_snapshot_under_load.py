@@ -52,7 +52,7 @@ def test_a_snapshot_is_exact_beside_writes_and_a_kill_of_each_kind(make: Make) -
     rig.start()
     for writer in rig.writers.values():
         writer.start()
-    rig.changes("snapshot", TRANSACTIONAL, "--yes")
+    rig.changes("snapshot", "start", TRANSACTIONAL, "--yes")
     rig.wait_progress(PLAIN)  # at once: what the record calls delivered must not be on its way
     rig.kill_leader()
     rig.wait_progress()
@@ -67,7 +67,7 @@ def test_a_snapshot_of_a_million_documents_is_exact_while_everything_is_killed(m
     rig.start(listeners=2, workers=2)
     for writer in rig.writers.values():
         writer.start()
-    rig.changes("snapshot", TRANSACTIONAL, "--yes")
+    rig.changes("snapshot", "start", TRANSACTIONAL, "--yes")
     between = 2 * sum(rig.counts.values()) / KILLS
     while not rig.all_done:
         wanted = rig.progress() + rig.chance.uniform(0, between)

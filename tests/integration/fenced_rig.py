@@ -73,8 +73,7 @@ class Commands(CommandListener):
 
 
 def view(collection: Collection[Document], token: int, **options: Any) -> FencedCollection:
-    ttl = {"tombstone_ttl": options.pop("tombstone_ttl")} if "tombstone_ttl" in options else {}
-    return FencedCollection(collection, fence(token, **options), **ttl)
+    return FencedCollection(collection, fence(token, **options))
 
 
 def graves(collection: Collection[Document]) -> Collection[Document]:

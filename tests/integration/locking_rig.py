@@ -100,7 +100,7 @@ def held(collection: Collection[Document], *document_ids: object) -> Iterator[No
     """Lock documents for as long as the block lasts, in a transaction that nothing inside can join."""
     with collection.database.client.start_session() as session, session.start_transaction():
         for document_id in document_ids:
-            select_for_update(collection, {"_id": document_id}, session=session, application="holder")
+            select_for_update(collection, {"_id": document_id}, session=session)
         yield
 
 
@@ -198,24 +198,6 @@ def take_places(database: Database[Document], actor: int) -> int:
     return sum(iter(take, 0))
 
 
-def take_jobs(database: Database[Document], actor: int) -> int:
-    """Take jobs that nobody else holds until none is left; how many were got."""
-
-    @transactional(database.client)
-    def take(*, session: ClientSession) -> int:
-        job = select_for_update(database["jobs"], {"taken_by": None}, session=session, skip_locked=True)
-        if job is None:
-            return 0
-        update = {"$set": {"taken_by": actor}, "$inc": {"runs": 1}}
-        database["jobs"].update_one({"_id": job["_id"]}, update, session=session)
-        return 1
-
-    got = 0
-    while database["jobs"].count_documents({"taken_by": None}):
-        got += take()
-    return got
-
-
 def hold_for_ever(database: Database[Document], _actor: int) -> None:
     """Lock a document and stay."""
     with held(database["things"], 1):
@@ -232,7 +214,6 @@ WORKS: dict[str, Work] = {
         leave_with_lock,
         transfer_in_opposite_order,
         take_places,
-        take_jobs,
         hold_for_ever,
     )
 }

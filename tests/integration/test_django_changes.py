@@ -267,7 +267,7 @@ seats = Outbox(
 
 @transactional()
 def reserve(number, *, fails=False):
-    seats.save(Seat(number=number), tasks=[ticket.s(number)])
+    seats.insert_one({"number": number}, tasks=[ticket.s(number)], session=documents.session)
     if fails:
         raise KeyError
 

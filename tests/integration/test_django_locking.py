@@ -33,7 +33,6 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 from mongo_celery import transactional
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
-from mongo_celery.locking import skipping
 from mongo_celery.locking.django import django_client, joined, select_for_update
 
 class Hall(models.Model):
@@ -106,7 +105,7 @@ def sell(customer, *, session):
     with joined():
         transaction.on_commit(lambda: done.append(customer))
         queryset = Seat.objects.filter(customer=None).select_related("hall").order_by("-row")[:2]
-        found = select_for_update(queryset, of=("self", "hall"), application="office")
+        found = select_for_update(queryset, of=("self", "hall"))
         for seat in found:
             seat.customer = customer
             seat.save()
@@ -114,8 +113,8 @@ def sell(customer, *, session):
 
 assert sell("Ann") == [3, 2]
 assert (attempts, done) == (["Ann"], ["Ann"])
-assert {each["row"] for each in seats.find({"customer": "Ann", "_lock.application": "office"})} == {2, 3}
-assert halls.find_one()["_lock"]["application"] == "office"
+assert {each["row"] for each in seats.find({"customer": "Ann", "_lock.id": {"$exists": True}})} == {2, 3}
+assert "id" in halls.find_one()["_lock"]
 assert Seat.objects.get(row=3).customer == "Ann" and connection.session is None
 
 # A conflict that Django would hide is repeated, and callbacks of the attempt that failed are forgotten.
@@ -179,25 +178,6 @@ with other.start_session() as session, session.start_transaction():
     session.abort_transaction()
 with transaction.atomic():
     [seat] = select_for_update(Seat.objects.filter(row=1), nowait=True)
-
-# What others hold is skipped, by the next attempts of a transaction; nothing that is free again is.
-skipping._LEFT_OUT_SECONDS = 0.0
-@transactional(django_client)
-@joined()
-def free(queryset, *, session, **options):
-    return [seat.row for seat in select_for_update(queryset, skip_locked=True, **options)]
-
-rows = Seat.objects.filter(row__in=(1, 2, 3)).order_by("-row")
-with other.start_session() as session, session.start_transaction():
-    other[name]["seats"].update_one({"row": 2}, {"$set": {"held": 1}}, session=session)
-    assert free(rows[:1]) in ([3], [1])
-    assert free(rows.filter(row=2)[:1]) == []
-    assert free(rows.exclude(row=3)[:1]) == [1]
-assert free(rows[1:3]) == [2, 1]
-assert seats.find_one({"row": 2})["_lock"]
-assert free(rows.filter(customer="nobody")[:2]) == []
-assert "slice" in refused(ConfigurationError, lambda: free(rows))
-assert "no of=" in refused(ConfigurationError, lambda: free(rows[:1], of=("self", "hall")))
 
 # No transaction, another client, one around it, and one of its own inside.
 assert "found no transaction" in refused(TransactionRequiredError, lambda: joined().__enter__())

@@ -271,6 +271,18 @@ def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Colle
     assert (caught.value.details["nMatched"], caught.value.details["nModified"]) == (1, 1)
 
 
+def test_an_unordered_bulk_write_tries_what_stands_behind_a_creation_that_fails(target: Collection[Document]) -> None:
+    """P1: also where several are new, and errors keep the user's places."""
+    target.create_index("email", unique=True)
+    target.insert_one({"_id": 1, "email": "a"})
+    requests: list[Any] = [ReplaceOne({"_id": n}, {"email": "a" if n == 11 else n}, upsert=True) for n in (10, 11, 12)]
+    with pytest.raises(BulkWriteError) as caught:
+        view(target, 5).bulk_write([*requests, UpdateMany({"email": 12}, {"$set": {"email": "a"}})], ordered=False)
+    assert [each["index"] for each in caught.value.details["writeErrors"]] == [1, 3]
+    assert caught.value.details["nUpserted"] == 2
+    assert {each["_id"] for each in target.find()} == {1, 10, 12}
+
+
 @pytest.mark.parametrize("request_", [InsertOne({"_id": 1}), DeleteMany({})])
 def test_a_bulk_write_refuses_what_it_cannot_fence(target: Collection[Document], request_: Any) -> None:
     """P9: before anything is written."""
@@ -380,18 +392,6 @@ def test_round_trips_are_those_of_the_table(
     concerns = dict(zip(commands.started_names, commands.concerns, strict=True))
     last = "commitTransaction" if "commitTransaction" in expected else expected[-1]
     assert concerns[last] == {"w": "majority"}
-
-
-def test_without_tombstones_inserts_and_deletes_are_cheap(
-    spied: tuple[Collection[Document], Commands],
-) -> None:
-    """P3: two round trips and one; what is given up is written at `tombstone_ttl`."""
-    collection, commands = spied
-    mine = view(collection, 5, tombstone_ttl=0)
-    mine.replace_one({"_id": 1}, {"a": 1}, upsert=True)
-    mine.delete_one({"_id": 1})
-    assert commands.started_names == ["update", "update", "delete"]
-    assert all(concern == {"w": "majority"} for concern in commands.concerns)
 
 
 @every_write

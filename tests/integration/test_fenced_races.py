@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 from pymongo.monitoring import CommandStartedEvent, CommandSucceededEvent
 
 from mongo_celery.bridge.fenced import TOMBSTONES
-from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.errors import StaleFencingTokenError
 from tests.integration.fenced_rig import (
     DEADLINE_S,
     FENCE,
@@ -40,32 +41,29 @@ from tests.integration.fenced_rig import (
 )
 
 
-@pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
 @pytest.mark.parametrize(("rival", "wins"), [(5, True), (4, True), (6, False)])
 def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
     target: Collection[Document],
     spied: tuple[Collection[Document], Commands],
-    ttl: int,
     rival: int,
     wins: bool,
 ) -> None:
     """P3: E11000 on `_id` is tried once more; equal tokens both pass; a newer one has won."""
     collection, commands = spied
-    act = view(collection, 5, tombstone_ttl=ttl)
-    if ttl:
-        view(collection, 1, tombstone_ttl=ttl).delete_one({"_id": 0})  # makes the index
+    act = view(collection, 5)
+    view(collection, 1).delete_one({"_id": 0})  # makes the index
     original = commands.succeeded
 
     def after_miss(event: CommandSucceededEvent) -> None:
         original(event)
         if event.command_name == "update" and not commands.reached.is_set():
-            commands.hold("findAndModify" if ttl else "update", target.name + (TOMBSTONES if ttl else ""))
+            commands.hold("findAndModify", target.name + TOMBSTONES)
 
     commands.succeeded = after_miss  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         upsert = pool.submit(act.update_one, {"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
         assert commands.reached.wait(DEADLINE_S)
-        view(target, rival, tombstone_ttl=ttl).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+        view(target, rival).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
         commands.go.set()
         if wins:
             assert upsert.result(DEADLINE_S).matched_count == 1
@@ -75,15 +73,14 @@ def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
     assert stored(target) == {"_id": 1, "n": 2 if wins else 1, FENCE: stamp(max(rival, 5))}
 
 
-@pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
 def test_a_duplicate_key_of_another_index_is_the_users_error(
-    target: Collection[Document], spied: tuple[Collection[Document], Commands], ttl: int
+    target: Collection[Document], spied: tuple[Collection[Document], Commands]
 ) -> None:
     """P9: on an insert and on an update, at once, never a verdict about the fence."""
     collection, commands = spied
     target.create_index("email", unique=True)
     target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}])
-    mine = view(collection, 5, tombstone_ttl=ttl)
+    mine = view(collection, 5)
     for document_id in (2, 3):
         with pytest.raises(DuplicateKeyError) as caught:
             mine.update_one({"_id": document_id}, {"$set": {"email": "a"}}, upsert=True)
@@ -107,14 +104,16 @@ def test_rivals_that_create_and_delete_in_turns_do_not_wear_out_an_upsert(
 ) -> None:
     """P1: by `_id` alone an admitted upsert gets through, for each of its misses is a rival's success."""
     collection, commands = spied
-    rival = view(target, 9, index=7, tombstone_ttl=0)
-    # update (miss), update (insert), find (judge), and so on
-    for place in (2, 5, 8):
+    rival = view(target, 9, index=7)
+    view(collection, 1).delete_one({"_id": 0})  # makes the index
+    commands.started_names.clear()
+    # update (miss), findAndModify (slot), update (insert), abortTransaction, find (judge), and so on
+    for place in (2, 7, 12):
         commands.meanwhile[place] = lambda: rival.replace_one({"_id": 1}, {}, upsert=True)
-    for place in (4, 7):
+    for place in (6, 11):
         commands.meanwhile[place] = lambda: rival.delete_one({"_id": 1})
-    view(collection, 5, tombstone_ttl=0).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
-    assert commands.started_names == ["update", "update", "find"] * 3 + ["update"]
+    view(collection, 5).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+    assert commands.started_names == ["update", "findAndModify", "update", "abortTransaction", "find"] * 3 + ["update"]
     assert stored(target) == {"_id": 1, "n": 1, FENCE: {KEY: {"g": 1, "p": {"0": 5, "7": 9}}}}
 
 
@@ -184,19 +183,12 @@ def test_a_delete_by_another_subscription_does_not_forget_the_first(target: Coll
 
 
 def test_a_tombstone_expires_by_the_servers_clock(target: Collection[Document]) -> None:
-    """P10: `tombstone_ttl` seconds after the delete; None is for ever; 0 leaves none."""
+    """P10: seven days after the delete."""
     now = target.database.command("hello")["localTime"]
-    view(target, 5, tombstone_ttl=3600).delete_one({"_id": 1})
-    view(target, 5, tombstone_ttl=None).delete_one({"_id": 2})
-    view(target, 5, tombstone_ttl=0).delete_one({"_id": 3})
-    found = {d["_id"]: d.get("expireAt") for d in graves(target).find()}
-    assert set(found) == {1, 2}
-    assert 3600 <= (found[1] - now).total_seconds() < 3600 + DEADLINE_S
-    assert found[2] is None
+    view(target, 5).delete_one({"_id": 1})
+    [found] = graves(target).find()
+    assert 0 <= (found["expireAt"] - now - timedelta(days=7)).total_seconds() < DEADLINE_S
     assert graves(target).index_information()["expireAt_1"]["expireAfterSeconds"] == 0
-    for wrong in (-1, float("nan"), "3", True):
-        with pytest.raises(ConfigurationError):
-            view(target, 5, tombstone_ttl=wrong)
 
 
 def test_deletes_do_not_trip_unique_indexes_or_validators(target: Collection[Document]) -> None:

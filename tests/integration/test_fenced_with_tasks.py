@@ -152,17 +152,13 @@ DELETES: dict[str, Others] = {
 }
 
 
-@pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
 @pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
-def test_a_delete_delivers_what_is_pending(rig: Rig, database: Database[Document], delete: Others, ttl: int) -> None:
+def test_a_delete_delivers_what_is_pending(rig: Rig, database: Database[Document], delete: Others) -> None:
     """As `Outbox.delete_one`; a stale execution deletes nothing."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "k": 1, FENCE: stamp(4)}, tasks=[rig.add.s(1, 1), rig.add.s(1, 2)])
     database["orders"].insert_one({"_id": 2, "k": 2})
-    stale, mine = (
-        FencedCollection(database["orders"], fence(token), tombstone_ttl=ttl, outboxes=lambda: [outbox])
-        for token in (3, 5)
-    )
+    stale, mine = (FencedCollection(database["orders"], fence(token), outboxes=lambda: [outbox]) for token in (3, 5))
     with pytest.raises(StaleFencingTokenError):
         delete(stale)
     assert rig.sent() == []

@@ -1,11 +1,12 @@
-"""Where locks and transactions end: a body that outlasts its limit, a lock error that is caught, bounds of waiting."""
+"""Where locks and transactions end: a body that outlasts its limit, a holder that does, a lock error that is caught."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
+import pymongo
 import pytest
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
@@ -27,7 +28,6 @@ GENEROUS = 30.0
 """More than any of these needs; what does not end by itself fails with TransactionTimeoutError."""
 
 WRITE_MILLISECONDS_MAX = 20_000
-LONGER_THAN_ONE_WAIT = 1.5
 
 
 def run_as_function(client: MongoClient[Document], body: Body, **options: Any) -> Any:
@@ -46,14 +46,9 @@ BOTH_WAYS = pytest.mark.parametrize("run", [run_as_function, run_as_context])
 
 @pytest.fixture
 def things(database: Database[Document]) -> Collection[Document]:
-    """Give a collection of three documents that are due."""
-    database["things"].insert_many([{"_id": number, "n": 0, "due": datetime(2020, 1, 1)} for number in (1, 2, 3)])  # noqa: DTZ001
+    """Give a collection of three documents."""
+    database["things"].insert_many([{"_id": number, "n": 0} for number in (1, 2, 3)])
     return database["things"]
-
-
-def due(now: datetime) -> Document:
-    """A filter that is another one at each attempt."""
-    return {"_id": 1, "due": {"$lt": now}}
 
 
 def use_up_the_time(things: Collection[Document]) -> None:
@@ -102,14 +97,14 @@ def test_a_body_that_outlasts_the_limit_is_aborted_and_frees_its_documents(
     assert (stored["n"], "_lock" in stored, committed) == (10, False, [])
 
 
-def busy_or_free(things: Collection[Document], runs: list[int], **bound: Any) -> Body:
+def busy_or_free(things: Collection[Document], runs: list[int]) -> Body:
     """A body that catches the lock error, where it should not."""
 
     def body(session: ClientSession) -> str:
         runs.append(1)
         things.insert_one({"_id": "before"}, session=session)
         try:
-            select_for_update(things, {"_id": 1}, session=session, **bound)
+            select_for_update(things, {"_id": 1}, session=session, nowait=True)
         except DocumentLockedError:
             return "busy"
         return "free"
@@ -123,21 +118,13 @@ def test_a_lock_error_that_is_caught_inside_ends_the_transaction_all_the_same(
 ) -> None:
     """The server has aborted it: it can neither be committed, nor would a repetition help."""
     runs: list[int] = []
-    body = busy_or_free(things, runs, nowait=True)
+    body = busy_or_free(things, runs)
     with held(things, 1), pytest.raises(DocumentLockedError) as caught:
         run(things.database.client, body, timeout=GENEROUS)
     assert isinstance(caught.value.__cause__, OperationFailure)
     assert len(runs) == 1
     assert things.find_one({"_id": "before"}) is None
     assert run(things.database.client, body, timeout=GENEROUS) == "free"
-
-
-def test_an_error_at_the_bound_of_waiting_that_is_caught_inside_does_not_begin_the_wait_anew(
-    things: Collection[Document],
-) -> None:
-    """Once it is raised, the call ends with it."""
-    with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 1 s"):
-        run_as_function(things.database.client, busy_or_free(things, [], wait=1), timeout=GENEROUS)
 
 
 @BOTH_WAYS
@@ -186,64 +173,39 @@ def test_a_body_that_catches_the_lock_error_and_aborts_gives_its_result(things: 
         assert run_as_function(things.database.client, body, timeout=GENEROUS) == "busy"
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("select", [select_for_update, select_many_for_update])
-def test_waiting_ends_at_its_bound_though_the_filter_changes(things: Collection[Document], select: Any) -> None:
-    """A filter with the present time is another one at each attempt, for the same call."""
+def test_timeout_bounds_the_wait_for_a_holder(things: Collection[Document], run: Run, select: Any) -> None:
+    """A function is repeated until then, a block is not. Either is aborted, and nothing of it stays."""
     runs: list[int] = []
 
     def body(session: ClientSession) -> None:
         runs.append(1)
-        select_for_update(things, {"_id": 2}, session=session)
-        select(things, due(datetime.now(UTC)), session=session, wait=1)
+        select(things, {"_id": 2}, session=session)
+        select(things, {"_id": 1}, session=session)
 
-    with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 1 s"):
-        run_as_function(things.database.client, body, timeout=GENEROUS)
-    assert len(runs) > 1
-
-
-def test_each_call_of_a_body_has_a_bound_of_its_own(things: Collection[Document]) -> None:
-    """What one has waited does not count for the next, on the same collection either."""
-    met: list[int] = []
-
-    def body(session: ClientSession) -> None:
-        select_for_update(things, {"_id": 2}, session=session, wait=GENEROUS)
-        met.append(2)
-        select_for_update(things, {"_id": 1}, session=session, wait=1)
-        met.append(1)
-
-    with held(things, 1), pytest.raises(DocumentLockedError, match=r"'_id': 1.*within 1 s"):
-        run_as_function(things.database.client, body, timeout=GENEROUS)
-    assert len(met) > 1
-    assert set(met) == {2}
+    error = TransactionTimeoutError if run is run_as_function else OperationFailure
+    began = time.monotonic()
+    with held(things, 1), pytest.raises(error) as caught:
+        run(things.database.client, body, timeout=LIMIT)
+    assert time.monotonic() - began < GENEROUS
+    assert things.count_documents({"_id": 2, "_lock": {"$exists": True}}) == 0
+    if run is run_as_function:
+        assert len(runs) > 1
+        assert vars(caught.value)["outcome"] == "aborted"
+        assert "transactionLifetimeLimitSeconds" in str(caught.value)
 
 
-def test_the_drivers_own_transactions_wait_no_longer_though_the_filter_changes(things: Collection[Document]) -> None:
-    """Also on a session that has locked in transactions before."""
+def test_a_holder_that_outlasts_the_driver_bounds_its_own_transactions_too(things: Collection[Document]) -> None:
+    """`with_transaction` repeats a conflict as long as `pymongo.timeout` lets it."""
+    runs: list[int] = []
 
     def body(session: ClientSession) -> None:
-        select_for_update(things, due(datetime.now(UTC)), session=session, wait=1)
+        runs.append(1)
+        select_for_update(things, {"_id": 1}, session=session)
 
     with things.database.client.start_session() as session:
-        for _ in range(2):
+        with held(things, 1), pytest.raises(PyMongoError), pymongo.timeout(LIMIT):
             session.with_transaction(body)
-        with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 1 s"):
-            session.with_transaction(body)
-
-
-def test_a_later_transaction_of_a_drivers_session_waits_anew(things: Collection[Document]) -> None:
-    """The caller has given the first one up; its waiting is no longer the later one's."""
-
-    def conflict(session: ClientSession) -> None:
-        session.start_transaction()
-        with pytest.raises(OperationFailure):  # to be repeated: not yet a DocumentLockedError
-            select_for_update(things, {"_id": 1}, session=session, wait=1)
-        session.abort_transaction()
-
-    with things.database.client.start_session() as session, held(things, 1):
-        conflict(session)
-        with pytest.raises(DocumentLockedError):
-            run_as_function(
-                things.database.client,
-                lambda other: select_for_update(things, {"_id": 1}, session=other, wait=LONGER_THAN_ONE_WAIT),
-            )
-        conflict(session)
+        assert len(runs) > 1
+        session.with_transaction(body)

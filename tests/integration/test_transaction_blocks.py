@@ -361,7 +361,7 @@ def test_the_write_of_a_box_ends_with_the_time_of_its_block(
     @contextmanager
     def frozen() -> Iterator[None]:
         yield
-        proxy.hold(b"insert")
+        proxy.hold(b"update")
 
     with pytest.raises(TransactionTimeoutError) as caught, block, frozen():
         app.send_task("inside", queue="blocks")

@@ -494,21 +494,3 @@ def test_with_markers_a_cluster_that_is_away_keeps_nobodys_money(
     (became,) = bank.recover(0)
     assert became.after == "canceled"
     assert (far["accounts"].find_one() or {})["balance"] == 1000
-
-
-def test_who_holds_a_participant_is_named_when_the_time_is_used_up(
-    database: Database[Document], make_client: Callable[..., Any]
-) -> None:
-    """By appName and address, as of a lock."""
-    make_accounts(database, A=1000, B=1000)
-    bank = TwoPhaseCommit(
-        None, database["transactions"], application="bank", timeout=6
-    )  # a busy machine has to look for the holder in it
-    bank.transfer("A", "B", 1)
-    holder = make_client(appName=f"holder of {database.name}")
-    with holder.start_session() as session, session.start_transaction():
-        holder[database.name]["accounts"].update_one({"_id": "A"}, {"$set": {"held": True}}, session=session)
-        with pytest.raises(TransactionTimeoutError, match=f"holder of {database.name} at") as caught:
-            bank.transfer("A", "B", 100)
-    assert f"holder of {database.name}" in {each.application for each in vars(caught.value)["candidates"]}
-    assert balances(database) == {"A": 999, "B": 1001}

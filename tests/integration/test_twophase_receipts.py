@@ -664,17 +664,3 @@ def test_sessions_of_coordinators_serve_other_coordinators(clusters: Clusters) -
     """A server keeps each for half an hour: there are as many as calls at once."""
     named = [clusters.log.find_one({"_id": clusters.begin("own", "east", value=1, run=True)}) for _ in range(5)]
     assert len({each["id"] for entry in named for each in entry["sessions"]}) <= 4
-
-
-def test_nobody_is_named_who_may_be_in_another_cluster(clusters: Clusters) -> None:
-    """What holds a participant in one is not what is open in the log's."""
-    impatient = clusters.coordinator(clusters.clients, timeout=2)
-    clusters.begin("own", "east", value=1, run=True)
-    with ExitStack() as stack:
-        for cluster, document in (("own", {"_id": "other"}), ("east", {"_id": "A"})):
-            session = stack.enter_context(clusters.clients[cluster].start_session())
-            stack.enter_context(session.start_transaction())
-            clusters.accounts(cluster).update_one(document, {"$set": {"held": True}}, upsert=True, session=session)
-        with pytest.raises(TransactionTimeoutError) as caught:
-            impatient.run(clusters.begin("own", "east"))
-    assert vars(caught.value).get("candidates", ()) == ()

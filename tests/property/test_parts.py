@@ -167,5 +167,5 @@ def test_what_is_recorded_inside_of_a_part_changes_nothing_that_is_given(of: lis
         done.append(given[0])
         parts.finish(given[:1])
         assert _last(of, parts.reach(0)) <= set(done)
-        parts.move_begin(parts.reach(0))
+        parts.begin = parts.reach(0)
     assert (done, parts.begin) == (whole, len(of))

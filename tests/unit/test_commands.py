@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import click
 import pytest
@@ -21,7 +20,6 @@ from mongo_celery.bridge.operations.whereabouts import Whereabouts
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
 from mongo_celery.findings import Finding
-from mongo_celery.locking.holders import OpenTransaction
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.health import Health
@@ -54,7 +52,7 @@ def tree(command: click.Command, path: str, parent: click.Context | None) -> Ite
 
 ALL = {
     path: context
-    for name in ("changes", "outbox", "transactions", "locks", "listener")
+    for name in ("changes", "outbox", "transactions", "listener")
     for path, context in tree(celery_command.commands[name], name, click.Context(celery_command, info_name="celery"))
 } | dict(tree(main, "mongo-celery", None))
 LEAVES = sorted(path for path, context in ALL.items() if not isinstance(context.command, click.Group))
@@ -138,13 +136,11 @@ def test_the_page_has_the_keys_of_the_code() -> None:
     assert names(found["`outbox sweep`"]) == {"outboxes", "outbox", *Delivery().plain()}
     assert names(found["`outbox dead-letters replay`"]) == {"letters", "outbox", "error", *keys_of(Replay)}
     assert names(found["`outbox status`"]) == set(health())
-    open_one = OpenTransaction(UUID(int=1), b"", 1, None, None, "", False, 1.0, 1.0, 1.0, connected=True, own=True)
-    assert names(found["`locks list`"]) == set(open_one.plain())
 
 
 def test_a_message_prints_a_command_whole() -> None:
     """From `celery -A` on, by `CommandLine`; but for modules whose texts only describe a command."""
-    short = re.compile(r"`(?:celery(?! -A)|changes|dead-letters|outbox|transactions|locks|listener|manage\.py) [a-z]")
+    short = re.compile(r"`(?:celery(?! -A)|changes|dead-letters|outbox|transactions|listener|manage\.py) [a-z]")
     package, describing, found = (
         Path(mongo_celery.__file__).parent,
         {"grants.py", "history.py", "listener.py", "renewal.py"},

@@ -77,7 +77,7 @@ def test_what_docstrings_show_is_code_that_calls_what_they_are_about() -> None:
         for block in re.findall(r"::\n\n((?:(?: {4}.*)?\n)+)", f"{inspect.getdoc(getattr(module, name))}\n")
     ]
 
-    assert {"OutboxCollection", "transactional", "OutboxMixin", "select_for_update_of"} <= {name for name, _ in blocks}
+    assert {"OutboxCollection", "transactional", "OutboxMixin", "select_for_update"} <= {name for name, _ in blocks}
     for name, code in blocks:
         compile(code, name, "exec")
         assert name in code
@@ -108,7 +108,7 @@ def test_all_options_are_in_the_reference_with_their_defaults() -> None:
 def test_all_commands_are_in_the_reference() -> None:
     """With their options; as the entry points give them to Celery, and those that need no app."""
     expected = {*paths(changes.changes, "celery -A app changes"), *paths(tools.main, "mongo-celery")}
-    for name in ("listener", "outbox", "transactions", "locks"):
+    for name in ("listener", "outbox", "transactions"):
         command = getattr(importlib.import_module(f"mongo_celery.cli.{name}"), name)
         expected.update(paths(command, f"celery -A app {name}"))
 

@@ -11,7 +11,6 @@ from celery import Celery
 from mongo_celery import Bridge, Change, Changes, Outbox, TwoPhaseCommit, once, transactional
 from mongo_celery.bridge.options import OPTION_NAMES
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.locking.call import _bound
 from mongo_celery.outbox.options import OutboxOptions
 
 URL = "mongodb://localhost/shop?replicaSet=rs0"
@@ -56,7 +55,6 @@ MAKERS: dict[str, Make] = {
     "TwoPhaseCommit": lambda **options: TwoPhaseCommit(None, nowhere, application="shop", **options),
     "transactional": lambda **options: transactional(nowhere, **options),
     "once": lambda **options: once(nowhere, **options),
-    "select_for_update": lambda **options: _bound(**{"nowait": False, "wait": None, "skip_locked": False} | options),
 }
 NO_EXCEPTIONS = (ConnectionError, "ConnectionError", (ConnectionError, "x"), 5)
 OF_TASKS: dict[str, Iterable[object]] = {
@@ -137,10 +135,6 @@ WRONG: dict[str, dict[str, Iterable[object]]] = {
         "outbox": (5, "x"),
     },
     "once": {"keep": (*NO_NUMBER, None, 0), "claim_ttl": (*NO_NUMBER, None, 0), "key": (5, "x")},
-    "select_for_update": {
-        "wait": (NAN, INF, "3", True, -1, ODD),
-        **dict.fromkeys(("nowait", "skip_locked"), NO_FLAG),
-    },
 }
 
 

@@ -24,51 +24,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
 from pymongo.client_session import ClientSession
 from pymongo.errors import BulkWriteError, OperationFailure, WriteError
-from pymongo.results import UpdateResult
+from pymongo.results import DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.documents import Documents, FencedUpdate
 from mongo_celery.bridge.fenced.tombstones import Stamps, read_stamps
 from mongo_celery.errors import OutboxRefusedError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.writes import COUNTS, Target, as_bulk_error
+from mongo_celery.mongo.writes import COUNTS, Target
 
 BATCH = 500
 """Most documents in one command, and in one transaction of creations."""
 
 
 @dataclass(frozen=True, slots=True)
-class BulkUpdate:
-    """One update of one document, by its place in the user's list."""
+class BulkStep:
+    """One request, by its place in the user's list, and what does it alone."""
 
     place: int
-    write: FencedUpdate
+    act: Callable[[], UpdateResult | DeleteResult | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BulkUpdate(BulkStep):
+    """One update of one document, which can be part of a batch."""
+
     target: Target
+    write: FencedUpdate
     upsert: bool
 
 
 @dataclass(frozen=True, slots=True)
-class BulkDelete:
-    """One delete of one document, by its place in the user's list."""
+class BulkDelete(BulkStep):
+    """One delete of one document, which can be part of a batch."""
 
-    place: int
     target: Target
 
 
-@dataclass(frozen=True, slots=True)
-class BulkSingle:
-    """One request that is no part of a batch, by its place in the user's list. A delete returns a number."""
-
-    place: int
-    act: Callable[[], UpdateResult | int]
-
-
-Step = BulkUpdate | BulkDelete | BulkSingle
 StepT = TypeVar("StepT", BulkUpdate, BulkDelete)
 
 
@@ -86,7 +82,7 @@ class BulkWrite:
     def __init__(
         self, documents: Documents, command: Mapping[str, Any], session: ClientSession | None, *, ordered: bool = True
     ) -> None:
-        self.details: dict[str, Any] = {
+        self._details: dict[str, Any] = {
             **dict.fromkeys(COUNTS, 0),
             "upserted": [],
             "writeErrors": [],
@@ -97,39 +93,37 @@ class BulkWrite:
         self._session = session
         self._ordered = ordered
 
-    def run(self, steps: Iterable[Step]) -> None:
+    def run(self, steps: Iterable[BulkStep]) -> dict[str, Any]:
         """
-        Do steps in their order, those of one kind in batches.
+        Do steps in their order, those of one kind in batches, and return the details.
 
         Raises:
             StaleFencingTokenError, OutdatedChangeError: a document, or its tombstone, is stamped newer.
             OutboxRefusedError: what is pending in a document cannot be delivered before its delete.
-        """
-        for kind, found in groupby(steps, type):
-            group: Any = found
-            for batch in ([step] for step in group) if kind is BulkSingle else self._batches(group):
-                try:
-                    if kind is BulkUpdate:
-                        self._update(batch)
-                    elif kind is BulkDelete:
-                        self._delete(batch)
-                    else:
-                        self._run_single(batch[0])
-                except BulkWriteError as error:
-                    self._fail(error)
-                    if self._ordered:
-                        return
-
-    def close(self) -> dict[str, Any]:
-        """
-        Return the details.
-
-        Raises:
             BulkWriteError: at least one write failed. Its indexes are places in the user's list.
         """
-        if self.details["writeErrors"] or self.details["writeConcernErrors"]:
-            raise BulkWriteError(self.details)
-        return self.details
+        ways: dict[type, Callable[[Any], None]] = {BulkUpdate: self._update, BulkDelete: self._delete}
+        for kind, found in groupby(steps, type):
+            group: Any = found
+            for batch in self._batches(group) if kind in ways else [group]:
+                ways.get(kind, self._try_alone)(batch)
+                if self._has_ended:
+                    raise BulkWriteError(self._details)
+        if self._has_failed:
+            raise BulkWriteError(self._details)
+        return self._details
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._details["writeErrors"] or self._details["writeConcernErrors"])
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._ordered and self._has_failed
+
+    @property
+    def _is_in_transaction(self) -> bool:
+        return self._session is not None and self._session.in_transaction
 
     def _batches(self, steps: Iterable[StepT]) -> Iterator[list[StepT]]:
         """Give runs of steps in which no `_id` repeats, up to `BATCH` long."""
@@ -145,66 +139,69 @@ class BulkWrite:
         if batch:
             yield batch
 
-    @property
-    def _is_in_transaction(self) -> bool:
-        return self._session is not None and self._session.in_transaction
+    def _try_alone(self, steps: Iterable[BulkStep]) -> None:
+        """Do steps one by one, and keep their errors."""
+        details = self._details
+        for step in steps:
+            try:
+                result = step.act()
+            except WriteError as error:
+                known = error.details or {}
+                details["writeErrors"].append({**known, "index": step.place, "code": error.code, "errmsg": str(error)})
+            except BulkWriteError as error:  # of an `UpdateMany`
+                self._count(error.details)
+                details["writeErrors"] += [{**each, "index": step.place} for each in error.details["writeErrors"]]
+            else:
+                self._add(step, result)
+            if self._has_ended:
+                return
 
     # -- updates -----------------------------------------------------------------------------------
 
     def _update(self, batch: Sequence[BulkUpdate]) -> None:
-        documents, statements, places = self._documents, [], list[int]()
-        for step in batch:
+        documents, statements, steps = self._documents, [], list[int]()
+        for at, step in enumerate(batch):
             guarded = step.write.statements(documents.make_fence(step.target.id, step.write.body), step.target)
             statements += guarded
-            places += [step.place] * len(guarded)
+            steps += [at] * len(guarded)
+        is_over = False
         try:
-            result = documents.collection.bulk_write(
+            done: Any = documents.collection.bulk_write(
                 statements, ordered=self._ordered, session=self._session, **self._command
-            )
+            ).bulk_api_result
         except BulkWriteError as error:
-            for detail in error.details.get("writeErrors", []):
-                detail["index"] = places[detail["index"]]
-            if not self._is_in_transaction:  # else nothing of it is left
-                self._settle_tried(batch, error)
-            raise
-        self.details["nMatched"] += result.matched_count
-        self.details["nModified"] += result.modified_count
-        if result.matched_count < len(batch):
-            self._settle_misses(batch)
-
-    def _settle_tried(self, batch: Sequence[BulkUpdate], error: BulkWriteError) -> None:
-        """As PyMongo: what is before the first error is done, of an unordered bulk write all that has not failed."""
-        details: dict[str, Any] = error.details  # type: ignore[assignment] # the driver makes a plain one
-        failed = {detail["index"] for detail in details.get("writeErrors", [])}
-        first = min(failed, default=0)
-        tried = [step for step in batch if (step.place < first if self._ordered else step.place not in failed)]
-        if not failed or details["nMatched"] >= len(tried):
-            return
-        again = BulkWrite(self._documents, self._command, self._session)
-        try:
-            again._settle_misses(tried)
-        except BulkWriteError as other:
-            if self._ordered:  # it is before the one that was met first
-                raise
-            again._fail(other)
-        for name in (*COUNTS, "upserted", "writeErrors"):
-            details[name] += again.details[name]
+            done, is_over = error.details, self._is_in_transaction  # then nothing of it is left
+        self._count(done)
+        # As PyMongo: what is before the first error is done, of an unordered bulk write all that has not failed.
+        failed = {steps[each["index"]]: each for each in done["writeErrors"]}
+        end = min(failed, default=len(batch)) if self._ordered else len(batch)
+        tried = [step for at, step in enumerate(batch[:end]) if at not in failed]
+        if done["nMatched"] < len(tried) and not is_over:
+            self._settle_misses(tried)
+        if not self._has_ended:  # else by one that stands before
+            self._details["writeErrors"] += [{**each, "index": batch[at].place} for at, each in failed.items()]
 
     def _settle_misses(self, batch: Sequence[BulkUpdate]) -> None:
         documents, session = self._documents, self._session
-        found = [*zip(batch, read_stamps(documents.collection, _ids(batch), session, bare={}), strict=True)]
+        found = [
+            *zip(
+                batch,
+                read_stamps(documents.collection, [step.target.id for step in batch], session, bare={}),
+                strict=True,
+            )
+        ]
         self._require_fresh(found)
         absent = [step for step, stamps in found if stamps is None]
         again = [step for step, stamps in found if stamps is not None and not documents.fence.has_token(stamps)]
         gone = [step for step in absent if not step.upsert]
-        if gone and documents.tombstones is not None:
-            self._require_fresh(zip(gone, documents.tombstones.read(_ids(gone), session), strict=True))
+        if gone:
+            self._require_fresh(
+                zip(gone, documents.tombstones.read([step.target.id for step in gone], session), strict=True)
+            )
         new = [step for step in absent if step.upsert]
         if new and not self._create(new):
             again = sorted([*new, *again], key=lambda step: step.place)
-        for step in again:
-            act = partial(documents.write, step.write, step.target, upsert=step.upsert, session=session)
-            self._run_single(BulkSingle(step.place, act))
+        self._try_alone(again)
 
     def _require_fresh(self, found: Iterable[tuple[BulkUpdate, Stamps | None]]) -> None:
         for step, stamps in found:
@@ -213,11 +210,8 @@ class BulkWrite:
 
     def _create(self, steps: Sequence[BulkUpdate]) -> bool:
         """Create documents, all of them together. Return False if that cannot be, and each is to be tried alone."""
-        if self._documents.tombstones is None:
-            return False
-        wanted = [(step.write, step.target) for step in steps]
         try:
-            results = self._documents.create_all(wanted, self._command, self._session)
+            results = self._documents.create([(step.write, step.target) for step in steps], self._session)
         except WriteError:
             # The transaction has left nothing behind, so each may be tried alone. Inside
             # the user's own transaction that is over, too, and the error is its end.
@@ -225,52 +219,41 @@ class BulkWrite:
                 raise
             return False
         for step, result in zip(steps, results, strict=True):
-            self._add(step.place, result)
+            self._add(step, result)
         return True
 
-    # -- deletes, and all others -------------------------------------------------------------------
+    # -- deletes -----------------------------------------------------------------------------------
 
     def _delete(self, batch: Sequence[BulkDelete]) -> None:
-        documents, session = self._documents, self._session
-        if len(batch) > 1 and documents.tombstones is not None:
+        if len(batch) > 1:
+            ids = [step.target.id for step in batch]
             try:
-                self.details["nRemoved"] += documents.delete_all([step.target.id for step in batch], session)
+                self._details["nRemoved"] += self._documents.delete_all(ids, self._session)
             except (StaleFencingTokenError, OutdatedChangeError, OutboxRefusedError, OperationFailure):
                 # As of creations: nothing of it is left, so each may be tried alone, but in the user's transaction.
                 if self._is_in_transaction:
                     raise
             else:
                 return
-        for step in batch:
-            self._run_single(BulkSingle(step.place, partial(documents.delete, step.target, session)))
-
-    def _run_single(self, step: BulkSingle) -> None:
-        try:
-            result = step.act()
-        except WriteError as error:
-            raise as_bulk_error(error, step.place) from error
-        if isinstance(result, int):
-            self.details["nRemoved"] += result
-        else:
-            self._add(step.place, result)
+        self._try_alone(batch)
 
     # -- results -----------------------------------------------------------------------------------
 
-    def _add(self, place: int, result: UpdateResult) -> None:
-        """Count one result."""
-        raw = result.raw_result or {}
-        if result.did_upsert:
-            self.details["nUpserted"] += 1
-            self.details["upserted"].append({"index": place, "_id": raw["upserted"]})
+    def _add(self, step: BulkStep, result: UpdateResult | DeleteResult | None) -> None:
+        """Count the result of one step. None if it matched nothing."""
+        if result is None:
+            return
+        raw: Any = result.raw_result or {}
+        if isinstance(result, DeleteResult):
+            self._details["nRemoved"] += result.deleted_count
+        elif result.did_upsert:
+            self._details["nUpserted"] += 1
+            self._details["upserted"].append({"index": step.place, "_id": raw["upserted"]})
         else:
-            self.details["nMatched"] += result.matched_count
-            self.details["nModified"] += result.modified_count
+            self._details["nMatched"] += result.matched_count
+            self._details["nModified"] += result.modified_count
 
-    def _fail(self, error: BulkWriteError) -> None:
-        """Count what a failed command did, and keep its errors."""
-        for name in (*COUNTS, "writeErrors", "writeConcernErrors"):
-            self.details[name] += error.details.get(name, [] if name.startswith("write") else 0)
-
-
-def _ids(steps: Iterable[BulkUpdate]) -> list[Any]:
-    return [step.target.id for step in steps]
+    def _count(self, done: Mapping[str, Any]) -> None:
+        """Count what a whole command did."""
+        for name in (*COUNTS, "writeConcernErrors"):
+            self._details[name] += done[name]

@@ -11,7 +11,6 @@ operation                              round trips
 any of them by another filter          1 more
 an upsert that inserts                 5: the miss, then a transaction (slot, insert, slot, commit)
 `delete_one` by `_id`                  4: a transaction (slot, delete, tombstone, commit)
-without tombstones                     insert 2, delete 1
 a write that matches nothing           at most 4, to find out why
 `update_many`                          1 + n
 `bulk_write` of updates by `_id`       n. A batch with new documents: 7 more, all of them together
@@ -26,9 +25,9 @@ Once per client and collection, the first creation or delete also makes the tomb
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from pymongo import DeleteOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.client_session import ClientSession
@@ -36,11 +35,10 @@ from pymongo.collection import Collection
 from pymongo.cursor import Cursor
 from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
-from mongo_celery.bridge.fenced.bulk import BulkDelete, BulkSingle, BulkUpdate, BulkWrite, Step
-from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, FencedWrite, make_result
+from mongo_celery.bridge.fenced.bulk import BulkDelete, BulkStep, BulkUpdate, BulkWrite
+from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, make_result
 from mongo_celery.bridge.fenced.fence import Fence, Origin, refuse_stamps
 from mongo_celery.bridge.fenced.pending import PendingTasks
-from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
 from mongo_celery.mongo.opening import resolve_collection
 from mongo_celery.mongo.transaction import current
@@ -58,13 +56,9 @@ from mongo_celery.mongo.writes import (
 if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
 
-TOMBSTONE_TTL = timedelta(days=7)
-"""How long a delete is remembered by default: far longer than any execution or queued message lives."""
-
 CHOICES = 3
 """How often a write by another filter chooses a document, if each leaves the filter before it is written."""
 
-R = TypeVar("R")
 Query = Mapping[str, Any]
 
 
@@ -116,14 +110,11 @@ class FencedCollection:
     Args:
         collection: any PyMongo collection.
         fence: the execution's right.
-        tombstone_ttl: seconds or timedelta that a delete is remembered. None: for ever; 0: not at all,
-            which makes deletes and inserts cheap and lets a stale upsert revive what was deleted. One value
-            for all users of a collection.
         outboxes: returns the app's outboxes of this collection, as `Change.fenced` does.
         origin_of: gives the change that a write is for by the target's `_id`, for an execution of several changes.
 
     Raises:
-        ConfigurationError: a negative `tombstone_ttl`, or a collection of an `AsyncMongoClient`. Or, from each method,
+        ConfigurationError: a collection of an `AsyncMongoClient`. Or, from each method,
             a transaction of another client of the same cluster is open here.
         ForkedClientError: from each method, if the client was opened before this process was forked.
     """
@@ -133,13 +124,12 @@ class FencedCollection:
         collection: Collection[Any],
         fence: Fence,
         *,
-        tombstone_ttl: float | timedelta | None = TOMBSTONE_TTL,
         outboxes: Callable[[], Sequence[Outbox]] = tuple,
         origin_of: Callable[[Any], Origin | None] | None = None,
     ) -> None:
         collection = resolve_collection(collection)
         self._pending = PendingTasks(collection, outboxes)
-        self._documents = Documents(collection, fence, lifetime_ms(tombstone_ttl), self._pending, origin_of)
+        self._documents = Documents(collection, fence, self._pending, origin_of)
 
     def __repr__(self) -> str:
         return f"FencedCollection({self._documents.collection.full_name!r}, {self._documents.fence!r})"
@@ -161,8 +151,9 @@ class FencedCollection:
             OutdatedChangeError: another partition has written there for a later change of the same document.
             ConfigurationError: an upsert without equality on `_id`, or an update of ``_fence``.
         """
-        session, *given = _split(options, UpdateOptions)
-        return self._write(self._updating(_changing(update), *given), filter, upsert, sort, session)
+        session, *given = _split(options)
+        write = self._updating(_changing(update), *given)
+        return self._write(write, filter, upsert, sort, session) or make_result(0, 0)
 
     def replace_one(
         self,
@@ -179,8 +170,9 @@ class FencedCollection:
         Raises:
             OutboxRefusedError: the document carries tasks: `bulk_write` of a `ReplaceOne` with its tasks adds them.
         """
-        session, *given = _split(options, ReplaceOptions)
-        return self._write(self._updating(self._replacing(replacement), *given), filter, upsert, sort, session)
+        session, *given = _split(options)
+        write = self._updating(self._replacing(replacement), *given)
+        return self._write(write, filter, upsert, sort, session) or make_result(0, 0)
 
     def find_one_and_update(
         self,
@@ -197,7 +189,7 @@ class FencedCollection:
         """Update and return one document, as `Collection.find_one_and_update`. Errors as in `update_one`."""
         given = _drop_missing(projection=projection, return_document=return_document, **options)
         body = _changing(update)
-        write = FencedFindAndUpdate(body, None, given, kept=self._pending.list_kept_fields(body))
+        write = FencedFindAndUpdate(body, given, kept=self._pending.list_kept_fields(body))
         return self._write(write, filter, upsert, sort, session)
 
     def delete_one(self, filter: Query, **options: Unpack[DeleteOptions]) -> DeleteResult:  # noqa: A002
@@ -212,13 +204,12 @@ class FencedCollection:
             OutdatedChangeError: as in `update_one`.
             OutboxRefusedError: what is pending cannot be delivered now. Inside a transaction nothing is.
         """
-        session, statement, command = _split(options, DeleteOptions)
-        session, given = self._session(session), {**statement, **command}
-        deleted, known = 0, _find_target(filter, given)
-        for _ in range(CHOICES):
-            target = known or self._resolve(filter, None, given, session)
-            deleted = 0 if target is None else self._documents.delete(target, session, **given)
-            if deleted or known or target is None:
+        session, statement, command = _split(options)
+        session, given, deleted = self._session(session), {**statement, **command}, 0
+        known = _find_target(filter, given)
+        for target in self._choose(filter, None, given, session) if known is None else (known,):
+            deleted = self._documents.delete(target, session, **given)
+            if deleted:
                 break
         return DeleteResult({"n": deleted, "ok": 1.0}, True)
 
@@ -235,18 +226,21 @@ class FencedCollection:
         If one is stamped newer the error comes after its batch: the admitted ones of it are updated. Errors
         as in `update_one`.
         """
-        session, *given = _split(options, UpdateOptions)
+        session, *given = _split(options)
         write = self._updating(_changing(update), *given)
         if upsert or _find_target(filter, write.options) is not None:
-            return self._write(write, filter, upsert, None, session)
+            return self._write(write, filter, upsert, None, session) or make_result(0, 0)
         session = self._session(session)
         # By `_id`, which no update changes: a document that the update moves in another
         # index would be met, and changed, twice.
         found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
-        targets = (build_target(filter, document["_id"]) for document in found.allow_disk_use(True))
-        many = BulkWrite(self._documents, write.command, session)
-        many.run(BulkUpdate(0, write, target, upsert=False) for target in targets)
-        details = many.close()
+
+        def make_step(target: Target) -> BulkStep:
+            act = partial(self._documents.write, write, target, upsert=False, session=session)
+            return BulkUpdate(0, act, target, write, upsert=False)
+
+        steps = (make_step(build_target(filter, document["_id"])) for document in found.allow_disk_use(True))
+        details = BulkWrite(self._documents, write.command, session).run(steps)
         return make_result(details["nMatched"], details["nModified"])
 
     def bulk_write(
@@ -274,23 +268,24 @@ class FencedCollection:
         session = self._session(session)
         command = _drop_missing(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
         steps = [self._make_step(place, request, command, session) for place, request in enumerate(requests)]
-        many = BulkWrite(self._documents, command, session, ordered=ordered)
-        many.run(steps)
-        return BulkWriteResult(many.close(), True)
+        return BulkWriteResult(BulkWrite(self._documents, command, session, ordered=ordered).run(steps), True)
 
-    def _make_step(self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None) -> Step:
+    def _make_step(
+        self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
+    ) -> BulkStep:
         """A request as an item of a batch, or as something to be run in its place."""
         facts = BulkRequest.of(request)
         if isinstance(request, UpdateMany):
             many = {**facts.options, **command, "session": session, "upsert": facts.upsert}
             _changing(facts.document)
-            return BulkSingle(place, lambda: self.update_many(facts.filter, facts.document, **many))
+            return BulkStep(place, lambda: self.update_many(facts.filter, facts.document, **many))
         if isinstance(request, DeleteOne):
             one = {**facts.options, **_drop_missing(let=command.get("let"), comment=command.get("comment"))}
             target = _find_target(facts.filter, one)
-            if not one and target is not None and not target.rest:
-                return BulkDelete(place, target)
-            return BulkSingle(place, lambda: self.delete_one(facts.filter, **one, session=session).deleted_count)
+            delete = partial(self.delete_one, facts.filter, **one, session=session)
+            if one or target is None or target.rest:
+                return BulkStep(place, delete)
+            return BulkDelete(place, delete, target)
         if not isinstance(request, UpdateOne | ReplaceOne):
             raise ConfigurationError(
                 f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
@@ -298,42 +293,31 @@ class FencedCollection:
         body = _changing(facts.document) if isinstance(request, UpdateOne) else self._replacing(facts.document)
         write, target = self._updating(body, facts.options, command), _find_target(facts.filter, facts.options)
         self._demand_upsertable(write, target, facts.upsert)
+        act = partial(self._write, write, facts.filter, facts.upsert, facts.sort, session)
         if target is None or (facts.upsert and target.rest):
-            return BulkSingle(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
-        return BulkUpdate(place, write, target, facts.upsert)
+            return BulkStep(place, act)
+        return BulkUpdate(place, act, target, write, facts.upsert)
 
     def _updating(self, body: Body, options: Mapping[str, Any], command: Mapping[str, Any]) -> FencedUpdate:
-        return FencedUpdate(body, make_result(0, 0), options, command, self._pending.list_kept_fields(body))
+        return FencedUpdate(body, options, command, self._pending.list_kept_fields(body))
 
     def _replacing(self, replacement: Mapping[str, Any]) -> Body:
         body = refuse_stamps(replacing(replacement))
         self._pending.refuse_entries(body)
         return body
 
-    def _write(
-        self,
-        write: FencedWrite[R],
-        wanted: Query,
-        upsert: bool,
-        sort: Any,
-        session: ClientSession | None,
-    ) -> R:
-        session = self._session(session)
-        target = _find_target(wanted, write.options)
-        self._demand_upsertable(write, target, upsert)
-        if target is not None:
-            return self._documents.write(write, target, upsert=upsert, session=session)
-        result = write.missed
-        for _ in range(CHOICES):
-            target = self._resolve(wanted, sort, {**write.options, **write.command}, session)
-            if target is None:
-                return write.missed
-            result = self._documents.write(write, target, upsert=False, session=session)
-            if result is not write.missed:
-                break  # else the document has left the filter since: choose again, as MongoDB would
-        return result
+    def _write(self, write: FencedUpdate, wanted: Query, upsert: bool, sort: Any, session: ClientSession | None) -> Any:
+        """Do a write. Return its result, or None if nothing matched."""
+        session, known = self._session(session), _find_target(wanted, write.options)
+        self._demand_upsertable(write, known, upsert)
+        options = {**write.options, **write.command}
+        for target in self._choose(wanted, sort, options, session) if known is None else (known,):
+            result = self._documents.write(write, target, upsert=upsert, session=session)
+            if result is not None:
+                return result
+        return None
 
-    def _demand_upsertable(self, write: FencedWrite[Any], target: Target | None, upsert: bool) -> None:
+    def _demand_upsertable(self, write: FencedUpdate, target: Target | None, upsert: bool) -> None:
         if upsert and "collation" in write.options:
             raise ConfigurationError("A fenced upsert takes no collation: _id must be the same for every execution.")
         if upsert and target is None:
@@ -342,29 +326,22 @@ class FencedCollection:
                 "insert a second document. Put the field's value into _id, or find the _id first."
             )
 
-    def _resolve(
-        self,
-        wanted: Query,
-        sort: Any,
-        options: Mapping[str, Any],
-        session: ClientSession | None,
-    ) -> Target | None:
+    def _choose(
+        self, wanted: Query, sort: Any, options: Mapping[str, Any], session: ClientSession | None
+    ) -> Iterator[Target]:
         """
-        The document that a write by `filter` and `sort` would choose, stale or not.
+        Give the document that a write by `wanted` and `sort` would choose, stale or not.
 
-        With the guard in the filter instead, a stale call would skip the guarded document and hit the next.
+        With the guard in the filter instead, a stale call would skip the guarded document and hit the next. If it has
+        left the filter before it is written, the next one is chosen, as MongoDB would.
         """
-        for document in self._find(wanted, sort, options, session).limit(1):
-            return build_target(wanted, document["_id"])
-        return None
+        for _ in range(CHOICES):
+            document = next(self._find(wanted, sort, options, session).limit(1), None)
+            if document is None:
+                return
+            yield build_target(wanted, document["_id"])
 
-    def _find(
-        self,
-        wanted: Query,
-        sort: Any,
-        options: Mapping[str, Any],
-        session: ClientSession | None,
-    ) -> Cursor[Any]:
+    def _find(self, wanted: Query, sort: Any, options: Mapping[str, Any], session: ClientSession | None) -> Cursor[Any]:
         chosen = {name: options[name] for name in ("collation", "hint", "let", "comment") if name in options}
         order = list(sort.items()) if isinstance(sort, Mapping) else sort
         return self._documents.collection.find(wanted, {"_id": 1}, sort=order, session=session, **chosen)
@@ -392,11 +369,8 @@ def _drop_missing(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _split(options: Mapping[str, Any], known: type) -> tuple[ClientSession | None, dict[str, Any], dict[str, Any]]:
+def _split(options: Mapping[str, Any]) -> tuple[ClientSession | None, dict[str, Any], dict[str, Any]]:
     """Return the session, and the arguments of the statement and those of the whole command."""
-    unknown = sorted(options.keys() - known.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"A fenced write got unexpected arguments: {', '.join(unknown)}")
     given = _drop_missing(**options)
     session = given.pop("session", None)
     return session, {name: given.pop(name) for name in _OF_STATEMENT & given.keys()}, given

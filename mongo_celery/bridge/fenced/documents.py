@@ -17,10 +17,9 @@ tokens race, too, and rivals may delete and create in turns). On another index i
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from pymongo import ReadPreference, ReplaceOne, UpdateOne, WriteConcern
 from pymongo.client_session import ClientSession
@@ -39,45 +38,25 @@ from mongo_celery.mongo.writes import Body, Replacement, Target, single_error
 ATTEMPTS = 10
 """Most attempts of one write. Each one that misses means that a rival's write went through meanwhile."""
 
-R = TypeVar("R")
 T = TypeVar("T")
-Returned = tuple[R] | tuple[()]
-"""What a statement returned, or nothing if it matched nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class FencedWrite(ABC, Generic[R]):
+class FencedUpdate:
     """
-    One write that can be tried on a document and, for an upsert, create it.
+    `update_one` and `replace_one`. Both statements of an operator update travel in one command.
 
     Args:
         body: what the user wants done.
-        missed: the result of a write that matches nothing, as PyMongo gives it.
         options: arguments of a statement (hint, array filters, collation).
         command: arguments of the whole command (let, comment, bypass_document_validation).
         kept: fields of outboxes, which a write that drops fields leaves as they are.
     """
 
     body: Body
-    missed: R
     options: Mapping[str, Any] = field(default_factory=dict)
     command: Mapping[str, Any] = field(default_factory=dict)
     kept: Sequence[str] = ()
-
-    @abstractmethod
-    def attempt(
-        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Returned[R]:
-        """Write to the document if it is there and the guard holds."""
-
-    @abstractmethod
-    def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> R:
-        """Create the document with `stamps`. E11000 on `_id` if it is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class FencedUpdate(FencedWrite[UpdateResult]):
-    """`update_one` and `replace_one`. Both statements of an operator update travel in one command."""
 
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
         """The guarded statements, of which at most one matches."""
@@ -93,48 +72,49 @@ class FencedUpdate(FencedWrite[UpdateResult]):
             target.insert_only_filter(), self.body.insertion({FIELD: dict(stamps)}), upsert=True, **self.options
         )
 
-    def attempt(
-        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Returned[UpdateResult]:
-        """See `FencedWrite`."""
-        result = write_all(into, self.statements(fence, target), session, self.command)
-        return (make_result(result.matched_count, result.modified_count),) if result.matched_count else ()
+    def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Any:
+        """Write to the document if it is there and the guard holds. Return None if nothing matched."""
+        result = self._write_all(into, self.statements(fence, target), session)
+        return make_result(result.matched_count, result.modified_count) if result.matched_count else None
 
-    def insert(
-        self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None
-    ) -> UpdateResult:
-        """See `FencedWrite`."""
-        result = write_all(into, [self.insertion(target, stamps)], session, self.command)
-        return _make_creation_result(result, 0)
+    def insert(self, into: Collection[Any], creations: Sequence[Creation], session: ClientSession | None) -> list[Any]:
+        """Create documents with their stamps. E11000 on `_id` if one is there."""
+        statements = [write.insertion(target, stamps) for write, target, stamps in creations]
+        upserted = self._write_all(into, statements, session).upserted_ids or {}
+        return [make_result(1, 0, upserted=upserted[place]) for place in range(len(creations))]
+
+    def _write_all(
+        self, into: Collection[Any], statements: Sequence[UpdateOne | ReplaceOne[Any]], session: ClientSession | None
+    ) -> BulkWriteResult:
+        """Do statements in one command. An error is that of a single write."""
+        try:
+            return into.bulk_write(statements, session=session, **self.command)
+        except BulkWriteError as error:
+            raise single_error(error) from error
 
 
 @dataclass(frozen=True, slots=True)
-class FencedFindAndUpdate(FencedWrite[Any]):
+class FencedFindAndUpdate(FencedUpdate):
     """`find_one_and_update`. An operator update may need its second statement, which is a second command."""
 
-    def attempt(
-        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Returned[Any]:
-        """See `FencedWrite`."""
+    def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Any:
+        """See `FencedUpdate`."""
         for guard, stamp in fence.list_guards(self.body):
             update = self.body.build_update(stamp, kept=self.kept)
-            found = into.find_one_and_update(
-                target.where(guard), update, session=session, **self.options, **self.command
-            )
+            found = into.find_one_and_update(target.where(guard), update, session=session, **self.options)
             if found is not None:
-                return (found,)
-        return ()
+                return found
+        return None
 
-    def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> Any:
-        """See `FencedWrite`."""
-        return into.find_one_and_update(
-            target.insert_only_filter(),
-            self.body.insertion({FIELD: dict(stamps)}),
-            upsert=True,
-            session=session,
-            **self.options,
-            **self.command,
-        )
+    def insert(self, into: Collection[Any], creations: Sequence[Creation], session: ClientSession | None) -> list[Any]:
+        """See `FencedUpdate`; of one document."""
+        [(_, target, stamps)] = creations
+        body = self.body.insertion({FIELD: dict(stamps)})
+        where = target.insert_only_filter()
+        return [into.find_one_and_update(where, body, upsert=True, session=session, **self.options)]
+
+
+Creation = tuple[FencedUpdate, Target, Stamps]
 
 
 class Documents:
@@ -144,7 +124,6 @@ class Documents:
     Args:
         collection: the target. Written with majority and read from the primary, whatever it says itself.
         fence: the execution's right.
-        ttl_ms: lifetime of tombstones, None for ever, 0 for no tombstones.
         pending: what outboxes keep in the documents.
         origin_of: gives the change that a write to a document is for, where the execution has several.
     """
@@ -153,7 +132,6 @@ class Documents:
         self,
         collection: Collection[Any],
         fence: Fence,
-        ttl_ms: int | None,
         pending: PendingTasks,
         origin_of: Callable[[Any], Origin | None] | None,
     ) -> None:
@@ -161,7 +139,7 @@ class Documents:
             write_concern=WriteConcern("majority"), read_preference=ReadPreference.PRIMARY
         )
         self.fence = fence
-        self.tombstones = None if ttl_ms == 0 else Tombstones(self.collection, ttl_ms)
+        self.tombstones = Tombstones(self.collection)
         self.pending = pending
         self._origin_of = origin_of
 
@@ -172,32 +150,32 @@ class Documents:
             origin = None
         return self.fence if origin is self.fence.origin else replace(self.fence, origin=origin)
 
-    def write(self, write: FencedWrite[R], target: Target, *, upsert: bool, session: ClientSession | None) -> R:
-        """Do `write`, or raise because the target is stamped newer."""
+    def write(self, write: FencedUpdate, target: Target, *, upsert: bool, session: ClientSession | None) -> Any:
+        """Do `write` and return its result, None if nothing matched. Or raise because the target is stamped newer."""
         duplicate: DuplicateKeyError | None = None
-        fence = self.make_fence(target.id, write.body)
+        fence, is_inside = self.make_fence(target.id, write.body), session is not None and session.in_transaction
         for attempt in range(ATTEMPTS):
-            if outcome := write.attempt(self.collection, fence, target, session):
-                return outcome[0]
+            outcome = write.attempt(self.collection, fence, target, session)
+            if outcome is not None:
+                return outcome
             if upsert:
                 try:
-                    return self.create(write, target, session)
+                    return self.create([(write, target)], session)[0]
                 except DuplicateKeyError as error:
                     if not is_duplicate_id(error):
                         raise
                     duplicate = error
                 # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
-                ended = session is not None and session.in_transaction
-                self.check_existing(target.id, fence, None if ended else session)
-                if ended:
+                self.check_existing(target.id, fence, None if is_inside else session)
+                if is_inside:
                     break
             elif not self.check_existing(target.id, fence, session):
-                return write.missed
+                return None
             if target.rest and attempt:
                 break
         if duplicate is not None:
             raise duplicate
-        return write.missed
+        return None
 
     def check_existing(self, document_id: Any, fence: Fence, session: ClientSession | None) -> bool:
         """
@@ -208,7 +186,7 @@ class Documents:
         """
         [stamps] = read_stamps(self.collection, [document_id], session, bare={})
         exists = stamps is not None
-        if not exists and self.tombstones is not None:
+        if not exists:
             [stamps] = self.tombstones.read([document_id], session)
         self.require_fresh(document_id, fence, stamps)
         return exists
@@ -217,43 +195,23 @@ class Documents:
         """Raise if `stamps` are newer than the fence."""
         fence.demand(stamps, namespace=self.collection.full_name, document_id=document_id)
 
-    def create(self, write: FencedWrite[R], target: Target, session: ClientSession | None) -> R:
-        """Create the document with what its tombstone remembers, or raise because that is newer."""
-        tombstones, fence = self.tombstones, self.make_fence(target.id, write.body)
-        if fence.origin is not None and session is not None and session.in_transaction:
-            # Before E11000 ends the transaction: a handler may pass over an older change.
-            self.check_existing(target.id, fence, session)
-        if tombstones is None:
-            return write.insert(self.collection, target, fence.stamp(None), session)
-
-        def body(inside: ClientSession) -> R:
-            [buried] = tombstones.take_slots([target.id], inside)
-            self.require_fresh(target.id, fence, buried)
-            result = write.insert(self.collection, target, fence.stamp(buried), inside)
-            tombstones.settle_slots([(target.id, None)], inside)
-            return result
-
-        return self._atomically(body, session)
-
-    def create_all(
-        self,
-        wanted: Sequence[tuple[FencedUpdate, Target]],
-        command: Mapping[str, Any],
-        session: ClientSession | None,
-    ) -> list[UpdateResult]:
-        """Create several documents in one transaction, all or none, with tombstones."""
+    def create(self, wanted: Sequence[tuple[FencedUpdate, Target]], session: ClientSession | None) -> list[Any]:
+        """Create documents with what their tombstones remember, all or none. Or raise because one is newer."""
         tombstones, ids = self.tombstones, [target.id for _, target in wanted]
-        assert tombstones is not None
+        fences = [self.make_fence(target.id, write.body) for write, target in wanted]
+        if session is not None and session.in_transaction and any(fence.origin for fence in fences):
+            # Before E11000 ends the transaction: a handler may pass over an older change.
+            for found in zip(ids, fences, read_stamps(self.collection, ids, session, bare={}), strict=True):
+                self.require_fresh(*found)
 
-        def body(inside: ClientSession) -> list[UpdateResult]:
-            requests = []
-            for (write, target), buried in zip(wanted, tombstones.take_slots(ids, inside), strict=True):
-                fence = self.make_fence(target.id, write.body)
+        def body(inside: ClientSession) -> list[Any]:
+            creations = []
+            for (write, target), fence, buried in zip(wanted, fences, tombstones.take_slots(ids, inside), strict=True):
                 self.require_fresh(target.id, fence, buried)
-                requests.append(write.insertion(target, fence.stamp(buried)))
-            result = write_all(self.collection, requests, inside, command)
+                creations.append((write, target, fence.stamp(buried)))
+            results = wanted[0][0].insert(self.collection, creations, inside)
             tombstones.settle_slots([(i, None) for i in ids], inside)
-            return [_make_creation_result(result, place) for place in range(len(wanted))]
+            return results
 
         return self._atomically(body, session)
 
@@ -273,11 +231,6 @@ class Documents:
     def _delete(self, target: Target, session: ClientSession | None, options: Mapping[str, Any]) -> int:
         tombstones, fence = self.tombstones, self.make_fence(target.id)
         where = target.where(fence.guard(), *self.pending.none_pending)
-        if tombstones is None:
-            result = self.collection.delete_one(where, session=session, **options)
-            if not result.deleted_count:
-                self.check_existing(target.id, fence, session)
-            return result.deleted_count
 
         def body(inside: ClientSession) -> int:
             [buried] = tombstones.take_slots([target.id], inside)
@@ -299,7 +252,6 @@ class Documents:
     def delete_all(self, ids: Sequence[Any], session: ClientSession | None) -> int:
         """Delete several documents in one transaction, all or none, with tombstones. How many there were."""
         tombstones = self.tombstones
-        assert tombstones is not None
         fences = [self.make_fence(document_id) for document_id in ids]
 
         def body(inside: ClientSession) -> int:
@@ -319,7 +271,6 @@ class Documents:
 
     def _atomically(self, body: Callable[[ClientSession], T], session: ClientSession | None) -> T:
         """Run a body in a transaction of its own, or in the one that is open."""
-        assert self.tombstones is not None, "without tombstones one write is enough"
         self.tombstones.prepare()
         if session is not None and session.in_transaction:
             return body(session)
@@ -327,23 +278,6 @@ class Documents:
             with open_session(self.collection.database.client) as own:
                 return self._atomically(body, own)
         return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
-
-
-def write_all(
-    into: Collection[Any],
-    requests: Sequence[UpdateOne | ReplaceOne[Any]],
-    session: ClientSession | None,
-    command: Mapping[str, Any],
-) -> BulkWriteResult:
-    """Do statements in one command. An error is that of a single write."""
-    try:
-        return into.bulk_write(requests, session=session, **command)
-    except BulkWriteError as error:
-        raise single_error(error) from error
-
-
-def _make_creation_result(result: BulkWriteResult, place: int) -> UpdateResult:
-    return make_result(1, 0, upserted=(result.upserted_ids or {})[place])
 
 
 def make_result(matched: int, modified: int, **upserted: Any) -> UpdateResult:

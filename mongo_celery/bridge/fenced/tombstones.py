@@ -30,10 +30,8 @@ Updates and replacements of documents that exist need none of this: document and
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from pymongo import IndexModel, ReturnDocument, UpdateOne
@@ -41,13 +39,15 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.mongo_client import MongoClient
 
-from mongo_celery.arguments import not_negative
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.table import create_indexes
 
 SUFFIX = ".fence_tombstones"
 """A target's tombstones are in the collection of its name and this suffix; change streams leave it out."""
+
+TTL_MS = 7 * 24 * 60 * 60 * 1000
+"""How long a delete is remembered: far longer than any execution or queued message lives."""
 
 _prepared: weakref.WeakKeyDictionary[MongoClient[Any], set[str]] = weakref.WeakKeyDictionary()
 
@@ -60,17 +60,15 @@ class Tombstones:
 
     Args:
         target: the collection that they belong to, with its concerns.
-        ttl_ms: how long a tombstone is kept, or None for ever.
     """
 
-    def __init__(self, target: Collection[Any], ttl_ms: int | None) -> None:
+    def __init__(self, target: Collection[Any]) -> None:
         self._collection = target.database.get_collection(
             target.name + SUFFIX,
             codec_options=target.codec_options,
             write_concern=target.write_concern,
             read_preference=target.read_preference,
         )
-        self._ttl_ms = ttl_ms
 
     def prepare(self) -> None:
         """
@@ -117,9 +115,9 @@ class Tombstones:
             self.prepare()
         return read_stamps(self._collection, ids, session)
 
-    def _tombstone(self, stamps: Stamps) -> list[Mapping[str, Any]]:
-        expiry: Any = "$$REMOVE" if self._ttl_ms is None else {"$add": ["$$NOW", self._ttl_ms]}
-        return [{"$set": {FIELD: {"$literal": dict(stamps)}, "expireAt": expiry}}]
+    @staticmethod
+    def _tombstone(stamps: Stamps) -> list[Mapping[str, Any]]:
+        return [{"$set": {FIELD: {"$literal": dict(stamps)}, "expireAt": {"$add": ["$$NOW", TTL_MS]}}}]
 
 
 def read_stamps(
@@ -143,10 +141,3 @@ def read_stamps(
         stamps[key] if key in stamps else read_stamps(collection, [i], session, bare=bare)[0]
         for i, key in zip(ids, asked, strict=True)
     ]
-
-
-def lifetime_ms(ttl: float | timedelta | None) -> int | None:
-    """A tombstone's lifetime in milliseconds: None for ever, 0 for no tombstones."""
-    if ttl is None:
-        return None
-    return math.ceil(not_negative(ttl, "tombstone_ttl") * 1000)

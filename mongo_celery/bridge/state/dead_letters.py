@@ -28,8 +28,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import bson
@@ -75,6 +77,7 @@ _INDEXES = [
     IndexModel([("at", 1), ("_id", 1)], name="at"),
     IndexModel([(_KEY, 1), ("_id", 1)], name="key"),
 ]
+_DAMAGES = (AttributeError, KeyError, TypeError, ValueError)
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 REPLAY_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("handler", "key", "replays", "replay", "parked", "resumeToken"), 1),
@@ -397,41 +400,49 @@ def _range(prefix: str) -> dict[str, str]:
 
 
 def _letter(document: Mapping[str, Any]) -> Letter:
-    """Return a dead letter. One that somebody has damaged can be listed, and discarded."""
+    """Return a dead letter. A field that somebody has damaged takes none of the others with it."""
     document_id = str(document["_id"])
     _, subscription, id_ = document_id.split("/", 2)
-    damaged = Letter(document_id=document_id, id=id_, subscription=subscription)
-    try:
-        return replace(damaged, **_parse_letter(document))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return damaged
+    found: dict[str, Any] = {}
+    for name, read in _LETTER_FIELDS.items():
+        with suppress(*_DAMAGES):
+            found[name] = read(document)
+    return Letter(document_id=document_id, id=id_, subscription=subscription, **found)
 
 
-def _parse_letter(document: Mapping[str, Any]) -> dict[str, Any]:
-    passed, parked, at = document.get("passedOver") or {}, document.get("parked"), document.get("at")
-    return {
-        "key": str(document["key"]),
-        "at": None if at is None else at.replace(tzinfo=at.tzinfo or UTC),
-        "cause": str(document["cause"]),
-        "error": str(document["error"]),
-        "traceback": str(document["traceback"]),
-        "attempts": int(document["attempts"]),
-        "replays": int(document["replays"]),
-        "kept": str(document["kept"]),
-        "bytes": document["bytes"],
-        "token": {**document["resumeToken"], "_data": token_data(document["resumeToken"])},
-        "place": Place(
-            int(document["partitioningTerm"]),
-            int(document["partition"]),
-            int(document["seq"]),
-            int(document["fencingToken"]),
-            to_unsigned(document["hash"]),
-        ),
-        "replay": parse_replay(document),
-        "parked": None if parked is None else to_unsigned(parked),
-        "passed": int(passed.get("count", 0)),
-        "passed_over": [str(each) for each in passed.get("tokens", ())],
-    }
+def read_starts(document: Mapping[str, Any]) -> int:
+    """Return how often a dead letter was started. 0 where somebody has damaged that."""
+    starts = document.get("replays")
+    return int(starts) if isinstance(starts, (int, float)) else 0
+
+
+def _read_text(name: str, document: Mapping[str, Any]) -> str:
+    return str(document[name])
+
+
+def _read_time(document: Mapping[str, Any]) -> datetime | None:
+    at = document.get("at")
+    return None if at is None else at.replace(tzinfo=at.tzinfo or UTC)
+
+
+def _read_token(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {**document["resumeToken"], "_data": token_data(document["resumeToken"])}
+
+
+def _read_order(document: Mapping[str, Any]) -> str:
+    with suppress(*_DAMAGES):
+        return token_data(document["resumeToken"])
+    return ""
+
+
+def _read_place(document: Mapping[str, Any]) -> Place:
+    return Place(
+        int(document["partitioningTerm"]),
+        int(document["partition"]),
+        int(document["seq"]),
+        int(document["fencingToken"]),
+        to_unsigned(document["hash"]),
+    )
 
 
 def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
@@ -442,7 +453,7 @@ def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     """
     try:
         return None if document is None or "replay" not in document else _parse_replay(document, document["replay"])
-    except (AttributeError, InvalidId, KeyError, TypeError, ValueError):
+    except (*_DAMAGES, InvalidId):
         return None
 
 
@@ -458,7 +469,7 @@ def _parse_replay(document: Mapping[str, Any], replay: Mapping[str, Any]) -> Rep
         term=int(replay["partitioningTerm"]),
         partition=int(replay["partition"]),
         hash=to_unsigned(replay["hash"]),
-        key=str(document["key"]),
+        key=str(document.get("key", "")),
         over_newer=bool(replay["overNewer"]),
         starts=int(document["replays"]),
         crashes=int(replay.get("crashes", 0)),
@@ -469,8 +480,24 @@ def _parse_replay(document: Mapping[str, Any], replay: Mapping[str, Any]) -> Rep
         error=replay.get("error"),
         due_in=(document["due"] or 0) / 1000,
         parked="parked" in document,
-        order=(token_data(document["resumeToken"]), document_id),
+        order=(_read_order(document), document_id),
     )
+
+
+_LETTER_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    **{name: partial(_read_text, name) for name in ("key", "cause", "error", "traceback", "kept")},
+    "at": _read_time,
+    "attempts": lambda document: int(document["attempts"]),
+    "replays": read_starts,
+    "bytes": lambda document: document["bytes"],
+    "token": _read_token,
+    "place": _read_place,
+    "replay": parse_replay,
+    "parked": lambda document: to_unsigned(document["parked"]),
+    "passed": lambda document: int(document["passedOver"]["count"]),
+    "passed_over": lambda document: [str(each) for each in document["passedOver"]["tokens"]],
+}
+"""How each attribute of a `Letter` is read."""
 
 
 def _read_event(document: Mapping[str, Any], kept: object) -> bytes | None:
@@ -547,7 +574,7 @@ def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], s
     if dead_letter["cause"] == PARKED_BEHIND and is_cause:
         kept = {name: found[name] for name in _SAID if name in found}
     if "replay" in found:
-        kept |= {"replay": found["replay"], "replays": Int64(found["replays"] + 1)}
+        kept |= {"replay": found["replay"], "replays": Int64(read_starts(found) + 1)}
     letters.replace_one(key, {**dead_letter, **kept}, upsert=True, session=session)
     letters.update_one(key, {"$currentDate": {"at": True}}, session=session)
 

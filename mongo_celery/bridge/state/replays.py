@@ -70,6 +70,7 @@ from mongo_celery.bridge.state.dead_letters import (
     Letter,
     ReplayRequest,
     parse_replay,
+    read_starts,
 )
 from mongo_celery.bridge.state.state_collection import ids_under, to_signed
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
@@ -135,8 +136,7 @@ class Replays:
         if asked is not None and not asked.failed:
             return "requested"
         guard = {"_id": letter, "replay": found.get("replay"), "replays": found.get("replays")}
-        starts = found.get("replays")
-        change = _request(starts if isinstance(starts, int) else 0, generation, partition, hash_, over_newer=over_newer)
+        change = _request(read_starts(found), generation, partition, hash_, over_newer=over_newer)
         return "done" if self._table.update(guard, change) else "requested"
 
     def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "gone"]:

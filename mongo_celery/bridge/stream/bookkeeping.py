@@ -71,7 +71,7 @@ class _Form:
 
 
 _FORMS = {
-    LOCK: _Form(re.compile("application|at|id"), frozenset({"application", "at", "id"}), "id"),
+    LOCK: _Form(re.compile("at|id"), frozenset({"at", "id"}), "id"),
     PARTICIPANT_VERSION: _Form(re.compile("of|at"), frozenset({"of", "at"}), "at"),
     FENCE: _Form(re.compile(r"[\w-]{1,64}/[\w-]{1,64}\.[gpl](\..*)?")),  # stamps by bridge and handler
 }

@@ -25,6 +25,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.worker")
 
+MOVED = "moved"
+"""The handler of a run listens to other databases here than the leader's does. Counted as foreign."""
+
+_TEXTS = {
+    FORGED: (
+        "forged or damaged, or signed with a key that is no longer accepted. Find out who else writes to the broker"
+    ),
+    TAMPERED: (
+        "the {about} of the last one was changed after signing. Somebody else writes to the broker, or a signal "
+        "handler of this app changes messages"
+    ),
+    MISDIRECTED: "sent to the task of another handler",
+    MALFORMED: "not of Celery's form. Find out who else writes to the broker",
+    FOREIGN: (
+        "sent by another installation or environment, from process {about} as it says: each takes the other's "
+        "messages. Give one of the two another name, Bridge(..., name='...'), or a broker database of its own"
+    ),
+    MOVED: (
+        "their handler {about} listens to other databases here than where the listener runs. Deploy the same code and "
+        "settings to listener and workers. {ways_out}"
+    ),
+}
 _WRITE_SECONDS = 1.0
 _RECORD_SECONDS = 60.0
 _SENDER_CHARS = 300
@@ -76,86 +98,29 @@ class Dropper:
         self._is_waiting = False
         self._lock = threading.Lock()
 
-    def drop_forged(self) -> None:
-        """Drop a message whose signature does not fit, and that does not claim to come from elsewhere."""
-        if count := self._count(FORGED):
-            logger.warning(
-                "dropped %s of bridge %s: forged or damaged, or signed with a key that is no longer accepted. Find out "
-                "who else writes to the broker",
-                _messages(count),
-                self._wiring.name,
-                extra={"event": "envelope_dropped"},
-            )
+    def drop(self, reason: str, about: str = "") -> None:
+        """
+        Drop a message.
 
-    def drop_tampered(self, what: str) -> None:
-        """Drop a message whose envelope may be right, and that has something else which no listener sends."""
-        if count := self._count(TAMPERED):
-            logger.warning(
-                "dropped %s of bridge %s: the %s of the last one was changed after signing. Somebody else writes to "
-                "the broker, or a signal handler of this app changes messages",
-                _messages(count),
-                self._wiring.name,
-                what,
-                extra={"event": "message_tampered"},
-            )
-
-    def drop_misdirected(self) -> None:
-        """Drop a valid envelope that came to another handler's task."""
-        if count := self._count(MISDIRECTED):
-            logger.warning(
-                "dropped %s of bridge %s that came to the task of another handler",
-                _messages(count),
-                self._wiring.name,
-                extra={"event": "envelope_misdirected"},
-            )
-
-    def drop_malformed(self) -> None:
-        """Drop a message that is none of Celery's."""
-        if count := self._count(MALFORMED):
-            logger.warning(
-                "dropped %s in the queues of bridge %s: not a message of Celery's. Find out who else writes to the "
-                "broker",
-                _messages(count),
-                self._wiring.name,
-                extra={"event": "message_malformed"},
-            )
-
-    def drop_foreign(self, origin: object) -> None:
-        """Drop a message of another installation or environment of this bridge. The sender's name is a claim."""
-        process = parse_process(origin)
-        if count := self._count(FOREIGN, process):
-            logger.warning(
-                "dropped %s of another installation or environment of bridge %s, from process %s as it says: each "
-                "takes the other's messages. Give one of the two another name, Bridge(..., name='...'), or a broker "
-                "database of its own",
-                _messages(count),
-                self._wiring.name,
-                process or "unknown",
-                extra={"event": "foreign_bridge"},
-            )
-
-    def drop_moved(self, subscription: str) -> None:
-        """Drop a run whose handler listens to other databases here than the leader's does."""
-        if count := self._count(FOREIGN, kind=f"moved {subscription}"):
-            logger.warning(
-                "dropped %s for handler %s of bridge %s: it listens to other databases here than where the listener "
-                "runs. Deploy the same code and settings to listener and workers. %s",
-                _messages(count),
-                subscription,
-                self._wiring.name,
-                ways_out(),
-                extra={"event": "handler_moved"},
-            )
-
-    def _count(self, reason: str, process: str | None = None, *, kind: str = "") -> int:
-        """Count a message for the state. Return how many a record of its kind has to name now."""
+        Args:
+            reason: `MOVED`, or as the state counts it.
+            about: what was changed, the process that claims to have sent it, or the handler that has moved.
+        """
         with self._lock:
-            self._counts[reason] += 1
-            self._process = process or self._process
+            self._counts[FOREIGN if reason == MOVED else reason] += 1
+            if reason == FOREIGN:
+                self._process = about or self._process
             if not self._is_waiting:
                 self._is_waiting = True
                 self._schedule_write(max(0.0, self._written_at + _WRITE_SECONDS - time.monotonic()))
-        return self._repetitions.add(kind or reason)
+        if count := self._repetitions.add(f"{reason} {about}" if reason == MOVED else reason):
+            logger.warning(
+                "dropped %s of bridge %s: %s",
+                number(count, "message", "messages"),
+                self._wiring.name,
+                _TEXTS[reason].format(about=about or "unknown", ways_out=ways_out()),
+                extra={"event": "message_dropped", "reason": reason, "about": about},
+            )
 
     def _schedule_write(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._write)
@@ -174,7 +139,3 @@ class Dropper:
             with self._lock:
                 self._counts.update(counts)  # written with the next one
             logger.debug("could not count dropped messages: %s", brief(error))
-
-
-def _messages(count: int) -> str:
-    return number(count, "message", "messages")

@@ -50,7 +50,7 @@ from mongo_celery.bridge.worker.attribution import (
     names,
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
-from mongo_celery.bridge.worker.departure import is_leaving, is_sent_away
+from mongo_celery.bridge.worker.lifetime import is_leaving, is_sent_away
 from mongo_celery.bridge.worker.outcome import (
     Advanced,
     Crashed,
@@ -412,7 +412,7 @@ class Execution:
             parts.stop(following)
         elif done > parts.begin:
             self._advance(done)
-            parts.move_begin(done)
+            parts.begin = done  # while the part goes on
         if self._is_limited and is_over and self._failure is not None:
             return self._split_up(self._failure.error)
         return None

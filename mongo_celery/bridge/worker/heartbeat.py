@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.claims import Claim, Claims
-from mongo_celery.bridge.worker.departure import is_leaving
+from mongo_celery.bridge.worker.lifetime import is_leaving
 from mongo_celery.mongo.verdicts import brief, traceback_text
 from mongo_celery.visible import Lines
 

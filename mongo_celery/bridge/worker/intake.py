@@ -21,6 +21,7 @@ from celery import bootsteps
 from kombu.transport.virtual import Channel as VirtualChannel
 from kombu.utils.uuid import uuid
 
+from mongo_celery.bridge.state.leases import MALFORMED
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.dropping import Dropper, Repetitions, parse_process
 from mongo_celery.quantities import number
@@ -85,7 +86,7 @@ class Intake:
             bridge = self.default
             if bridge is None:
                 raise
-            bridge.of_process(Dropper).drop_malformed()
+            bridge.of_process(Dropper).drop(MALFORMED)
             return True
 
     def take(self, handle: Callable[[Any], object], message: Any) -> None:
@@ -94,7 +95,7 @@ class Intake:
         if bridge is None:
             handle(message)
         elif not _is_celerys(message):
-            bridge.of_process(Dropper).drop_malformed()
+            bridge.of_process(Dropper).drop(MALFORMED)
             message.reject_log_error(logger, self._consumer.connection_errors)
         elif message.headers["task"] not in self._consumer.strategies:
             self._tell_unknown(bridge, message.headers)

@@ -10,7 +10,7 @@ Limits of a handler for a run of several changes: users set them for one call, C
 A list is one call, and so is a run of a transactional handler: their limits are Celery's own. Decided in the worker's
 parent process, which has the limits that hold at this moment, also those of the worker as a whole.
 
-Pure.
+Reads settings, and nothing else.
 """
 
 from __future__ import annotations
@@ -66,24 +66,17 @@ def hard_limit(task: Any) -> float | None:
     return float(limit) if limit else None
 
 
-def run_limits(task: Any, run_seconds: float, *, is_one_call: bool, may_be_several: bool) -> RunLimits:
-    """
-    The limits of a message for a handler.
-
-    Args:
-        task: the handler's, as the worker has it.
-        run_seconds: of the bridge.
-        is_one_call: whether all of a run is given in one call.
-        may_be_several: whether runs of several changes are sent, by this worker's configuration.
-    """
-    if is_one_call:
-        return RunLimits(run_seconds)
+def run_limits(task: Any) -> RunLimits:
+    """Return the limits of a message for a handler's task, as the worker has it."""
+    handler, options = task.handler, task.wiring.options
+    if handler.batch_size is not None or handler.transactional:
+        return RunLimits(options.run_seconds)
     hard, soft = worker_limits.get(task.app, (None, None))
     hard, soft = task.time_limit or hard, task.soft_time_limit or soft
     limits = [each for each in (hard, soft) if each]
-    if (task.rate_limit and rate(task.rate_limit)) or (limits and not may_be_several):
+    if (task.rate_limit and rate(task.rate_limit)) or (limits and handler.run_size(options) == 1):
         return RunLimits(0.0)
     if not limits:
-        return RunLimits(run_seconds)
-    seconds = min(run_seconds, min(limits) / _SHARE)
+        return RunLimits(options.run_seconds)
+    seconds = min(options.run_seconds, min(limits) / _SHARE)
     return RunLimits(seconds, (hard and hard + seconds, soft and soft + seconds))

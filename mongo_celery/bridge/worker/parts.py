@@ -116,10 +116,6 @@ class Parts:
                 found = each + 1
         return found
 
-    def move_begin(self, offset: int) -> None:
-        """Everything before this offset is done, while its part goes on."""
-        self.begin = offset
-
     def list_remaining(self, offset: int) -> list[int]:
         """Return the changes that must be given before this one: neither finished nor superseded by it."""
         return [each for each in self._last_ones(offset + 1) if each != offset]

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.identity import build_identity, ways_out
+from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MISDIRECTED, TAMPERED
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.bridge.worker.dropping import Dropper, Repetitions
+from mongo_celery.bridge.worker.dropping import MOVED, Dropper, Repetitions, parse_process
 from mongo_celery.bridge.worker.envelope import Carrier, Envelope, Run
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import ConfigurationError, InvalidEnvelopeError
@@ -118,15 +119,15 @@ class WorkerRuntime:
                 )
             return None
         if run.bridge != self._name or (subscription is not None and run.subscription != subscription):
-            self._dropper.drop_misdirected()
+            self._dropper.drop(MISDIRECTED)
             return None
         if run.subscription in self._moved and kind == "run":  # else its effects come here and count as done
-            self._dropper.drop_moved(run.subscription)
+            self._dropper.drop(MOVED, run.subscription)
             return None
         found, unexpected = Carrier.of(str(request.id), request.chain), request.get(UNEXPECTED)
         if unexpected or found != run.carrier:
             moved = [name for name in ("task_id", "links") if getattr(run.carrier, name) != getattr(found, name)]
-            self._dropper.drop_tampered(", ".join([*(unexpected or ()), *moved]))
+            self._dropper.drop(TAMPERED, ", ".join([*(unexpected or ()), *moved]))
             return None
         return run
 
@@ -135,9 +136,10 @@ class WorkerRuntime:
         with contextlib.suppress(InvalidEnvelopeError):
             theirs = envelope.installation if envelope is not None else ""
         if theirs and ours and theirs != ours:
-            self._dropper.drop_foreign(origin if kind == "run" else None)  # else it names a worker
+            process = parse_process(origin) if kind == "run" else None  # else it names a worker
+            self._dropper.drop(FOREIGN, process or "")
         else:
-            self._dropper.drop_forged()
+            self._dropper.drop(FORGED)
 
     def _read_keys(self) -> None:
         """Read the accepted keys, if nobody else just has. Those known so far stay while MongoDB does not answer."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pymongo
-from celery import Celery
+from celery import Celery, signals
 from celery.app.annotations import resolve_all
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry
@@ -164,13 +164,10 @@ class ChangeTask(SignedTask):
 
     def limits_of_runs(self) -> RunLimits:
         """Of a message that comes now. Asked in the worker's parent process, where they may change at any time."""
-        handler, options, whole = self.handler, self.wiring.options, worker_limits.get(self.app)
-        made_of = options, whole, self.rate_limit, self.time_limit, self.soft_time_limit
+        whole = worker_limits.get(self.app)
+        made_of = self.wiring.options, whole, self.rate_limit, self.time_limit, self.soft_time_limit
         if made_of != self._limits[0]:
-            is_one_call = handler.batch_size is not None or handler.transactional
-            may_be_several = handler.run_size(options) > 1
-            made = run_limits(self, options.run_seconds, is_one_call=is_one_call, may_be_several=may_be_several)
-            self._limits = made_of, made
+            self._limits = made_of, run_limits(self)
         return self._limits[1]
 
     def _trace_call(self, run: Run, given: Change | Changes, retries: int) -> None:
@@ -513,7 +510,7 @@ def register_commit(app: Celery) -> None:
                 logger.warning(
                     "dropped %s that name no bridge of this app",
                     number(count, "commit message", "commit messages"),
-                    extra={"event": "envelope_dropped"},
+                    extra={"event": "message_dropped"},
                 )
             raise Ignore
         run = wiring.of_process(WorkerRuntime).open("commit", envelope, None, task.request)
@@ -571,3 +568,17 @@ def overridden_attributes(app: Celery) -> dict[str, list[str]]:
         if wrong:
             found[name] = wrong
     return found
+
+
+@signals.celeryd_after_setup.connect(weak=False)
+def _check_annotations(instance: Any = None, **_: Any) -> None:
+    """A `task_annotations` entry that overrides the protocol's attributes is an error in every worker's log."""
+    if instance is None or not BRIDGES.of(instance.app):
+        return
+    for task, attributes in overridden_attributes(instance.app).items():
+        logger.error(
+            "task_annotations override %s of %s, which the bridge depends on; exclude the task there",
+            ", ".join(attributes),
+            task,
+            extra={"event": "attributes_overridden"},
+        )

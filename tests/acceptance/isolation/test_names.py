@@ -66,7 +66,7 @@ def test_messages_of_another_installation_are_dropped_counted_and_named(
     theirs = neighbour.listener(**OLD)
     worker = chain.worker(**OLD)
     item = neighbour.write("plain", "taken", 1)
-    said = worker.wait_for_output(r"of another installation or environment of bridge chain, from process (\d+)@")
+    said = worker.wait_for_output(r"by another installation or environment, from process (\d+)@")
     assert int(said.group(1)) == theirs.pid
     counted = wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
     assert set(counted["dropped"]) == {"foreign"}
@@ -138,8 +138,8 @@ def test_a_worker_of_another_environment_drops_what_it_gets(chain: Chain) -> Non
     item = chain.write("plain", "key", 1)
     wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
     assert "is that of another app or environment" in theirs.text
-    theirs.wait_for_output("for handler plain of bridge chain")
-    assert "of another installation" not in theirs.text
+    theirs.wait_for_output("their handler plain listens to other databases")
+    assert "by another installation" not in theirs.text
     assert "foreign_bridge" in _codes(chain, "status")["degraded"]
     assert theirs.terminate() == 0
     assert chain.starts(item) == []

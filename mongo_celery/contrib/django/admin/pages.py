@@ -184,7 +184,8 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         try:
             if action not in self.labels:
                 raise CommandRefusedError("Choose an action.")
-            plan = self.make_plan(make_operations(request, form.get("bridge", "")), action, form, reason)
+            with pymongo.timeout(READ_SECONDS):
+                plan = self.make_plan(make_operations(request, form.get("bridge", "")), action, form, reason)
             if "confirmed" in form and form.get("seen", "") != plan.seen:
                 raise CommandRefusedError("This has changed since you saw it. Look again, then repeat the action.")
         except Exception as error:  # noqa: BLE001

@@ -1,5 +1,8 @@
 """
-The end of a worker. A signal of Celery tells its main process, and a shared byte tells its children.
+The start and the end of a worker.
+
+At its start it declares the queues of bridges. Of its end a signal of Celery tells
+its main process, and a shared byte tells its children.
 
 Prefork children hear nothing of a warm shutdown: the main process waits for them, until a supervisor loses patience and
 kills all of them. The byte is made before the fork, so it reaches every child. A pool that starts its children as new
@@ -11,13 +14,20 @@ announce nothing in time either. They send a signal to the children, which billi
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from celery import current_task, signals
 
-from mongo_celery.bridge.worker.limits import hard_limit
+from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.bridge.worker.limits import hard_limit, worker_limits
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.redaction import keep_commands_out_of_logs
+
+logger = logging.getLogger("mongo_celery.worker")
 
 _SERVING, _TOLD = b"\0", b"\1"
 _byte = mmap.mmap(-1, 1)
@@ -73,3 +83,47 @@ def end_orphan(**_: Any) -> None:
     """
     if _worker is not None and _worker not in (os.getpid(), os.getppid()):
         os._exit(1)
+
+
+@signals.celeryd_init.connect(weak=False)
+def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] | None = None, **_: Any) -> None:
+    """
+    After imports and configuration, before -Q and -X are applied.
+
+    Celery turns an exception in here into a line of its log and starts the worker, which would then
+    consume no partition: only `SystemExit` gets through.
+    """
+    from mongo_celery.broker.connection import declare_queues
+
+    if instance is None:
+        return
+    for wiring in BRIDGES.of(instance.app):
+        try:
+            names = wiring.queue_names
+        except ConfigurationError as error:
+            _set_up_logging(instance, options or {})
+            logger.critical(
+                "the worker ends, for bridge %s cannot work: %s",
+                wiring.name,
+                error,
+                extra={"event": "configuration_refused", "bridge": wiring.name},
+            )
+            raise SystemExit(1) from None
+        declare_queues(instance.app, names)
+
+
+def _set_up_logging(worker: Any, options: Mapping[str, Any]) -> None:
+    """As the worker would do it later: a detached one has nothing but its log file to say why it ends."""
+    worker.app.log.setup(logging.INFO, options.get("logfile"), redirect_stdouts=False, hostname=worker.hostname)
+
+
+@signals.celeryd_after_setup.connect(weak=False)
+def _note_limits(instance: Any = None, **_: Any) -> None:
+    """The time limits of the whole worker, by its command line or configuration: handlers have them, too."""
+    if instance is not None:
+        worker_limits[instance.app] = (instance.time_limit, instance.soft_time_limit)
+
+
+@signals.after_setup_logger.connect(weak=False)
+def _keep_commands_out_of_logs(**_: Any) -> None:
+    keep_commands_out_of_logs()

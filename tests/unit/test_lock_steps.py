@@ -1,4 +1,4 @@
-"""Plans of locks: what threads carry out, asyncio awaits; and which of the two a call is for."""
+"""Steps of a lock, for threads and for asyncio; and the kind of collection that each of them takes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pymongo._csot import get_timeout
 
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import asynchronous, select_for_update
-from mongo_celery.locking.plans import Plan, awaited, carried_out
+from mongo_celery.locking.call import Steps, run_async, run_sync
 
 URL = "mongodb://127.0.0.1:1"
 
 
-def summed(call: Callable[[int], Any]) -> Plan[int]:
+def summed(call: Callable[[int], Any]) -> Steps[int]:
     """Two calls, of which the second depends on the first; a refusal is answered with another call."""
     first = yield call(1)
     try:
@@ -44,27 +44,27 @@ def later(call: Callable[[int], int]) -> Callable[[int], Awaitable[int]]:
 
 @pytest.mark.parametrize(("call", "expected"), [(abs, 3), (refused, 101)])
 def test_both_ways_have_the_same_answers_and_judge_the_same_errors(call: Callable[[int], int], expected: int) -> None:
-    assert carried_out(summed(call)) == expected
-    assert asyncio.run(awaited(summed(later(call)))) == expected
+    assert run_sync(summed(call)) == expected
+    assert asyncio.run(run_async(summed(later(call)))) == expected
 
 
-def test_what_a_plan_does_not_judge_passes() -> None:
+def test_an_error_that_the_steps_do_not_catch_passes() -> None:
     """From where the call stands, in both ways."""
 
     def broken(_: int) -> int:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        carried_out(summed(broken))
+        run_sync(summed(broken))
     with pytest.raises(ValueError, match="broken"):
-        asyncio.run(awaited(summed(later(broken))))
+        asyncio.run(run_async(summed(later(broken))))
 
 
-def test_a_cancel_reaches_the_plan_and_passes() -> None:
-    """So that what a plan has begun is ended, as a time limit is."""
+def test_a_cancel_reaches_the_steps_and_passes() -> None:
+    """So a time limit that the steps have begun ends."""
     seen: list[object] = []
 
-    def plan() -> Plan[None]:
+    def steps() -> Steps[None]:
         with pymongo.timeout(5):
             try:
                 yield asyncio.sleep(3600)
@@ -73,7 +73,7 @@ def test_a_cancel_reaches_the_plan_and_passes() -> None:
                 raise
 
     async def main() -> None:
-        task = asyncio.create_task(awaited(plan()))
+        task = asyncio.create_task(run_async(steps()))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -83,7 +83,7 @@ def test_a_cancel_reaches_the_plan_and_passes() -> None:
     assert seen == [5]
 
 
-def test_a_time_limit_in_a_plan_holds_for_what_is_awaited_inside() -> None:
+def test_a_time_limit_in_the_steps_holds_for_what_is_awaited_inside() -> None:
     """And no longer."""
     seen: list[object] = []
 
@@ -91,12 +91,12 @@ def test_a_time_limit_in_a_plan_holds_for_what_is_awaited_inside() -> None:
         await asyncio.sleep(0)
         seen.append(get_timeout())
 
-    def plan() -> Plan[None]:
+    def steps() -> Steps[None]:
         with pymongo.timeout(5):
             yield call()
         yield call()
 
-    asyncio.run(awaited(plan()))
+    asyncio.run(run_async(steps()))
     assert seen == [5, None]
 
 

@@ -9,12 +9,12 @@ import sys
 import pytest
 from celery import Celery, signals
 
-from mongo_celery.bridge.worker.departure import is_leaving, is_sent_away
+from mongo_celery.bridge.worker.lifetime import is_leaving, is_sent_away
 
 _POOL = """
 import os, sys
 from celery import signals
-import mongo_celery.bridge.worker.departure
+import mongo_celery.bridge.worker.lifetime
 
 signals.worker_init.send(sender=None)
 if sys.argv[1] == "same process":
