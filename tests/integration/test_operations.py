@@ -843,3 +843,24 @@ def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(led: Le
     assert abs((found.handled_until - datetime.now(UTC)).total_seconds()) < 60
     with pytest.raises(CommandRefusedError, match="summarise"):
         find_whereabouts(led.bridge.wiring, "summarize", "1")
+
+
+@pytest.mark.parametrize("left", [{"outstanding": 7}, {"buffered": 500}, {}])
+def test_what_waits_in_memory_or_runs_is_not_called_handled(led: Led, left: Document) -> None:
+    """P16: neither by `where`, nor by the status; also where the claim is newer than the report."""
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True, **left})
+    if not left:
+        assert led.claim() is not None
+    snapshot = read_snapshot(led.bridge.wiring)
+    found = find(led, '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}')
+    assert (snapshot.caught_up, found.lasts) == (False, False)
+    assert snapshot.reported_at is not None
+    assert found.handled_until is None or found.handled_until < snapshot.reported_at
+
+
+def test_a_handler_that_nobody_serves_has_handled_nothing_up_to_now(led: Led, make_bridge: MakeBridge) -> None:
+    """P16: the listener's report speaks for its own handlers, and the app that asks knows no other."""
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    other = make_bridge(handler="bill")
+    found = other.operations.find_document("summarise", "42", source="shop.orders")
+    assert not found.lasts
