@@ -423,6 +423,32 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
     assert led.partition().committed == 1
 
 
+def test_a_retry_does_not_run_a_change_that_its_operator_has_not_seen(led: Led) -> None:
+    """Another operator skipped the first change, and the next has failed, too."""
+    led.halt()
+    operations = led.bridge.operations
+    plan, again = operations.retry("summarise", 0), operations.retry("summarise", 0)
+    assert plan.seen == again.seen != ""
+    operations.skip("summarise", 0, discard=True).run()
+    led.halt(number=2)
+    with pytest.raises(CommandRefusedError, match="another change"):
+        plan.run()
+    assert led.partition().state == "halted"
+    assert operations.retry("summarise", 0).seen != plan.seen
+
+
+def test_a_plan_names_the_partitions_that_it_is_about(led: Led) -> None:
+    """A page can so refuse to confirm a plan that has become another one."""
+    operations = led.bridge.operations
+    pause = operations.pause()
+    assert pause.seen == operations.pause().seen
+    operations.pause("summarise", 0).run()
+    assert operations.pause().seen not in ("", pause.seen)
+    resume = operations.resume()
+    operations.pause("summarise", 1).run()
+    assert operations.resume().seen not in ("", resume.seen)
+
+
 def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(
     led: Led, monkeypatch: pytest.MonkeyPatch
 ) -> None:
