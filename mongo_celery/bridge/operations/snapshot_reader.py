@@ -362,7 +362,8 @@ def shape(facts: Facts) -> BridgeSnapshot:
         buffered=report.get("buffered", None if led else 0),
         buffered_bytes=report.get("bufferedBytes", None if led else 0),
         # A partition is read at once, and the report is some seconds old.
-        caught_up=_is_idle(report) and not any(each.is_blocked or each.stored or each.is_running for each in partitions),
+        caught_up=_is_idle(report)
+        and not any(each.is_blocked or each.stored or each.is_running for each in partitions),
         reported_at=_reported_at(facts) if report else None,
         unread_seconds=unread + (lease.get("reportAge") or 0) // 1000 if unread else unread,
         reading_waits=report.get("readingWaits"),
