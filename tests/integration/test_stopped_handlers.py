@@ -152,7 +152,7 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
     generation, fence = int(partition["partitioningTerm"]), int(partition["fencingToken"])
     parked = {"parkedKeys": [{"key": "k", "hash": Int64(hash_)}]}
     state["partitions"].update_one({"_id": partition["_id"]}, {"$set": parked})
-    event = {
+    event: Document = {
         "_id": {"_data": "826B0C1EF5000000012B"},
         "operationType": "insert",
         "ns": {"db": database.name, "coll": "items"},
