@@ -423,6 +423,32 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
     assert led.partition().committed == 1
 
 
+def test_a_retry_does_not_run_a_change_that_its_operator_has_not_seen(led: Led) -> None:
+    """Another operator skipped the first change, and the next has failed, too."""
+    led.halt()
+    operations = led.bridge.operations
+    plan, again = operations.retry("summarise", 0), operations.retry("summarise", 0)
+    assert plan.seen == again.seen != ""
+    operations.skip("summarise", 0, discard=True).run()
+    led.halt(number=2)
+    with pytest.raises(CommandRefusedError, match="another change"):
+        plan.run()
+    assert led.partition().state == "halted"
+    assert operations.retry("summarise", 0).seen != plan.seen
+
+
+def test_a_plan_names_the_partitions_that_it_is_about(led: Led) -> None:
+    """A page can so refuse to confirm a plan that has become another one."""
+    operations = led.bridge.operations
+    pause = operations.pause()
+    assert pause.seen == operations.pause().seen
+    operations.pause("summarise", 0).run()
+    assert operations.pause().seen not in ("", pause.seen)
+    resume = operations.resume()
+    operations.pause("summarise", 1).run()
+    assert operations.resume().seen not in ("", resume.seen)
+
+
 def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(
     led: Led, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -843,3 +869,24 @@ def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(led: Le
     assert abs((found.handled_until - datetime.now(UTC)).total_seconds()) < 60
     with pytest.raises(CommandRefusedError, match="summarise"):
         find_whereabouts(led.bridge.wiring, "summarize", "1")
+
+
+@pytest.mark.parametrize("left", [{"outstanding": 7}, {"buffered": 500}, {}])
+def test_what_waits_in_memory_or_runs_is_not_called_handled(led: Led, left: Document) -> None:
+    """P16: neither by `where`, nor by the status; also where the claim is newer than the report."""
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True, **left})
+    if not left:
+        assert led.claim() is not None
+    snapshot = read_snapshot(led.bridge.wiring)
+    found = find(led, '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}')
+    assert (snapshot.caught_up, found.lasts) == (False, False)
+    assert snapshot.reported_at is not None
+    assert found.handled_until is None or found.handled_until < snapshot.reported_at
+
+
+def test_a_handler_that_nobody_serves_has_handled_nothing_up_to_now(led: Led, make_bridge: MakeBridge) -> None:
+    """P16: the listener's report speaks for its own handlers, and the app that asks knows no other."""
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    other = make_bridge(handler="bill")
+    found = other.operations.find_document("summarise", "42", source="shop.orders")
+    assert not found.lasts

@@ -21,7 +21,7 @@ from bson import Binary, Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.database import Database
-from pymongo.errors import AutoReconnect
+from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
@@ -406,6 +406,26 @@ def test_a_document_that_changes_in_the_window_comes_as_its_change(
     assert [world.snapshots_of(number) for number in (0, 2)] == [1, 1]
     rows = [each for each in world.seen if each.key == 1 and each.operation == "snapshot"]
     assert all(each.value == 5 for each in rows if "full_document" in options)
+
+
+def test_a_chunk_that_was_too_large_is_followed_by_small_ones(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P17: else each chunk would begin with what cannot be read in time."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(8)])
+    sizes: list[int] = []
+    read = ChunkReader.read
+
+    def slow(self: ChunkReader, chunk: Chunk) -> None:
+        sizes.append(chunk.rows)
+        if chunk.rows > 3:
+            message = "operation exceeded time limit"
+            raise OperationFailure(message, 50)
+        read(self, chunk)
+
+    monkeypatch.setattr(ChunkReader, "read", slow)
+    term = world.term().begin()
+    term.finish()
+    assert sizes[:3] == [4, 2, 3]
+    assert world.record["done"] == 8
 
 
 def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_when_there_is_a_pause(
