@@ -25,7 +25,7 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations import broker_check, heads
+from mongo_celery.bridge.operations import broker_check, heads, preflight
 from mongo_celery.bridge.operations.bridge_snapshot import PartitionStatus
 from mongo_celery.bridge.operations.keys import hash_of_key, partition_of_key
 from mongo_celery.bridge.operations.operations import Operations
@@ -42,7 +42,7 @@ from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
-from mongo_celery.findings import Finding
+from mongo_celery.findings import Finding, failing
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.plan import Plan
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
@@ -466,7 +466,9 @@ def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(
     plan = operations.skip("summarise", discard=True)
     assert [each["index"] for each in plan.fields["halted"]] == [1, 2]
     operations.retry("summarise", 1).run()
-    assert results_of(plan) == ["unfit", "done"]
+    result = plan.run()
+    assert [each["result"] for each in result.fields["partitions"]] == ["unfit", "done"]
+    assert len(result.refused) == 1
     with pytest.raises(CommandRefusedError, match="not halted"):
         operations.skip("summarise", 2)
 
@@ -728,6 +730,20 @@ def test_a_check_names_who_has_lost_its_history(led: Led) -> None:
     found = by_name(check(led.bridge.wiring))
     lost = found["history_lost"]
     assert (lost.severity, lost.command) == ("failing", "celery -A operations changes reset summarise --to oldest")
+
+
+def test_a_check_whose_reading_of_the_state_fails_names_broker_and_workers_all_the_same(
+    led: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P16: they are judged with the state; where it cannot be read, nothing else would name them."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ServerUnavailableError("MongoDB gave no answer.")
+
+    monkeypatch.setattr(preflight, "read_unjudged", fail)
+    monkeypatch.setattr(preflight, "ask_servers", lambda _wiring: (None, [failing("broker", "No answer.")]))
+    codes = {each.code for each in check(led.bridge.wiring) if each.severity == "failing"}
+    assert {"state", "broker"} <= codes
 
 
 def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:

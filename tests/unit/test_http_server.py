@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from typing import Any
@@ -211,13 +212,17 @@ def test_answers_that_hang_take_a_bounded_number_of_threads(serve: Callable[...,
         for number in range(1, THREADS_MAX + 1):
             hung = stack.enter_context(socket.create_connection((LOOPBACK, served.port), timeout=20))
             hung.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            wait_for(lambda wanted=number: most[0] >= wanted, message="it is being answered")
+            wait_for(partial(_is_reached, most, number), message="it is being answered")
         for _ in range(10):
             with contextlib.suppress(ConnectionError):
                 assert raw(served, b"GET / HTTP/1.0\r\n\r\n") == b""
         assert most[0] == THREADS_MAX
         ends.set()
     wait_for(lambda: _is_answered(served), message="there is room again")
+
+
+def _is_reached(most: list[int], number: int) -> bool:
+    return most[0] >= number
 
 
 def _is_answered(served: HttpServer) -> bool:

@@ -185,13 +185,16 @@ def _run(
     act: Act,
 ) -> PlanResult:
     """Carry a command out, one partition after the other. A partition that was named is taken at its word."""
-    results = []
+    results, refused = [], []
     for image in images:
         objection = unable.get((image.subscription, image.index))
         partitions = act.wiring.store.partitions
+        is_fit = _judge(command, image, objection).result == "planned"
         results.append(_apply(partitions, command, generations[image.subscription], image, objection))
         if results[-1].result == "done":
             act.count("partitions", image.subscription)
+        elif results[-1].result == "refused" or (results[-1].result == "unfit" and is_fit):
+            refused.append(results[-1].reason)
     if partition is not None and results[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(results[0].reason)
     return PlanResult(
@@ -200,7 +203,7 @@ def _run(
             command.done: sum(each.result == "done" for each in results),
             "partitions": [asdict(each) for each in results],
         },
-        refused=[each.reason for each in results if each.result == "refused"],
+        refused=refused,
     )
 
 
