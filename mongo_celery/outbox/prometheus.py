@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pymongo
-from pymongo.errors import PyMongoError
 
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.registry import OUTBOXES, AnyOutbox
@@ -99,7 +98,7 @@ class OutboxCollector(Collector):
         try:
             with pymongo.timeout(self._answer_seconds):
                 return outbox.status()
-        except PyMongoError as error:
+        except Exception as error:  # noqa: BLE001 - one outbox that is broken does not hide the others
             logger.warning(
                 "outbox %s has no metrics now: %s", outbox.name, short(error), extra={"event": "metrics_missing"}
             )
@@ -109,7 +108,7 @@ class OutboxCollector(Collector):
 def _name(outbox: AnyOutbox) -> str | None:
     try:
         return outbox.name
-    except (PyMongoError, ValueError) as error:  # a URL that is none; without a name there is nothing to label
+    except Exception as error:  # noqa: BLE001 - a URL that is none, say; without a name there is nothing to label
         logger.warning("%r has no metrics: %s", outbox, short(error), extra={"event": "metrics_missing"})
         return None
 

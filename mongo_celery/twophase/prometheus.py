@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pymongo
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import OperationFailure
 
 from mongo_celery.mongo.redaction import short
 from mongo_celery.twophase.log import UNFINISHED, Standing
@@ -82,7 +82,7 @@ class TransactionCollector(Collector):
         try:
             with pymongo.timeout(self._answer_seconds):
                 return chosen.log.standing(), _last_recovery(chosen)
-        except (PyMongoError, ValueError) as error:  # a URL that is none is a ValueError
+        except Exception as error:  # noqa: BLE001 - one that is broken does not hide the others
             logger.warning(
                 "transactions %s have no metrics now: %s", chosen.name, short(error), extra={"event": "metrics_missing"}
             )

@@ -25,7 +25,7 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations import broker_check, heads
+from mongo_celery.bridge.operations import broker_check, heads, preflight
 from mongo_celery.bridge.operations.bridge_snapshot import PartitionStatus
 from mongo_celery.bridge.operations.keys import hash_of_key, partition_of_key
 from mongo_celery.bridge.operations.operations import Operations
@@ -42,7 +42,7 @@ from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError, TopologyError
-from mongo_celery.findings import Finding
+from mongo_celery.findings import Finding, failing
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.plan import Plan
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
@@ -423,6 +423,32 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
     assert led.partition().committed == 1
 
 
+def test_a_retry_does_not_run_a_change_that_its_operator_has_not_seen(led: Led) -> None:
+    """Another operator skipped the first change, and the next has failed, too."""
+    led.halt()
+    operations = led.bridge.operations
+    plan, again = operations.retry("summarise", 0), operations.retry("summarise", 0)
+    assert plan.seen == again.seen != ""
+    operations.skip("summarise", 0, discard=True).run()
+    led.halt(number=2)
+    with pytest.raises(CommandRefusedError, match="another change"):
+        plan.run()
+    assert led.partition().state == "halted"
+    assert operations.retry("summarise", 0).seen != plan.seen
+
+
+def test_a_plan_names_the_partitions_that_it_is_about(led: Led) -> None:
+    """A page can so refuse to confirm a plan that has become another one."""
+    operations = led.bridge.operations
+    pause = operations.pause()
+    assert pause.seen == operations.pause().seen
+    operations.pause("summarise", 0).run()
+    assert operations.pause().seen not in ("", pause.seen)
+    resume = operations.resume()
+    operations.pause("summarise", 1).run()
+    assert operations.resume().seen not in ("", resume.seen)
+
+
 def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(
     led: Led, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,7 +466,9 @@ def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(
     plan = operations.skip("summarise", discard=True)
     assert [each["index"] for each in plan.fields["halted"]] == [1, 2]
     operations.retry("summarise", 1).run()
-    assert results_of(plan) == ["unfit", "done"]
+    result = plan.run()
+    assert [each["result"] for each in result.fields["partitions"]] == ["unfit", "done"]
+    assert len(result.refused) == 1
     with pytest.raises(CommandRefusedError, match="not halted"):
         operations.skip("summarise", 2)
 
@@ -704,6 +732,20 @@ def test_a_check_names_who_has_lost_its_history(led: Led) -> None:
     assert (lost.severity, lost.command) == ("failing", "celery -A operations changes reset summarise --to oldest")
 
 
+def test_a_check_whose_reading_of_the_state_fails_names_broker_and_workers_all_the_same(
+    led: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P16: they are judged with the state; where it cannot be read, nothing else would name them."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ServerUnavailableError("MongoDB gave no answer.")
+
+    monkeypatch.setattr(preflight, "read_unjudged", fail)
+    monkeypatch.setattr(preflight, "ask_servers", lambda _wiring: (None, [failing("broker", "No answer.")]))
+    codes = {each.code for each in check(led.bridge.wiring) if each.severity == "failing"}
+    assert {"state", "broker"} <= codes
+
+
 def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
     """And looks at the rest all the same."""
     found = by_name(check(make_bridge(standalone_url).wiring))
@@ -843,3 +885,24 @@ def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(led: Le
     assert abs((found.handled_until - datetime.now(UTC)).total_seconds()) < 60
     with pytest.raises(CommandRefusedError, match="summarise"):
         find_whereabouts(led.bridge.wiring, "summarize", "1")
+
+
+@pytest.mark.parametrize("left", [{"outstanding": 7}, {"buffered": 500}, {}])
+def test_what_waits_in_memory_or_runs_is_not_called_handled(led: Led, left: Document) -> None:
+    """P16: neither by `where`, nor by the status; also where the claim is newer than the report."""
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True, **left})
+    if not left:
+        assert led.claim() is not None
+    snapshot = read_snapshot(led.bridge.wiring)
+    found = find(led, '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}')
+    assert (snapshot.caught_up, found.lasts) == (False, False)
+    assert snapshot.reported_at is not None
+    assert found.handled_until is None or found.handled_until < snapshot.reported_at
+
+
+def test_a_handler_that_nobody_serves_has_handled_nothing_up_to_now(led: Led, make_bridge: MakeBridge) -> None:
+    """P16: the listener's report speaks for its own handlers, and the app that asks knows no other."""
+    led.store.leases.record_report(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    other = make_bridge(handler="bill")
+    found = other.operations.find_document("summarise", "42", source="shop.orders")
+    assert not found.lasts

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.client import HTTPConnection
+from functools import partial
+from http.client import HTTPConnection, HTTPException
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from mongo_celery.bridge.http.recent import Recent
 from mongo_celery.bridge.http.server import (
     CONNECTIONS_MAX,
+    THREADS_MAX,
     Answer,
     HttpServer,
     Response,
@@ -193,6 +195,40 @@ def test_clients_that_send_no_request_keep_no_probe_out(serve: Callable[..., Htt
         for _ in range(20):
             stack.enter_context(socket.create_connection(address, timeout=20))
             assert ask(served)[0] == 200
+
+
+def test_answers_that_hang_take_a_bounded_number_of_threads(serve: Callable[..., HttpServer]) -> None:
+    """P17: beyond the bound a request is ended at once. When the answers are there, requests are answered again."""
+    begun, ends = count(1), threading.Event()
+    most = [0]
+
+    def answer(_path: str) -> Response:
+        most[0] = max(most[0], next(begun))
+        ends.wait(30)
+        return WELL
+
+    served = serve(answer)
+    with contextlib.ExitStack() as stack:
+        for number in range(1, THREADS_MAX + 1):
+            hung = stack.enter_context(socket.create_connection((LOOPBACK, served.port), timeout=20))
+            hung.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            wait_for(partial(_is_reached, most, number), message="it is being answered")
+        for _ in range(10):
+            with contextlib.suppress(ConnectionError):
+                assert raw(served, b"GET / HTTP/1.0\r\n\r\n") == b""
+        assert most[0] == THREADS_MAX
+        ends.set()
+    wait_for(lambda: _is_answered(served), message="there is room again")
+
+
+def _is_reached(most: list[int], number: int) -> bool:
+    return most[0] >= number
+
+
+def _is_answered(served: HttpServer) -> bool:
+    with contextlib.suppress(OSError, HTTPException):
+        return ask(served)[0] == 200
+    return False
 
 
 # -- values that are read once a second ------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from celery import Celery
 from prometheus_client.parser import text_string_to_metric_families
 
 from mongo_celery.bridge.http.metrics import expose
@@ -25,7 +24,7 @@ MARKUP = "<b>'{names}' & \"x\"</b>"
 def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
     """Return the values of a scrape, by name and the labels beside the bridge."""
     activity = Activity(shown.bridge, ["summarise"], 15.0)
-    text = expose(Celery("shop", set_as_current=False), [activity], lambda: [shown]).decode()
+    text = expose([activity], lambda: [shown], list).decode()
     return {
         (
             sample.name.removeprefix("mongo_celery_bridge_"),

@@ -188,6 +188,19 @@ def test_a_server_that_does_not_answer_gives_no_stale_numbers(
     assert (found["up", "orders"], found["up", "parcels"], found["pending", "parcels"]) == (0, 1, 0)
 
 
+def test_an_outbox_whose_collection_cannot_be_made_hides_no_other(database: Database[Document]) -> None:
+    """P12: one missing setting of the app is `up` 0 of one outbox."""
+    app = quiet_app()
+
+    def broken() -> Any:
+        raise KeyError("MONGO_URL")
+
+    Outbox(app, broken, name="bad", sweep_every=None)
+    Outbox(app, database["parcels"], name="parcels", sweep_every=None, database=f"{database.name}_none")
+    found = samples(app)
+    assert (found["up", "bad"], found["up", "parcels"]) == (0, 1)
+
+
 def test_registering_connects_to_nothing() -> None:
     """Registries ask what a collector will offer; the collection is opened by the first scrape."""
     app, opened = quiet_app(), []

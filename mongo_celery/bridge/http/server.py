@@ -27,6 +27,9 @@ logger = logging.getLogger("mongo_celery.http")
 CONNECTIONS_MAX = 32
 """One more ends the oldest, so that clients that send nothing cannot keep a probe out."""
 
+THREADS_MAX = 128
+"""A connection that is ended leaves its thread until its answer is there. Beyond these, a new one is ended at once."""
+
 _ADDRESS = re.compile(r"(?:(?P<host>\[[^\[\]]+\]|[^\[\]:\s]*):)?(?P<port>\d{1,5})")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -101,6 +104,7 @@ class HttpServer(ThreadingHTTPServer):
         self.answer = answer
         self.guards_host = is_loopback(host)
         self._connections: OrderedDict[Any, None] = OrderedDict()
+        self._room = threading.BoundedSemaphore(THREADS_MAX)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _RequestHandler)
@@ -131,7 +135,21 @@ class HttpServer(ThreadingHTTPServer):
         if len(self._connections) > CONNECTIONS_MAX:
             with suppress(OSError):
                 self._connections.popitem(last=False)[0].shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system has no thread left
+            self._room.release()
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, then make room for another thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def shutdown_request(self, request: Any) -> None:
         """End a connection."""

@@ -76,9 +76,10 @@ class HttpService(HttpServer):
     def __init__(self, app: Celery, activities: Sequence[Activity], address: str, app_argument: object) -> None:
         wirings = BRIDGES.named(app, [each.bridge for each in activities])
         program = app_argument if isinstance(app_argument, str) else "APP"
-        self._app, self._activities = app, activities
+        self._activities = activities
         self._bridges = [_Bridge(*each, program) for each in zip(wirings, activities, strict=True)]
         self._others = Recent(partial(_describe_others, app), lambda error: [("error", error)], keep=5.0)
+        self._metrics_of_others = Recent(partial(_read_metrics, app), lambda _error: [])
         self._process = {"host": socket.gethostname(), "pid": os.getpid()}
         routes: dict[str, Callable[[], Response]] = {
             "/": self._page,
@@ -116,7 +117,7 @@ class HttpService(HttpServer):
         except ImportError:
             text = b"There are no metrics. Run: pip install 'mongo-celery[metrics]'\n"
             return Response(text, status=HTTPStatus.NOT_IMPLEMENTED)
-        found = expose(self._app, self._activities, self._read_snapshots)
+        found = expose(self._activities, self._read_snapshots, self._metrics_of_others)
         return Response(found, "text/plain; version=0.0.4; charset=utf-8")
 
     def _status(self) -> Response:
@@ -139,6 +140,12 @@ def _count_workers(wiring: Wiring) -> Workers | None:
     found = ask_for_queues(wiring.app, 1.0).values()
     serving = sum(not queues.isdisjoint(wiring.queue_names) for queues in found)
     return Workers(answered=len(found), serving=serving, slots=None)
+
+
+def _read_metrics(app: Celery) -> list[Any]:
+    from mongo_celery.bridge.http.metrics import read_others
+
+    return read_others(app)
 
 
 def _describe_others(app: Celery) -> list[tuple[str, str]]:

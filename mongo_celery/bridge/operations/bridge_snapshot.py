@@ -415,7 +415,8 @@ class BridgeSnapshot:
         in_flight: runs that were sent, and are not finished.
         buffered: changes in the listener's memory. None where a new listener has not reported yet.
         buffered_bytes: bytes of these.
-        caught_up: whether everything is read, nothing is blocked, and nothing is left to do.
+        caught_up: whether everything is read, nothing waits, is blocked or runs, and nothing is left to do.
+        reported_at: when the listener that leads has said so. None where it has not reported yet.
         unread_seconds: for how long no read of the stream has succeeded. 0 while one does every few seconds.
         reading_waits: why: a full buffer, or the stream's last error.
         reopenings: how often the stream was opened again in this term.
@@ -457,6 +458,7 @@ class BridgeSnapshot:
     buffered: int | None = None
     buffered_bytes: int | None = None
     caught_up: bool = False
+    reported_at: datetime | None = None
     unread_seconds: int | None = None
     reading_waits: str | None = None
     reopenings: int | None = None

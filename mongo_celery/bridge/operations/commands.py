@@ -162,7 +162,17 @@ def _plan(act: Act, command: _Command, handler: str | None, partition: int | Non
         lines=_describe(f"would be {command.done}", planned),
         fields={"bridge": wiring.name, command.done: 0, "partitions": [asdict(each) for each in planned]},
         question=question.format(bridge=wiring.name) if handler is None else None,
+        seen=_name_seen(command, images, planned),
         act=partial(act.run, partial(_run, command, generations, images, unable, partition)) if is_any else None,
+    )
+
+
+def _name_seen(command: _Command, images: Sequence[Image], planned: Sequence[CommandResult]) -> str:
+    """Name the partitions that fit a command, with their states. One that runs a change names that, too."""
+    return " ".join(
+        f"{image.subscription}/{image.index}:{image.state}{f':{image.committed}' if command.is_run else ''}"
+        for image, each in zip(images, planned, strict=True)
+        if each.result == "planned"
     )
 
 
@@ -175,13 +185,16 @@ def _run(
     act: Act,
 ) -> PlanResult:
     """Carry a command out, one partition after the other. A partition that was named is taken at its word."""
-    results = []
+    results, refused = [], []
     for image in images:
         objection = unable.get((image.subscription, image.index))
         partitions = act.wiring.store.partitions
+        is_fit = _judge(command, image, objection).result == "planned"
         results.append(_apply(partitions, command, generations[image.subscription], image, objection))
         if results[-1].result == "done":
             act.count("partitions", image.subscription)
+        elif results[-1].result == "refused" or (results[-1].result == "unfit" and is_fit):
+            refused.append(results[-1].reason)
     if partition is not None and results[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(results[0].reason)
     return PlanResult(
@@ -190,7 +203,7 @@ def _run(
             command.done: sum(each.result == "done" for each in results),
             "partitions": [asdict(each) for each in results],
         },
-        refused=[each.reason for each in results if each.result == "refused"],
+        refused=refused,
     )
 
 
@@ -314,10 +327,14 @@ def _apply(
     partitions: Partitions, command: _Command, generation: int, image: Image, unable: str | None
 ) -> CommandResult:
     reason = sentence_on(image, f"kept changing while it was to be {command.done}; look at status, then repeat it")
+    seen = image.committed
     for _ in range(_ROUNDS):
         judged = _judge(command, image, unable)
         if judged.result != "planned":
             return judged
+        if command.is_run and image.committed != seen:
+            reason = sentence_on(image, "is blocked at another change meanwhile: look at it, then repeat the command")
+            break
         try:
             if command.write(partitions, image, generation):
                 return CommandResult(image.subscription, image.index, command.after, "done")

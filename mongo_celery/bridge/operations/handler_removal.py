@@ -61,6 +61,7 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
         lines=[_describe(handler, holdings)],
         fields={"bridge": wiring.name, "subscription": handler, "leader": leader, **asdict(holdings)},
         question="Remove all of it?",
+        seen=" ".join(f"{name}:{count}" for name, count in asdict(holdings).items()),
         act=partial(act.run, run),
     )
 

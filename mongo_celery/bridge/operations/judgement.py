@@ -129,12 +129,17 @@ def _note(line: CommandLine, asked: Sequence[Finding] | None) -> str | None:
 def listed(names: Sequence[str], most: int = NAMED) -> str:
     """Return some names, and how many more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return unquote(", ".join(names[:most]) + more)
+
+
+def unquote(text: object) -> str:
+    """Return foreign text without backticks: between them a page offers a command."""
+    return str(text).replace("`", "'")
 
 
 def cut(text: object) -> str:
     """Return foreign text on one line, bounded, without its full stop."""
-    found = " ".join(str(text).split())
+    found = " ".join(unquote(text).split())
     return (f"{found[:_TEXT_MAX]}..." if len(found) > _TEXT_MAX else found).removesuffix(".")
 
 
@@ -203,7 +208,7 @@ class _Judge:
 
     def _definitions(self) -> Iterator[Finding]:
         seen, leader = self._snapshot, self._snapshot.leader
-        process = f"process {leader.pid} on {leader.host}" if leader is not None else None
+        process = f"process {leader.pid} on {unquote(leader.host)}" if leader is not None else None
         if seen.difference:
             text = f"This bridge is that of another app or environment: {cut(seen.difference)}"
             text += f" (leader: {process})" if process else " (no listener is running)"
@@ -277,7 +282,7 @@ class _Judge:
             more = f", and of {number(rest, 'more partition', 'more partitions')}" if rest else ""
             yield failing(
                 "not_stored",
-                f"MongoDB does not store changes of {one.partition}{more}, since {moment(one.since)}: "
+                f"MongoDB does not store changes of {unquote(one.partition)}{more}, since {moment(one.since)}: "
                 f"{cut(one.error)}. They wait in the listener's memory. Grant the listener's user its rights on the "
                 "collection backlog of the state database, or make room on the disk.",
             )
@@ -343,7 +348,7 @@ class _Judge:
                     "is kept. Correct the match, and start a listener with this code.",
                 )
             if each.state == "stopped":
-                stopped.append(failing("stopped", f"{each.name} is stopped: {each.error}"))
+                stopped.append(failing("stopped", f"{each.name} is stopped: {unquote(each.error)}"))
             if each.feedback is not None:
                 found = each.feedback
                 yield degraded(
@@ -478,7 +483,9 @@ class _Judge:
         if backlog is None:
             return
         if backlog.waits:
-            yield failing("backlog_refused", f"Changes of blocked partitions are no longer stored: {backlog.waits}.")
+            yield failing(
+                "backlog_refused", f"Changes of blocked partitions are no longer stored: {unquote(backlog.waits)}."
+            )
         if backlog.share is not None and backlog.share >= NEAR:
             then = "So blocked changes wait in the listener's memory. Once that is full, no handler gets changes"
             if backlog.share < 1:
@@ -523,7 +530,9 @@ class _Judge:
         repartitioning = []
         for each in self._served:
             found = each.repartitioning
-            if found is not None and _seconds(found.since, seen.at) >= REPARTITIONING_SECONDS:
+            if found is None or each.state == "stopped":  # that is a finding of its own
+                continue
+            if _seconds(found.since, seen.at) >= REPARTITIONING_SECONDS:
                 text = (
                     f"{each.name} waits for its {found.partitions} partitions since {moment(found.since)}: "
                     f"{cut(found.waits)}. Until then the old ones serve."
@@ -536,8 +545,8 @@ class _Judge:
                 rest = "Resume it: it continues at its place." if can_resume else "Stop it to acknowledge that."
                 yield failing(
                     "snapshot_failed",
-                    f"The snapshot of {snapshot.source} for {snapshot.handler} has ended after {snapshot.done} "
-                    f"documents: {cut(snapshot.reason or 'no reason is recorded')}. The others are not "
+                    f"The snapshot of {unquote(snapshot.source)} for {snapshot.handler} has ended after "
+                    f"{snapshot.done} documents: {cut(snapshot.reason or 'no reason is recorded')}. The others are not "
                     f"delivered. {rest}",
                     self._line.changes("snapshot", "resume" if can_resume else "stop", snapshot.id),
                 )
@@ -581,7 +590,7 @@ class _Judge:
     def _dropped(self) -> Iterator[Finding]:
         seen = self._snapshot
         if FOREIGN in seen.dropped_lately:
-            sender = f", the last one by process {seen.foreign_sender}" if seen.foreign_sender else ""
+            sender = f", the last one by process {unquote(seen.foreign_sender)}" if seen.foreign_sender else ""
             yield degraded(
                 "foreign_bridge",
                 f"Workers have dropped {seen.dropped.get(FOREIGN, 0)} messages of another installation or "

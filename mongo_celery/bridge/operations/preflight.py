@@ -47,10 +47,13 @@ def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
     workers, asked = ask_servers(wiring)
     found += collect_findings("exposure", lambda: check_encryption(wiring), concern)
     state: list[Finding] = []
+    is_judged = False
     if answers:
 
         def read() -> Iterator[Finding]:
+            nonlocal is_judged
             seen = judge(replace(read_unjudged(wiring, line, LOOK_SECONDS), workers=workers), line, asked)
+            is_judged = True
             yield from seen.findings
             if seen.leader is not None:
                 yield ok("leader", f"Leader: {seen.leader.host}, pid {seen.leader.pid}.")
@@ -58,7 +61,7 @@ def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
         state = collect_findings("state", read, concern)
     judged = {each.code for each in state}
     # A finding about workers is judged with the state: it knows of what waits for them.
-    told = [each for each in asked if each.severity == "ok" or not answers or each.code not in CODES]
+    told = [each for each in asked if each.severity == "ok" or not is_judged or each.code not in CODES]
     return [*state, *(each for each in (*found, *told) if each.code not in judged)]
 
 

@@ -74,6 +74,7 @@ def plan_reset(act: Act, handler: str, to: str, *, key: str | None, source: str 
         lines=[*_describe(fields, act.line)],
         fields={"bridge": wiring.name, **fields},
         question=None if fields["leader"] else way,
+        seen=_name_seen(move, fields),
         act=partial(act.run, partial(_move, move, fields)),
     )
 
@@ -125,6 +126,12 @@ def _plan_passing(act: Act, handler: str, lost: Mapping[str, Any], policy: str, 
 
 
 # -- back and forward ------------------------------------------------------------------------------
+
+
+def _name_seen(move: Move, fields: Mapping[str, Any]) -> str:
+    """Name the term and the partitions of a move. `now` is another place at each reading, so it is left out."""
+    partitions = [f"{each['index']}:{each['state']}:{each['key'] or ''}" for each in fields["partitions"]]
+    return " ".join([f"{move.subscription}/{move.generation}/{move.term}", *partitions])
 
 
 def _move(move: Move, planned: Mapping[str, Any], running: Act) -> PlanResult:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -361,8 +361,10 @@ def shape(facts: Facts) -> BridgeSnapshot:
         in_flight=report.get("outstanding", sum(each.live or each.handled is not None for each in facts.images)),
         buffered=report.get("buffered", None if led else 0),
         buffered_bytes=report.get("bufferedBytes", None if led else 0),
-        # A partition that halts is read at once, and the report is some seconds old.
-        caught_up=report.get("caughtUp", False) and not any(each.is_blocked or each.stored for each in partitions),
+        # A partition is read at once, and the report is some seconds old.
+        caught_up=_is_idle(report)
+        and not any(each.is_blocked or each.stored or each.is_running for each in partitions),
+        reported_at=_reported_at(facts) if report else None,
         unread_seconds=unread + (lease.get("reportAge") or 0) // 1000 if unread else unread,
         reading_waits=report.get("readingWaits"),
         reopenings=report.get("reopenings"),
@@ -388,6 +390,16 @@ def shape(facts: Facts) -> BridgeSnapshot:
         handlers=handlers,
         snapshots=_snapshots(facts),
     )
+
+
+def _is_idle(report: Mapping[str, Any]) -> bool:
+    """Return True if the listener has read everything, and nothing of it waits or runs."""
+    return bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
+
+
+def _reported_at(facts: Facts) -> datetime:
+    age = timedelta(milliseconds=max((facts.lease or {}).get("reportAge") or 0, 0))
+    return facts.now.as_datetime() - age
 
 
 def _state(lease: Mapping[str, Any], *, led: bool) -> State:
@@ -459,8 +471,7 @@ def _handler(
     lost = parse_lost_history(document)
     # A report speaks for the handlers of its own term.
     is_led = name in facts.registered and document.get("term") == (facts.lease or {}).get("term") and apart is None
-    is_idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
-    behind = 0 if is_idle and is_led and not lost else _age(parse_position(document), facts.now)
+    behind = 0 if _is_idle(report) and is_led and not lost else _age(parse_position(document), facts.now)
     moving = next((each for each in report.get("moving", ()) if each["subscription"] == name), None)
     fed_back = next((each for each in report.get("fedBack", ()) if each["subscription"] == name), None)
     is_registered = name in facts.registered

@@ -38,7 +38,7 @@ class Whereabouts:
         key: as Python writes it, since a number and a text that looks like it are two keys.
         partition: in which its changes lie.
         handled_until: every change of the key that was written before this is handled, but for those below.
-        lasts: whether nothing is left to do, so that this goes on with the clock.
+        lasts: whether nothing is left to do, so that this goes on with each report of the listener.
         blocked: whether the change at which the partition is blocked is one of this key.
         running: whether a worker runs changes of the partition now. They may be of this key.
         stored: how many changes of the key are stored and not handled. None where there are too many to look through.
@@ -88,7 +88,8 @@ def find_whereabouts(wiring: Wiring, handler: str, text: str, source: str | None
         blocking = _blocking_hash(store.backlog, partition_id, partition)
         letters = store.dead_letters.find(Selection(subscription=handler, keys=keys_of(text)), [handler], _LETTERS_MAX)
         parked = hash_ in store.partitions.collect_parked_hashes(handler, layout.term)
-    lasts = snapshot.caught_up or (found.lag_seconds == 0 and not partition.is_blocked and partition.stored is None)
+    is_led = snapshot.leader is not None and handler in snapshot.leader.handlers
+    lasts = snapshot.caught_up and found.is_registered and is_led
     return Whereabouts(
         handler=handler,
         key=quote_key(key),
@@ -116,7 +117,7 @@ def _handled_until(
 ) -> datetime | None:
     """Return the time up to which all of a partition is handled."""
     if lasts:
-        return snapshot.at
+        return snapshot.reported_at
     own = time_of_token({"_data": partition.token}, None) if partition.token else None
     at = None if own is None else own.as_datetime()
     if partition.is_blocked or partition.stored is not None or partition.is_running:
