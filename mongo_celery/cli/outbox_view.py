@@ -10,7 +10,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.failures import attempts_of
 from mongo_celery.quantities import duration, number
 from mongo_celery.visible import visible, visible_lines
 
@@ -100,6 +99,8 @@ def dead_letters_view(outbox: str, found: Sequence[DeadLetter], count: int) -> R
 
 def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> RenderableType:
     """One dead letter with everything that is known."""
+    from mongo_celery.outbox.failures import attempts_of
+
     entry = found.entry
     facts = {
         "id": found.id,
