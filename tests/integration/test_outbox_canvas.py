@@ -123,7 +123,7 @@ def test_no_task_runs_before_its_write_with_task_always_eager(
     """Celery would run it where its messages are made, and send none."""
     with opened(database, redis_url, task_always_eager=True) as rig:
         ran: list[Any] = []
-        canvas = {**CANVASES, "later": lambda rig: rig.add.s(1, 2).set(countdown=5)}[name](rig)
+        canvas = rig.add.s(1, 2).set(countdown=5) if name == "later" else CANVASES[name](rig)
         task_prerun.connect(lambda task_id, **_: ran.append(task_id), weak=False, dispatch_uid=name)
         try:
             with pytest.raises(OutboxRefusedError, match="task_always_eager"):
