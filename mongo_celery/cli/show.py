@@ -139,14 +139,15 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
         yield f"  {state}: {partition.key}{due}: {partition.error or 'no error is recorded'}"
         yield f"    {line.changes('show', found.handler, str(partition.index))}"
     elif partition.is_blocked:
-        yield f"  {name} is {state} at {partition.key or 'a change'}: later changes wait"
+        at = f" at {partition.key}" if partition.key else ""
+        yield f"  {name} is {state}{at}: later changes wait"
     if found.stored != 0:
         count = "more changes are stored than were looked through"
         yield f"  stored: {count if found.stored is None else number(found.stored, 'change', 'changes')}"
     if found.parked:
         yield "  parked: its later changes become dead letters until you replay or discard these"
     for each in found.dead_letters[:_SHOWN]:
-        yield f"  dead letter: {line.changes('dead-letters', 'show', each)}"
+        yield f"  dead letter: {line.changes('dead-letters', 'show', found.handler, '--id', each)}"
     if more := found.dead_letters[_SHOWN:]:
         yield f"  and {number(len(more), 'more dead letter', 'more dead letters')}"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.operations.acts import reached
+from mongo_celery.bridge.operations.acts import reached, refuse_unknown
 from mongo_celery.bridge.operations.bridge_snapshot import PartitionStatus
 from mongo_celery.bridge.operations.keys import hash_of_key, key_of, keys_of, quote_key
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
@@ -72,9 +72,14 @@ def find_whereabouts(wiring: Wiring, handler: str, text: str, source: str | None
     """
     snapshot = read_snapshot(wiring)
     found = next((each for each in snapshot.handlers if each.name == handler), None)
+    if found is None and handler not in [each.name for each in wiring.handlers]:
+        raise refuse_unknown(wiring, handler, [each.name for each in snapshot.handlers])
     if found is None or not found.partitions:
         names = ", ".join(each.name for each in snapshot.handlers if each.partitions)
-        raise CommandRefusedError(f"Bridge {wiring.name} has no handler {handler!r} with partitions; it has {names}.")
+        raise CommandRefusedError(
+            f"No listener has led handler {handler!r} of bridge {wiring.name} yet, so none of its changes is handled. "
+            f"Handlers with partitions: {names or 'none'}."
+        )
     with reached(wiring) as store:
         layout = layouts_in_force(store.subscriptions.read_all())[handler]
         key = key_of(wiring, handler, layout, text, source)
