@@ -14,7 +14,15 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.app import check_app
-from mongo_celery.bridge.declarations import BOUND, LOCK, DeclaredHandler, DeclaredOutbox, find_shared_handlers
+from mongo_celery.bridge.declarations import (
+    BOUND,
+    LOCK,
+    DeclaredHandler,
+    DeclaredOutbox,
+    NoApp,
+    bind_all,
+    find_shared_handlers,
+)
 from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
 from mongo_celery.bridge.http import make_http_service
 from mongo_celery.bridge.listener.in_worker import install
@@ -254,7 +262,8 @@ class Bridge:
         declared = DeclaredOutbox(namespace, name or namespace, options, watch)
         with LOCK:
             if self._only is not None:
-                return declared.bind(self._only)
+                (made,) = bind_all([(declared, self._only)])
+                return cast("Outbox", made)
             return self._declare_outbox(declared)
 
     def _declare_outbox(self, declared: DeclaredOutbox) -> Outbox:
@@ -263,40 +272,39 @@ class Bridge:
                 f"bridge {self._declared.name} already has an outbox named {declared.name!r}; give this one "
                 "name='...', or make it by bridge.of(app).outbox(...) for the app that is just made.",
             )
-        for wiring in self._bound:
-            declared.bind(wiring)
+        bind_all([(declared, wiring) for wiring in self._bound])
         self._outboxes[declared.name] = declared
-        outbox: Any = Proxy(lambda: self._find_outbox(declared))
+        outbox: Any = Proxy(lambda: self._find_made(lambda wiring: wiring.outboxes[declared.name]))
         return cast("Outbox", outbox)
-
-    def _find_outbox(self, declared: DeclaredOutbox) -> Any:
-        """Return the outbox of the app that is meant; without one what can be inspected, and not used."""
-        try:
-            return self.wiring.outboxes.get(declared.name, declared)
-        except ConfigurationError:
-            return declared
 
     def _declare_handler(self, declared: DeclaredHandler) -> HandlerTask[Any, Any]:
         task: HandlerTask[Any, Any]
         if self._only is not None:
-            task = declared.bind(self._only)
+            (task,) = bind_all([(declared, self._only)])
             return task
         handler = declared.make_handler()
-        self._declared.add(handler)
-        for wiring in self._bound:
-            declared.bind(wiring)
+        with self._declared.keep_handlers_on_error():
+            self._declared.add(handler)
+            bind_all([(declared, wiring) for wiring in self._bound])
         self._handlers[handler.name] = declared
         found: Any = Proxy(lambda: self._find_task(handler))
         task = found
         return task
 
     def _find_task(self, handler: Handler) -> Any:
-        """Return the task of the app that is meant; without one the function."""
+        """Return the task of the app that is meant; without any app the function."""
+        if not self._bound:
+            return handler.function
+        return self._find_made(lambda wiring: wiring.app.tasks[wiring.task_name(handler.name)])
+
+    def _find_made(self, find: Callable[[Wiring], Any]) -> Any:
+        """Return what the app has that is meant; without one what can be inspected, and not used."""
         try:
             wiring = self.wiring
-        except ConfigurationError:
-            return handler.function
-        return wiring.app.tasks[wiring.task_name(handler.name)] if wiring.bound is not None else handler.function
+            _ = wiring.app
+        except ConfigurationError as error:
+            return NoApp(error)
+        return find(wiring)
 
     def _bind(self, app: Celery, public: Bridge | None = None) -> Wiring:
         """Make the bridge known to an app, with all that was declared for it."""
@@ -305,10 +313,9 @@ class Bridge:
         wiring = self._declared.of(app)
         wiring.public = public or self._in(wiring)
         BRIDGES.refuse(app, wiring.name)
-        for handler in (*self._handlers.values(), *find_shared_handlers(wiring)):
-            handler.bind(wiring)
-        for outbox in self._outboxes.values():
-            outbox.bind(wiring)
+        handlers = [*self._handlers.values(), *find_shared_handlers(wiring)]
+        declared: list[DeclaredHandler | DeclaredOutbox] = [*handlers, *self._outboxes.values()]
+        bind_all([(each, wiring) for each in declared])
         if BRIDGES.add(app, wiring, wiring.name):
             register_commit(app)
             install(app, make_http_service)

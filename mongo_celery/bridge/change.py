@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
     from pymongo.collection import Collection
 
-    from mongo_celery.bridge.fenced import FencedCollection
-    from mongo_celery.bridge.fenced.fence import Origin
     from mongo_celery.outbox import Outbox
 
 FLAGS = "_mongoCelery"
@@ -376,7 +374,7 @@ def read_token(raw: bytes) -> Mapping[str, Any]:
 
 
 def read_namespace(event: Mapping[str, Any]) -> str:
-    """`"db.collection"`, `"db"` or the empty string of an event; a user's pipeline may have left less of it."""
+    """`"db.collection"`, `"db"` or the empty string of an event. `invalidate` and unreadable ones have none."""
     ns = event.get("ns")
     if not isinstance(ns, Mapping):
         return ""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -27,7 +28,9 @@ from mongo_celery.bridge.worker.tasks import make_task
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import Outbox
+from mongo_celery.outbox.options import options_of
 from mongo_celery.outbox.pending import PendingField
+from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.outbox.watching import OPERATIONS, delivery_handler, handler_name, still_pending, watched_fields
 
 BOUND: weakref.WeakSet[Wiring] = weakref.WeakSet()
@@ -83,9 +86,9 @@ class DeclaredHandler:
             batch_size=self.batch_size,
         )
 
-    def bind(self, wiring: Wiring) -> Any:
+    def prepare(self, wiring: Wiring) -> Callable[[], Any]:
         """
-        Give its handler to a bridge in its app, and return the task.
+        Give its handler to a bridge in its app. What is returned registers the task, and returns it.
 
         Raises:
             ConfigurationError: it cannot be a handler there.
@@ -93,7 +96,7 @@ class DeclaredHandler:
         handler = wiring.build_with_options(partial(self.make_handler, app=wiring.app))
         wiring.add(handler)
         options = {name: value for name, value in self.given.items() if name in TASK_OPTIONS}
-        return make_task(wiring, wiring.app, handler, {"bridge": wiring.public, **options})
+        return partial(make_task, wiring, wiring.app, handler, {"bridge": wiring.public, **options})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,37 +116,76 @@ class DeclaredOutbox:
     options: Mapping[str, Any]
     watch: bool
 
-    def __getattr__(self, name: str) -> Any:
-        # Python itself and test runners ask for names with underscores, and an object has them or not.
-        kind = AttributeError if name.startswith("__") else ConfigurationError
-        raise kind(
-            f"outbox {self.name} has no app yet: call init_app(app), or of several apps choose one by set_current()."
-        )
+    def __post_init__(self) -> None:
+        options_of({"name": self.name, **self.options})
 
-    def bind(self, wiring: Wiring) -> Outbox:
+    def prepare(self, wiring: Wiring) -> Callable[[], Outbox]:
         """
-        Make it for a bridge in its app.
+        Give the handler of its delivery to a bridge in its app. What is returned makes the outbox.
 
         Raises:
-            ConfigurationError: an option is wrong, or the app has an outbox of this name, or the bridge something else
-                for its delivery.
+            ConfigurationError: the app has an outbox of this name, or the bridge something else for its delivery.
         """
+        OUTBOXES.refuse(wiring.app, self.name)
+        register = self._declare_delivery(wiring).prepare(wiring) if self.watch else None
+        return partial(self._make, wiring, register)
+
+    def _make(self, wiring: Wiring, register: Callable[[], Any] | None) -> Outbox:
         options = {"database": wiring.given.get("database", DEFAULT_DATABASE), **self.options}
         made = Outbox(wiring.app, lambda: wiring.collection(self.namespace), name=self.name, **options)
         wiring.outboxes[self.name] = made
-        if self.watch:
-            field = PendingField()
-            delivery = {
-                "name": handler_name(self.namespace),
-                "operations": OPERATIONS,
-                "fields": watched_fields(field),
-                "match": still_pending(field),
-                "partition_by": "_id",
-                "bind": True,
-            }
-            deliver = delivery_handler(lambda: wiring.outboxes[self.name].backing.relay, self.namespace)
-            DeclaredHandler(deliver, (self.namespace,), delivery).bind(wiring)
+        if register is not None:
+            register()
         return made
+
+    def _declare_delivery(self, wiring: Wiring) -> DeclaredHandler:
+        field = PendingField()
+        options = {
+            "name": handler_name(self.namespace),
+            "operations": OPERATIONS,
+            "fields": watched_fields(field),
+            "match": still_pending(field),
+            "partition_by": "_id",
+            "bind": True,
+        }
+        deliver = delivery_handler(lambda: wiring.outboxes[self.name].backing.relay, self.namespace)
+        return DeclaredHandler(deliver, (self.namespace,), options)
+
+
+class NoApp:
+    """
+    Stands for a task or an outbox while no app is meant: each use is the error that says why.
+
+    Python itself and test runners ask for names with underscores, and an object has them or not.
+    """
+
+    def __init__(self, error: ConfigurationError) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("_") else self._error
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raise the error."""
+        raise self._error
+
+
+def bind_all(pairs: Iterable[tuple[DeclaredHandler | DeclaredOutbox, Wiring]]) -> list[Any]:
+    """
+    Register handlers and outboxes in the apps of bridges: all of them, or none.
+
+    Returns:
+        The tasks and outboxes, in their order.
+
+    Raises:
+        ConfigurationError: one of them cannot be there.
+    """
+    with ExitStack() as stack:
+        registers = []
+        for declared, wiring in pairs:
+            stack.enter_context(wiring.keep_handlers_on_error())
+            registers.append(declared.prepare(wiring))
+        return [register() for register in registers]
 
 
 # -- shared handlers -------------------------------------------------------------------------------
@@ -198,13 +240,12 @@ def _share(shared: DeclaredHandler) -> Any:
         check_name(shared.bridge, "the name of a bridge")
     handler = shared.make_handler()
     with LOCK:
-        known = _SHARED.setdefault((handler.name, shared.bridge), shared).make_handler()
+        known = _SHARED.get((handler.name, shared.bridge), shared).make_handler()
         if not handler.is_same(known):
             raise ConfigurationError(f"there is a shared handler {handler.name!r} already; {handler.name_fix(known)}.")
         gc.collect()  # an app that nobody can reach any more takes no handler
-        for wiring in list(BOUND):
-            if is_for_bridge(shared, wiring):
-                shared.bind(wiring)
+        bind_all([(shared, wiring) for wiring in BOUND if is_for_bridge(shared, wiring)])
+        _SHARED.setdefault((handler.name, shared.bridge), shared)
     return shared.function
 
 

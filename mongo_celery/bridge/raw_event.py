@@ -2,8 +2,8 @@
 A change event as its bytes, of which only what is asked for is decoded.
 
 A listener reads five fields of each event (token, time, operation, namespace, document key), and the documents that
-it carries are the larger part of it. So a field is read from its own place (`mongo.elements`), and whatever is odd is
-left to PyMongo's decoder, as if there were nothing else.
+it carries are the larger part of it. So a field is read from its own place, and whatever is odd is left to PyMongo's
+decoder, as if there were nothing else.
 
 The change of one document comes from a server with the same fields in the same order each time. Such an event is
 recognised by one match, from its first byte to its last, and the five fields with it; all others are walked.
@@ -93,7 +93,7 @@ value fails. Partitions rest on it: a key must not depend on an option that the 
 """
 
 _NAMESPACES = 4096
-_NAMESPACE_BYTES = 512  # longer ones are something that a user's pipeline has made
+_NAMESPACE_BYTES = 512  # no server makes longer ones
 _TOKEN = b"\x02_data\0"
 _TOKEN_BEGINS = 4 + len(_TOKEN) + 4
 _ORIGIN_BYTES = 600
@@ -101,7 +101,6 @@ _PLAIN_KEY = b"\x16\0\0\0\x07_id\0"
 _PLAIN_KEY_BYTES = len(_PLAIN_KEY) + 12 + 1
 _SHORTEST_TOKEN = _TOKEN_BEGINS + 2
 _NOWHERE = 0, 0, 0
-_SMALLEST = 5
 _FIRST_FIELDS = re.compile(
     rb".{4}\x03_id\0.{4}\x02_data\0.{4}([0-9A-Fa-f]+)\0\0"
     rb"\x02operationType\0.{4}([A-Za-z]+)\0"
@@ -123,7 +122,6 @@ _READ_PLAIN = frozenset({"operationType", "ns", "documentKey"})
 Plain = tuple[str, bytes, bytes, bytes, bytes]
 """Token, time, operation, namespace and document key of an event of the usual form: the first as text, else bytes."""
 
-_length_at = struct.Struct("<i").unpack_from
 _two_numbers_at = struct.Struct("<II").unpack_from
 
 
@@ -181,7 +179,7 @@ class RawEvent(RawBSONDocument):
     def origin(self) -> bytes | None:
         """
         Bytes of operation and namespace of a change of a document: handlers are chosen by them, and by what the change
-        holds. None for other events, and where a pipeline has made something else of these.
+        holds. None for other events.
         """
         found = self._origin
         if found is not None:

@@ -202,6 +202,16 @@ class Wiring:
         self._refuse_shared_task(handler)
         self._handlers[handler.name] = handler
 
+    @contextlib.contextmanager
+    def keep_handlers_on_error(self) -> Iterator[None]:
+        """Register no handler of a block that raises."""
+        before = {**self._handlers}
+        try:
+            yield
+        except BaseException:
+            self._handlers = before
+            raise
+
     def _refuse_shared_task(self, handler: Handler) -> None:
         """Celery keeps the first task of a name: a second subscription would run the first one's function."""
         others = BRIDGES.of(self.bound) if self.bound is not None else []

@@ -100,9 +100,10 @@ class Table:
             return list(self.collection.find(query, fields, batch_size=_WHOLE, session=session))
 
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return all rows, however many have to be sorted."""
+        """Return all rows, however many have to be sorted. Only a sort asks for the disk: Atlas M0 refuses that."""
+        on_disk: dict[str, Any] = {"allowDiskUse": True} if any("$sort" in stage for stage in stages) else {}
         with self.limit():
-            return list(self.collection.aggregate(stages, allowDiskUse=True))
+            return list(self.collection.aggregate(stages, **on_disk))
 
     def update(self, guard: Mapping[str, Any], change: Update, *, upsert: bool = False) -> bool:
         """Update the document that the guard names; False when none matched."""

@@ -269,11 +269,17 @@ class Backing:
         return index.of_pending(self.plain, self.field).exists()
 
     def due(
-        self, older_than: float, limit: int, *, passing_over: Sequence[Any] = (), seconds: float | None = None
+        self,
+        older_than: float,
+        limit: int,
+        *,
+        passing_over: Sequence[Any] = (),
+        by_lot: bool = False,
+        seconds: float | None = None,
     ) -> list[Any]:
         """As `index.due_documents`."""
         return index.due_documents(
-            self.plain, self.claims, older_than, limit, passing_over=passing_over, seconds=seconds
+            self.plain, self.claims, older_than, limit, passing_over=passing_over, by_lot=by_lot, seconds=seconds
         )
 
     def status(self) -> OutboxStatus:

@@ -32,6 +32,8 @@ _INVOLVED = {*_LINKS, "chord", "countdown", "eta", "expires"}
 class _Messages(list[Signature]):
     """What Celery would send."""
 
+    gives_results = False
+
     def take(self, signature: Signature) -> None:
         self.append(signature)
 
@@ -50,7 +52,8 @@ def freeze_messages(app: Celery, given: object, now: datetime, first_id: str) ->
         first_id: the task id of a single task that has none.
 
     Raises:
-        OutboxRefusedError: it is no canvas, an empty one, a chord, or a change handler is in it.
+        OutboxRefusedError: it is no canvas, an empty one, a chord, or a change handler is in it. Or Celery would run it
+            immediately, because of `task_always_eager`.
     """
     signature = parse_signature(app, given)
     for leaf in leaves(signature):
@@ -72,6 +75,12 @@ def freeze_messages(app: Celery, given: object, now: datetime, first_id: str) ->
 
 def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
     """Send a canvas, and return what Celery would have sent."""
+    if app.conf.task_always_eager:
+        raise OutboxRefusedError(
+            f"{signature.task} cannot be stored: with task_always_eager Celery runs a chain, a group, and a task with "
+            "a link or a time immediately, whatever happens to the write. Unset task_always_eager.",
+            task=signature.task,
+        )
     messages = _Messages()
     install(app)
     try:
@@ -85,7 +94,7 @@ def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
         ) from error
     if not messages:
         raise OutboxRefusedError(
-            f"{signature.task} sends nothing: give it at least one task, and unset task_always_eager.",
+            f"{signature.task} sends nothing: give it at least one task.",
             task=signature.task,
         )
     return messages

@@ -3,7 +3,8 @@ What a body sends with `delay` and its like, taken for its transaction's box ins
 
 All of Celery's ways to send (tasks, signatures, names, canvases) end in `app.send_task`. It is replaced on the app,
 once, and looks for the box that is open in the current context: a thread that is started in the body has a context of
-its own and publishes at once, a task of asyncio has the body's.
+its own and publishes at once, a task of asyncio has the body's. So is `app.AsyncResult`: for a group Celery asks the
+result backend as soon as it makes the results, and a write must not wait for that server.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ Options = dict[str, Any]
 
 
 class Taker(Protocol):
-    """Who takes what is sent while it is open."""
+    """
+    Who takes what is sent while it is open.
+
+    Attributes:
+        gives_results: whether the results of what it takes go to a user, so that they listen at the result backend.
+    """
+
+    gives_results: bool
 
     def take(self, signature: Signature) -> None:
         """Keep one task."""
@@ -86,6 +94,16 @@ def install(app: Celery) -> None:
 
     send_task._mongo_celery_outbox = True  # type: ignore[attr-defined] # noqa: SLF001
     app.send_task = send_task  # type: ignore[method-assign]
+
+    known: Any = app.AsyncResult
+
+    def then(self: Any, callback: Any, on_error: Any = None, weak: bool = False) -> Any:
+        taker = _takers_here().get(app)
+        if taker is None or taker.gives_results:
+            return known.then(self, callback, on_error, weak)
+        return self.on_ready.then(callback, on_error)  # all but the question to the result backend, which may be down
+
+    app.AsyncResult = type("AsyncResult", (known,), {"then": then, "__module__": known.__module__})  # type: ignore[misc]
 
 
 @contextmanager

@@ -152,13 +152,18 @@ class PendingClaims:
         return {**these, "$expr": {"$in": [there, literal(whole)]}}
 
     def build_removal(self, document_id: object, ids: Sequence[object]) -> tuple[Document, Document]:
-        """Filter and update that remove entries by id, where each of them is there once and more is left."""
+        """
+        Filter and update that remove entries by id, where each of them is there once and more is left.
+
+        An id that is no text is left to `build_any_removal`: to `$pull`, a stored regular expression is a pattern.
+        """
         is_one = {"$in": [{"$ifNull": ["$$entry.id", None]}, literal(list(ids))]}
         found = {"$size": {"$filter": {"input": self._events, "as": "entry", "cond": is_one}}}
         conditions = [
             {"$eq": [found, len(ids)]},
             {"$gt": [self._size, len(ids)]},
             {"$eq": [f"${self.field.count}", self._size]},
+            literal(all(isinstance(each, str) for each in ids)),
         ]
         update = {"$pull": {self.field.events: {"id": {"$in": list(ids)}}}, "$inc": {self.field.count: -len(ids)}}
         return {"_id": {"$eq": document_id}, "$expr": {"$and": conditions}}, update
@@ -194,7 +199,7 @@ class PendingClaims:
     def build_count(self, failed: object) -> tuple[Document, list[Document]]:
         """Update and array filters that count an attempt of an entry; a count that is no number stays."""
         one_more = {"$inc": {f"{self.field.events}.$[failed].attempts": 1}}
-        return one_more, [{"failed.id": failed, "failed.attempts": {"$type": "number"}}]
+        return one_more, [{"failed.id": {"$eq": failed}, "failed.attempts": {"$type": "number"}}]
 
 
 class ServerClock:

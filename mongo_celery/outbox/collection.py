@@ -57,6 +57,8 @@ class TransactionBuffer:
         key: under which is added what is given none.
     """
 
+    gives_results = True
+
     def __init__(self, contents: Contents, make: Callable[..., list[Entry]], key: str | None) -> None:
         self._contents = contents
         self._make = make

@@ -180,6 +180,7 @@ def due_documents(
     limit: int,
     *,
     passing_over: Sequence[Any] = (),
+    by_lot: bool = False,
     seconds: float | None = None,
 ) -> list[Any]:
     """
@@ -189,8 +190,9 @@ def due_documents(
         collection: of the outbox.
         claims: conditions on its field.
         older_than: the seconds.
-        limit: how many at most, the first that the index has.
+        limit: how many at most.
         passing_over: `_id`s of documents that are not wanted.
+        by_lot: choose any of them, and read all for that; else the first that the index has.
         seconds: that this may take; None for no bound.
 
     Raises:
@@ -200,6 +202,9 @@ def due_documents(
     if passing_over:
         condition["_id"] = {"$nin": list(passing_over)}
     with nullcontext() if seconds is None else pymongo.timeout(seconds):
+        if by_lot:
+            lot: list[dict[str, Any]] = [{"$match": condition}, {"$project": {"_id": 1}}, {"$sample": {"size": limit}}]
+            return [each["_id"] for each in _local(collection).aggregate(lot)]
         return [each["_id"] for each in _local(collection).find(condition, {"_id": 1}, limit=limit)]
 
 

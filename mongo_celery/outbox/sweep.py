@@ -3,7 +3,7 @@ The sweep: delivers what a crash, a lost connection or a broker outage has left 
 
 Outboxes take turns, a handful of documents each, so that a large backlog in one collection does not keep the others
 waiting. Documents come in the order of the index. One that may still be due after its turn is passed over until all
-others have had theirs.
+others have had theirs. After a turn in vain they come by lot: MongoDB may refuse all that stand in front, each time.
 
 A broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit of its task,
 which is about no entry: every claim is let go before it passes through.
@@ -122,7 +122,7 @@ class OutboxSweep:
 
     def _due(self) -> list[Any]:
         limit = _TURN if self._room is None else min(_TURN, self._room)
-        return self.target.backing.due(self._older_than, limit, passing_over=self._seen)
+        return self.target.backing.due(self._older_than, limit, passing_over=self._seen, by_lot=self._in_vain > 0)
 
 
 def take_turns(

@@ -60,11 +60,11 @@ def test_a_readme_begins_with_one_command_that_is_there(name: str) -> None:
 
 
 def test_the_first_bridge_summarises_every_order() -> None:
-    """One command starts everything; each order has its summary (P1), and `status` shows the bridge leading."""
+    """One command starts everything; each order has its summary (P1), and `status` shows the bridge."""
     printed = run_example("first_bridge")
 
     assert printed[:5] == shown("first_bridge")
-    assert "leading" in "\n".join(printed)
+    assert printed[5].startswith("shop: ")
 
 
 def test_the_outbox_loses_nothing_where_insert_and_delay_do() -> None:

@@ -310,7 +310,7 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     changed = {name for name, documents in after.items() if documents != before.get(name)}
     assert changed == set(before), "the commands did something"
     asked = sum("replay" in each for each in after["dead_letters"])
-    assert (len(after["dead_letters"]), asked) == (3, 1), "two set aside, one that stays; one withdrawn"
+    assert (len(after["dead_letters"]), asked) == (2, 1), "one of two is discarded; one of a removed handler"
     named = {each["_id"].split("/")[1] for each in after["snapshots"]}
     assert named == {"gone", "letters", "record"}, "one forgotten, and those that were asked for"
     findings = {finding.code: finding for finding in check(wiring)}

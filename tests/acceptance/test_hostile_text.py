@@ -63,7 +63,7 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
         for name in ("halting", "giving_up"):
             data[name].insert_one({"_id": f"k {TEXT}", "text": TEXT, TEXT.replace("\n", " "): TEXT})
         runner.deliver(raises=False)
-        record = make_record("forget", [TEXT], TEXT, TEXT, [TEXT], {TEXT: TEXT})
+        record = make_record("remove", [TEXT], TEXT, TEXT, [TEXT], {TEXT: TEXT})
         project.bridge.wiring.store.audit.add(record)
         snapshots = project.bridge.wiring.store.snapshots
         snapshots.insert([{"_id": snapshots.make_id("halting"), "source": data["halting"].full_name, "by": TEXT}])

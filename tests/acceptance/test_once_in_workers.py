@@ -113,8 +113,7 @@ def test_a_chord_whose_parts_are_delivered_twice_gets_each_part_once(project: Pr
     """The duplicate of a finished part counts as that part, and one of a running part is no part of its own."""
     header = [project.task("part", "quick"), project.task("part", "slow")]
     total = project.task("total")
-    parts = chord(header, total).apply_async().parent
-    assert parts is not None
+    parts: Any = chord(header, total).apply_async().parent
     wait_for(lambda: len(project.notes("part")) == 2)
     for index, (part, sent) in enumerate(zip(header, parts.children, strict=True)):
         part.apply_async(task_id=sent.id, group_id=parts.id, group_index=index, chord=total)

@@ -164,6 +164,8 @@ def test_in_a_new_set_whoever_was_not_sent_on_stands_still_until_somebody_decide
 ) -> None:
     """Its oplog is whole, and has the restoring: but nobody can have read up to a place before it."""
     shop.write("a", 1)
+    read = {"$expr": {"$gt": ["$clusterTime", "$startAtOperationTime"]}}
+    wait_for(lambda: shop.state["handlers"].find_one(read), message="its position is stored")
     copies = copy_of(shop.state), copy_of(shop.data)
     before = shop.stop()
     shop.move(make_replica_set())

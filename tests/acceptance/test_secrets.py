@@ -44,9 +44,9 @@ COMMANDS = (
     ("status",),
     ("queues", "--json"),
     ("show", "summarise", "0", "--json"),
-    ("retry", "--json"),
-    ("pause", "--json"),
-    ("resume", "--json"),
+    ("retry", "--yes", "--json"),
+    ("pause", "--yes", "--json"),
+    ("resume", "--yes", "--json"),
     ("rotate-key", "--json"),
     ("grants", "--json"),
 )

@@ -125,7 +125,7 @@ def test_the_command_line_lists_shows_recovers_and_cancels(bank: Bank) -> None:
     assert bank.state("three") == "pending"
     assert bank.output("transactions", "recover", "--older-than", "0", "--all")[-1] == "three: pending, now done"
     assert "can no longer be canceled" in " ".join(bank.output("transactions", "cancel", "1", "--yes", status=1))
-    assert "there is no transaction" in " ".join(bank.output("transactions", "show", "99", status=1))
+    assert "There is no transaction" in " ".join(bank.output("transactions", "show", "99", status=1))
     assert bank.output("transactions", "recover", str(given), "--yes")[-1] == f"{given}: done"
     taken_back = json.loads(bank.output("transactions", "compensate", str(given), "--yes", "--json")[-1])
     assert (taken_back["state"], taken_back["compensates"]["$oid"]) == ("done", str(given))
@@ -165,7 +165,7 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
     assert stored.count_documents({"state": "canceled"}) == 2
     for nothing in ('{"$oid": "zz"}', '{"$gte": 2}', "99999999999999999999999", "[1]", '{"$regex": "."}'):
         said = bank.output("transactions", "show", nothing, status=1)
-        assert "there is no transaction" in said[-1], said
+        assert "There is no transaction" in said[-1], said
 
 
 def test_a_stepdown_in_the_middle_costs_time_only(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 from celery import chain, chord, group
+from celery.signals import task_prerun
 from pymongo.database import Database
 
 from mongo_celery import STORED_ID
@@ -35,6 +36,8 @@ CANVASES: dict[str, Canvas] = {
     "chain with a group in a group": lambda rig: group(
         chain(rig.add.s(1, 2), group(rig.add.s(1), rig.add.s(2)), rig.total.s()), rig.add.s(1, 1)
     ),
+    "chain of a group": lambda rig: chain(group(rig.add.s(1, 1), rig.add.s(2, 2))),
+    "group of a chain of a group": lambda rig: group(chain(group(rig.add.s(1, 1), rig.add.s(2, 2))), rig.add.s(3, 3)),
     "group of chains": lambda rig: group(chain(rig.add.s(1, 1), rig.add.s(2)), rig.add.s(5, 5)),
     "links": lambda rig: rig.add.s(1, 2).set(link=[rig.add.s(9)], link_error=[rig.total.s()]),  # type: ignore[arg-type]
     "chain with a link": lambda rig: chain(rig.add.s(1, 2), rig.add.s(3)).set(link=[rig.add.s(9)]),  # type: ignore[arg-type]
@@ -57,6 +60,17 @@ def test_every_dispatch_of_a_stored_canvas_sends_the_same_ids(
 
     assert len(sent[0]) > 0
     assert sorted(map(repr, sent[0])) == sorted(map(repr, sent[1]))
+
+
+@pytest.mark.parametrize("name", CANVASES)
+def test_a_canvas_is_stored_while_the_result_backend_is_down(
+    database: Database[Document], redis_url: str, name: str
+) -> None:
+    """No write asks it for anything: it is often the same server as the broker."""
+    with opened(database, redis_url, backend="redis://127.0.0.1:1/0") as rig:
+        rig.app.conf.result_backend_transport_options = {"retry_policy": {"max_retries": 0}}
+        rig.outbox(at_once=False).insert_one({"_id": 1}, tasks=[CANVASES[name](rig)])
+    assert pending(database, 1)["count"] > 0
 
 
 def test_a_group_from_a_generator_keeps_its_members(rig: Rig) -> None:
@@ -100,6 +114,25 @@ def test_what_could_not_be_sent_is_refused_and_nothing_is_written(
     with pytest.raises(OutboxRefusedError, match=said):
         rig.outbox().insert_one({"_id": 1}, tasks=[canvas(rig)])
     assert database["orders"].count_documents({}) == 0
+
+
+@pytest.mark.parametrize("name", ["chain", "group", "links", "later"])
+def test_no_task_runs_before_its_write_with_task_always_eager(
+    database: Database[Document], redis_url: str, name: str
+) -> None:
+    """Celery would run it where its messages are made, and send none."""
+    with opened(database, redis_url, task_always_eager=True) as rig:
+        ran: list[Any] = []
+        canvas = {**CANVASES, "later": lambda rig: rig.add.s(1, 2).set(countdown=5)}[name](rig)
+        task_prerun.connect(lambda task_id, **_: ran.append(task_id), weak=False, dispatch_uid=name)
+        try:
+            with pytest.raises(OutboxRefusedError, match="task_always_eager"):
+                rig.outbox(at_once=False).insert_one({"_id": 1}, tasks=[canvas])
+            assert (ran, database["orders"].count_documents({})) == ([], 0)
+            rig.outbox(name="plain", at_once=False).insert_one({"_id": 2}, tasks=[rig.add.s(1, 2)])
+            assert (ran, pending(database, 2)["count"]) == ([], 1)
+        finally:
+            task_prerun.disconnect(dispatch_uid=name)
 
 
 def test_relative_times_of_what_is_sent_become_points_in_time(rig: Rig) -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from bson import DatetimeMS, Decimal128, Int64, MaxKey, ObjectId, Timestamp
+from bson import DatetimeMS, Decimal128, Int64, MaxKey, ObjectId, Regex, Timestamp
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import register, unregister
 from pymongo import monitoring
@@ -340,6 +340,24 @@ def test_entries_that_somebody_has_damaged_are_set_aside_one_by_one(rig: Rig, da
     assert (delivery.dispatched, delivery.dead) == (1, 3)
     assert outbox.dead_letters.count() == 3
     assert rig.sent() == [[1, 1]]
+
+
+def test_an_id_that_is_a_pattern_removes_and_counts_no_other_entry(rig: Rig, database: Database[Document]) -> None:
+    """Whatever an id can be, somebody has written: to a query, a regular expression is no value."""
+    outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, number) for number in range(60)])
+    damaged = {"$each": [{"id": Regex("^"), "kind": "task", "attempts": 0}], "$position": 0}
+    database["orders"].update_one(
+        {"_id": 1}, {"$push": {"pendingEvents.events": damaged}, "$inc": {"pendingEvents.count": 1}}
+    )
+    done = outbox.sweep(older_than=0)
+    assert (done.dispatched, done.dead) == (60, 1)
+    assert rig.sent() == [[1, number] for number in range(60)]
+
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
+    change, array_filters = outbox.backing.claims.build_count(Regex("^"))
+    database["orders"].update_one({"_id": 2}, change, array_filters=array_filters)
+    assert pending(database, 2)["events"][0]["attempts"] == 0
 
 
 def test_a_document_that_the_server_cannot_work_with_stops_no_other(rig: Rig, database: Database[Document]) -> None:

@@ -51,6 +51,19 @@ def test_documents_that_mongodb_refuses_keep_no_other_waiting(
     assert pending(database, 0)["count"] == 1
 
 
+def test_more_refused_documents_than_a_sweep_tries_keep_no_other_waiting(
+    rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later validator refuses all old ones, and they stand in front of the new ones in each sweep."""
+    leave(rig, "orders", 260, stands=True)
+    leave(rig, "orders", 5)
+    outbox = rig.outbox(at_once=False)
+    database.command("collMod", "orders", validator={"stands": {"$exists": False}})
+    with caplog.at_level(logging.CRITICAL, "mongo_celery.outbox"):
+        sweep_all([replace(outbox.sweep_target, age=0.0)])
+    assert sorted(rig.sent()) == [[0, number] for number in range(5)]
+
+
 def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago_first(
     rig: Rig, database: Database[Document]
 ) -> None:

@@ -291,6 +291,20 @@ def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: P
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
 
 
+def test_a_letter_that_is_damaged_after_it_was_asked_for_fails_and_holds_its_key(parking: Parking) -> None:
+    """P16: its request does not wait for ever, and unseen."""
+    waiting(parking)
+    parking.ask()
+    parking.rig.letters.update_one({"cause": "parked"}, {"$unset": {"resumeToken": ""}})
+    with pytest.raises(CommandRefusedError, match="damaged"):
+        parking.drain()
+    assert [each.failed for each in parking.rig.store.replays.read()] == [True]
+    assert [each.result for each in parking.discard(1)] == ["discarded"]
+    parking.drain()
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
+
+
 def test_a_request_without_its_number_of_starts_is_kept_where_its_change_is_set_aside_again(parking: Parking) -> None:
     """P12: the partition goes on."""
     waiting(parking, "bad")

@@ -21,7 +21,7 @@ from bson import Binary, Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.database import Database
-from pymongo.errors import AutoReconnect
+from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
@@ -35,6 +35,7 @@ from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import OWED
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import CommandRefusedError
+from tests.fixtures.process import wait_for
 from tests.integration.snapshot_rig import HANDLER, World, keys_of, worlds
 
 Document = dict[str, Any]
@@ -408,6 +409,26 @@ def test_a_document_that_changes_in_the_window_comes_as_its_change(
     assert all(each.value == 5 for each in rows if "full_document" in options)
 
 
+def test_a_chunk_that_was_too_large_is_followed_by_small_ones(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P17: else each chunk would begin with what cannot be read in time."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(8)])
+    sizes: list[int] = []
+    read = ChunkReader.read
+
+    def slow(self: ChunkReader, chunk: Chunk) -> None:
+        sizes.append(chunk.rows)
+        if chunk.rows > 3:
+            message = "operation exceeded time limit"
+            raise OperationFailure(message, 50)
+        read(self, chunk)
+
+    monkeypatch.setattr(ChunkReader, "read", slow)
+    term = world.term().begin()
+    term.finish()
+    assert sizes[:3] == [4, 2, 3]
+    assert world.record["done"] == 8
+
+
 def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_when_there_is_a_pause(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -583,6 +604,35 @@ def test_a_move_of_another_collection_repeats_no_row(world: World, monkeypatch: 
     term.until(lambda: world.record["state"] == "done")
     assert [world.snapshots_of(number) for number in range(3)] == [1, 1, 1]
     assert world.record["done"] == 3
+
+
+def test_a_stream_that_is_read_again_for_another_handler_repeats_no_row(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P6: after a drain the stream is opened again; not while a part of a chunk was appended."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    term = world.term(start_from="now", full_document=None).begin()
+    (led,) = term.leader.subscriptions.values()
+    read, reads, turns = ChunkReader.read, itertools.count(), itertools.count()
+    turned = [0]
+
+    def beside(self: ChunkReader, chunk: Chunk) -> None:
+        number = next(reads)
+        if number == 1:
+            term.leader._repartitioning._rereading.append(led)
+            before = turned[0]
+            wait_for(lambda: turned[0] > before + 3)
+        read(self, chunk)
+        if number == 0:
+            world.write(1, 5)
+
+    def count() -> None:
+        turned[0] = next(turns)
+
+    monkeypatch.setattr(ChunkReader, "read", beside)
+    ask(world, term)
+    term.until(lambda: world.record["state"] == "done" and not term.leader._repartitioning._rereading, count)
+    assert [world.snapshots_of(number) for number in range(3)] == [1, 1, 1]
 
 
 def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(world: World) -> None:

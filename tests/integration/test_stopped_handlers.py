@@ -7,15 +7,22 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import bson
 import pytest
+from bson import Int64
 from celery import Celery
 from pymongo.database import Database
+from pymongo.errors import AutoReconnect
+from redis import Redis
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
+from mongo_celery.bridge.state.dead_letters import PARKED, Place, dead_letter, keep_change
+from mongo_celery.bridge.state.partitions import Partitions
 from tests.fixtures.process import wait_for
+from tests.integration.term_rig import around
 
 Document = dict[str, Any]
 
@@ -125,3 +132,80 @@ def test_a_stopped_handler_is_led_once_nothing_is_under_way_by_its_old_rule(
 
     status = lead(bridge(None), is_led)
     assert status.handlers[0].state != "stopped"
+
+
+def test_a_dead_letter_of_a_stopped_handler_is_replayed(
+    database: Database[Document], mongo_url: str, redis_url: str, state_database: str
+) -> None:
+    """P17: its parked keys have to be settled before it has other partitions."""
+
+    def bridge(rule: Any) -> Bridge:
+        app = Celery("rules", broker=redis_url, set_as_current=False)
+        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False, partitions=1)
+        made.on_change(f"{database.name}.items", partition_by=rule)(moved)
+        made.on_change(f"{database.name}.items")(other)
+        return made
+
+    lead(bridge(region), lambda status: all(each.partitions for each in status.handlers))
+    state, hash_ = database.client[state_database], 2
+    partition = state["partitions"].find_one({"_id": {"$regex": "^shop/moved/"}}) or {}
+    generation, fence = int(partition["partitioningTerm"]), int(partition["fencingToken"])
+    parked = {"parkedKeys": [{"key": "k", "hash": Int64(hash_)}]}
+    state["partitions"].update_one({"_id": partition["_id"]}, {"$set": parked})
+    event: Document = {
+        "_id": {"_data": "826B0C1EF5000000012B"},
+        "operationType": "insert",
+        "ns": {"db": database.name, "coll": "items"},
+        "documentKey": {"_id": 1},
+    }
+    letter = dead_letter(
+        bridge="shop",
+        subscription="moved",
+        token=event["_id"],
+        key="k",
+        kept=keep_change(bson.encode(event)),
+        error="as asked",
+        traceback="",
+        attempts=1,
+        place=Place(generation, 0, 1, fence, hash_),
+        cause=PARKED,
+    )
+    state["dead_letters"].insert_one(letter)
+
+    stopped = bridge(None)
+    replays, broker = stopped.wiring.store.replays, Redis.from_url(redis_url)
+    name = letter["_id"]
+    assert replays.request(name, generation=generation, partition=0, hash_=hash_, over_newer=False) == "done"
+    lead(stopped, lambda status: status.handlers[0].state == "stopped" and broker.llen("shop.0"))
+
+
+def test_a_switch_without_an_answer_stops_no_other_handler_and_is_tried_again(
+    database: Database[Document],
+    mongo_url: str,
+    redis_url: str,
+    state_database: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """P12: also before anything is read."""
+
+    def bridge(rule: Any) -> Bridge:
+        app = Celery("rules", broker=redis_url, set_as_current=False)
+        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)
+        for handler in (moved, other):
+            made.on_change(f"{database.name}.items", partition_by=rule if handler is moved else None)(handler)
+        return made
+
+    def logged() -> list[str]:
+        return [vars(record).get("event", "") for record in caplog.records]
+
+    def lose() -> None:
+        message = "the answer is lost"
+        raise AutoReconnect(message)
+
+    lead(bridge(region), lambda status: all(each.partitions for each in status.handlers))
+    caplog.set_level(logging.INFO, "mongo_celery.listener")
+    around(monkeypatch, (Partitions, "retire"), lose, behind=True)
+    ended = {"layout_changed", "lease_lost"}
+    lead(bridge(None), lambda _: not ended.isdisjoint(logged()))
+    assert [each for each in logged() if each in {"layout_failed", *ended}] == ["layout_failed", "layout_changed"]

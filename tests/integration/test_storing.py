@@ -609,6 +609,23 @@ def test_a_full_buffer_is_stored_until_it_is_half_empty(begin: Begin, monkeypatc
     assert (bool(term.stored(0)), term.stored(1)) == (True, [])
 
 
+def test_an_idle_partition_that_takes_in_nothing_has_nothing_stored_for_it(begin: Begin) -> None:
+    """P12: it waits for its handler's new partitions, not for the stream."""
+    term = begin(run_size=1, buffer_bytes=50_000)
+    term.read(1, index=1)
+    term.work(until=1)
+    term.dispatch()
+    for number in range(2, 50):
+        term.read(number, padding=1500)
+    assert term.storing.is_full
+    term.led.is_draining = True
+    for _ in range(4):
+        term.turn(_SECOND)
+    assert not term.stored()
+    term.led.is_draining = False
+    term.turn_until(term.stored)
+
+
 def test_what_was_stored_before_with_other_bytes_runs_with_these(begin: Begin) -> None:
     """P13: an event may have another look-up when it is read again; what was read first is as good."""
     old = begin()

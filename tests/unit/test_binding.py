@@ -18,6 +18,7 @@ from flask import Flask
 from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.outbox import OUTBOXES, Outbox
@@ -87,11 +88,15 @@ def test_of_several_apps_the_current_one_is_meant() -> None:
 def test_where_it_is_not_clear_which_app_is_meant_that_is_said() -> None:
     """And what needs no app is told."""
     bridge = Bridge(url=URL, name="shop")
-    bridge.on_change("shop.orders")(summarise)
+    task, orders = bridge.on_change("shop.orders")(summarise), bridge.outbox("shop.orders")
     apps = [made_app(bridge, "first"), made_app(bridge, "second")]
     for ask in (lambda: bridge.app, lambda: bridge.client, lambda: bridge.handlers):
         with pytest.raises(ConfigurationError, match=r"bridge shop is bound to 2 apps.*ask bridge\.of\(app\)"):
             ask()
+    for use in (lambda: task(CHANGE), lambda: cast("Any", task).delay, lambda: orders.name):
+        with pytest.raises(ConfigurationError, match=r"bridge shop is bound to 2 apps.*ask bridge\.of\(app\)"):
+            use()
+    assert not any(isinstance(each, Celery) or hasattr(each, "_name") for each in (task, orders)), "all may look"
     assert repr(bridge) == "<Bridge shop handlers=['summarise']>"
     assert bridge.of(apps[1]).app is apps[1]
     with pytest.raises(ConfigurationError, match="is not bound to <Celery another"):
@@ -166,6 +171,47 @@ def test_an_app_that_refuses_a_bridge_knows_nothing_of_it() -> None:
     assert bridge.app is made
 
 
+def test_an_app_that_refuses_one_handler_has_none_of_them_and_all_when_it_is_mended() -> None:
+    """Celery keeps the first task of a name, so a task of the bridge that was refused would go on being called."""
+    bridge = Bridge(url=URL, name="shop", autodiscover=False)
+    bridge.on_change("shop.orders")(summarise)
+    bridge.outbox("shop.carts")
+    bridge.on_change("shop.orders", name="later", partition_by="customer")(handle_later)
+    app = made_app(None, "shop")
+    before = {*app.tasks}
+    with pytest.raises(ConfigurationError, match="full_document"):
+        bridge.init_app(app)
+    assert ({*app.tasks}, BRIDGES.of(app), OUTBOXES.of(app)) == (before, [], [])
+
+    app.conf.mongo_celery_full_document = "required"
+    bridge.init_app(app)
+    tasks: list[Any] = [app.tasks[handler.task_name] for handler in bridge.handlers]
+    assert [each.wiring for each in tasks] == [bridge.of(app).wiring] * 3
+
+
+def test_what_one_of_several_apps_refuses_none_of_them_has() -> None:
+    """A handler and an outbox, whichever app comes first."""
+    bridge = Bridge(url=URL, name="shop", autodiscover=False)
+    apps = [made_app(bridge, name) for name in ("first", "second", "third")]
+    theirs = bridge.of(apps[1])
+    theirs.on_change("shop.orders", name="summarise")(handle_later)
+    theirs.outbox("shop.orders", watch=False)
+    for declare in (lambda: bridge.on_change("shop.orders")(summarise), lambda: bridge.outbox("shop.orders")):
+        with pytest.raises(ConfigurationError, match=r"already has an? "):
+            declare()
+        assert [[each.name for each in bridge.of(app).handlers] for app in apps] == [[], ["summarise"], []]
+        assert [len(OUTBOXES.of(app)) for app in apps] == [0, 1, 0]
+        assert [bridge.of(app).wiring.outboxes.keys() for app in apps] == [set(), {"shop.orders"}, set()]
+    made_app(bridge, "fourth")
+    assert bridge.of(made_app(bridge, "fifth")).handlers == []
+
+
+def test_an_option_of_an_outbox_that_cannot_work_is_refused_where_it_is_declared() -> None:
+    """As those of a handler, before there is an app."""
+    with pytest.raises(ConfigurationError, match="max_attempts"):
+        Bridge(url=URL, name="shop").outbox("shop.orders", max_attempts=-1)
+
+
 def test_a_handler_inside_the_factory_belongs_to_one_app() -> None:
     """Celery keeps the first task of a name: the first app's function would run for the second."""
     bridge = Bridge(url=URL, name="shop")
@@ -205,7 +251,7 @@ def test_an_outbox_may_be_declared_before_there_is_an_app() -> None:
     """Each app has one; the name at module level stands for that of the app that is meant."""
     bridge = Bridge(url=URL, name="shop")
     orders = bridge.outbox("shop.orders", max_attempts=5)
-    with pytest.raises(ConfigurationError, match=r"outbox shop.orders has no app"):
+    with pytest.raises(ConfigurationError, match="bridge shop has no app yet"):
         orders.insert_one({})
     with pytest.raises(ConfigurationError, match=r"already has an outbox named 'shop.orders'.*bridge\.of\(app\)"):
         bridge.outbox("shop.orders")
@@ -231,7 +277,8 @@ def test_what_goes_through_the_names_of_a_module_needs_no_app() -> None:
     for each in (orders, task):
         assert each
         assert not hasattr(each, "__wrapped__")
-    with pytest.raises(ConfigurationError, match=r"outbox shop.orders has no app"):
+        assert not hasattr(each, "_name")
+    with pytest.raises(ConfigurationError, match="bridge shop has no app yet"):
         orders.delete_one  # noqa: B018 - asked for
     app = made_app(bridge, "shop")
     assert isinstance(orders, Outbox)

@@ -31,6 +31,8 @@ def _total(values: list[int]) -> int:
 class Taken:
     """Keeps what is taken."""
 
+    gives_results = True
+
     def __init__(self) -> None:
         self.signatures: list[Signature] = []
 

@@ -129,6 +129,18 @@ def test_what_depends_on_the_bridge_is_refused_when_it_is_bound() -> None:
     assert names(Bridge(app, URL)) == []
 
 
+def test_a_handler_that_one_app_refuses_is_shared_with_none() -> None:
+    """So the decorator can run again when the fault is mended."""
+    fine, odd = made_app(None, "shop"), made_app(None, "store")
+    bridges = [Bridge(fine, URL), Bridge(odd, URL, run_size=1), Bridge(made_app(None, "late"), URL)]
+    with pytest.raises(ConfigurationError, match="coalesce=True does nothing in runs of one change"):
+        shared_change("shop.orders", coalesce=True)(summarise)
+    assert ([names(bridge) for bridge in bridges], declarations._SHARED) == ([[], [], []], {})
+    shared_change("shop.orders")(summarise)
+    tasks: list[Any] = [bridge.app.tasks[bridge.handlers[0].task_name] for bridge in bridges]
+    assert [(task.app, task.handler.coalesce) for task in tasks] == [(bridge.app, False) for bridge in bridges]
+
+
 def test_what_is_written_wrong_says_how() -> None:
     """A decorator without parentheses would register nothing."""
     with pytest.raises(ConfigurationError, match=r'write @shared_change\("db.collection"\) above'):

@@ -35,3 +35,20 @@ def test_a_rate_bounds_a_chunk() -> None:
     """So many documents a second."""
     attempts = Attempts()
     assert [attempts.limit_rows(rate) for rate in (None, 5.5, 0.1, 1e9)] == [ROWS, 5, 1, ROWS]
+
+
+def test_what_has_worked_grows_step_by_step() -> None:
+    """P17: where only some can be read in time, not every chunk begins with those that cannot."""
+    attempts = Attempts()
+    for _ in range(3):
+        attempts.note_failure(BUSY, "busy")
+    worked = attempts.limit_rows(None)
+    after = attempts.after_success()
+    assert worked < after.limit_rows(None) <= 2 * worked
+    assert (after.errors, after.error, after.gate.is_open(time.monotonic())) == (0, None, True)
+    for _ in range(20):
+        after = after.after_success()
+    assert after.limit_rows(None) == ROWS
+    for _ in range(30):
+        after.note_failure(BUSY, "busy")
+    assert [after.limit_rows(None), after.after_success().limit_rows(None)] == [1, 2]

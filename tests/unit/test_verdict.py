@@ -568,8 +568,9 @@ def test_what_stands_is_not_called_late_too() -> None:
 def test_a_stopped_handler_is_neither_late_nor_without_workers() -> None:
     """P16: its one reason says what to do; its position is old since nothing is read for it."""
     stopped = [{"subscription": "summarise", "reason": "no rule"}]
-    behind = seen(calm(**late(LAG_SECONDS, stopped=stopped)))
-    assert [reason.code for reason in behind.findings] == ["stopped"]
+    moving = [{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS)}]
+    behind = seen(calm(**late(LAG_SECONDS, stopped=stopped, moving=moving)))
+    assert [reason.code for reason in behind.findings] == ["stopped"], "no old partitions serve"
     assert (behind.handlers[0].lag_seconds or 0) >= LAG_SECONDS
 
 

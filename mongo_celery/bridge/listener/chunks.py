@@ -97,8 +97,8 @@ class Chunk:
         end: the last `_id` of these. None where nothing was left.
         until: the largest `_id` that is to be scanned, now or later. None where nothing was there.
         changes: what was taken in of the subscription's changes since it was begun, by key.
-        objection: why it may not be appended, as a sentence: a change has no key that can be read, or the collection was
-            moved meanwhile. Empty for nothing.
+        objection: why it may not be appended, as a sentence: the key of a change cannot be read, or the collection was
+            moved. Empty for nothing.
         again: `_id`s that are read again, since a change without its document came in between.
         rounds: how often that was so.
         ends: of each partition, the last token that is not known to be committed or stored.

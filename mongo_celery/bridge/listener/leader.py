@@ -280,7 +280,9 @@ class Leader:
             return
         for subscription in self._repartitioning.turn(now):
             self._replace(subscription)
-        if not self._history.is_unread and self._repartitioning.wants_reading(now):
+        if self._history.is_unread or self.snapshots.reads_again():  # it would repeat what was appended
+            return
+        if self._repartitioning.wants_reading(now):
             try:
                 position = self._history.find_position(self.subscriptions)
             except PyMongoError as error:

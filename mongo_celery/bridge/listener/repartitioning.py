@@ -127,6 +127,7 @@ class Repartitioning:
 
         Raises:
             LeaseLostError: the term has ended.
+            MongoCeleryError: something that waiting cannot fix.
         """
         self._led, self._version = subscriptions, takeover.version
         self._moves = {name: _Move(takeover.wanted[name]) for name in takeover.moving if name in subscriptions}
@@ -136,7 +137,11 @@ class Repartitioning:
             subscription, now = subscriptions[name], time.monotonic()
             if not subscription.is_stopped:
                 continue
-            new = self._try_to_switch(subscription, move, now)
+            new = None
+            try:
+                new = self._try_to_switch(subscription, move, now)
+            except PyMongoError as error:  # `turn` tries again
+                self.note_failure(error)
             if new is not None:
                 moved.append(new)
                 continue
@@ -368,10 +373,11 @@ class Repartitioning:
             return
         for name, move in self._moves.items():
             logger.warning(
-                "%s waits for its %d partitions: %s. Until then the old ones serve",
+                "%s waits for its %d partitions: %s. Until then %s",
                 name,
                 move.layout.partitions,
                 move.waits,
+                "it is stopped" if self._led[name].is_stopped else "the old ones serve",
                 extra={"event": "layout_waits", "subscription": name},
             )
 

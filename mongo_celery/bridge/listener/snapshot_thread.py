@@ -71,21 +71,27 @@ class Attempts:
         gate: the next one.
         errors: those that have failed, and for which no outage can be the reason.
         error: why the last one has failed, in words. None where it has not.
+        rows: of the next one at most: half as many after each failure, a quarter more after each success.
     """
 
     gate: RetryGate = field(default_factory=lambda: RetryGate(PAUSES))
     errors: int = 0
     error: str | None = None
+    rows: int = field(default_factory=lambda: chunks.ROWS)
 
     def limit_rows(self, rate: float | None) -> int:
         """Return the number of rows of the next chunk: after failures fewer, and no more than a second may have."""
-        rows = chunks.ROWS >> min(self.gate.failures, ATTEMPTS_MAX)
-        return max(rows if rate is None else min(rows, int(rate)), 1)
+        return max(self.rows if rate is None else min(self.rows, int(rate)), 1)
+
+    def after_success(self) -> Attempts:
+        """Return the attempts at the chunk that follows."""
+        return Attempts(rows=min(self.rows + max(self.rows // 4, 1), chunks.ROWS))
 
     def note_failure(self, error: Exception, text: str) -> None:
         """Note that it has failed."""
         self.errors += not (is_unanswered(error) or is_outage(error))
         self.error = text
+        self.rows = max(self.rows // 2, 1)
         self.gate.note_failure()
 
 
@@ -176,7 +182,7 @@ class SnapshotThread:
 
     def hand_over(self, chunk: Chunk) -> None:
         """Note that all documents of a chunk are in the queues of their partitions."""
-        attempts = self.attempts[chunk.snapshot.id] = Attempts()
+        attempts = self.attempts[chunk.snapshot.id] = self._get_attempts(chunk.snapshot.id).after_success()
         if chunk.snapshot.rate:
             attempts.gate.opens_at = chunk.sent_at + chunk.count / chunk.snapshot.rate
         self.appended[chunk.snapshot.id] = chunk

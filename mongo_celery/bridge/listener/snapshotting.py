@@ -22,7 +22,7 @@ Snapshots of one term: existing documents, each at its place between the changes
    chunk begins anew after a pause. Moves of other collections do not matter. A snapshot ends if the collection is not
    there with its UUID before a chunk.
 7. A term that ends, repartitioning, and a stream that is opened again drop what is under way: it begins anew. What was
-   stored of it runs where it is.
+   stored of it runs where it is. Repartitioning waits while the rest of a chunk is read again, of any handler.
 8. With look-up, an update before L may show its document as it was after T. The existing document would go back: it is
    left out, where the handler is given all changes of documents.
 
@@ -96,10 +96,10 @@ class Snapshotting:
         appended = list(self.thread.appended.values())
         return self.reads_again(name) or any(each.subscription.name == name for each in appended)
 
-    def reads_again(self, name: str) -> bool:
-        """Return True if a part of a subscription's chunk was given to it, and the rest is being read again."""
+    def reads_again(self, name: str | None = None) -> bool:
+        """Return True if a part of a chunk was given to this subscription, or any, and the rest is being read again."""
         chunk = self.thread.reading
-        return chunk is not None and chunk.subscription.name == name and chunk.rounds > 0
+        return chunk is not None and name in (None, chunk.subscription.name) and chunk.rounds > 0
 
     def report(self) -> list[dict[str, Any]]:
         """Return what `status` shows of those that are tried again and again."""

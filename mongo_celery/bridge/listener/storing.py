@@ -305,11 +305,11 @@ class Storing:
         return why if now - partition.blocked_since[1] >= self._options.spill_after and not waits else None
 
     def _find_idle(self) -> list[Partition]:
-        """Return the flowing partitions that have nothing to do, and had before."""
+        """Return the flowing partitions that have nothing to do, had before, and would be given what is read."""
         return [
             partition
             for subscription in self._led.values()
-            if not subscription.lost
+            if not (subscription.lost or subscription.is_draining)
             for partition in subscription.partitions.values()
             if partition.image.committed and partition.image.state == "flowing" and not partition.is_busy
         ]

@@ -299,9 +299,10 @@ class Subscription:
 
     def due(self, now: float) -> Iterable[tuple[Partition, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now."""
-        unstored, is_draining = self.unstored, self.is_draining
+        unstored = self.unstored
+        holds_replays = self.is_draining and not self.is_stopped  # a stopped one waits for its parked keys
         chosen = [*self.candidates]
-        if self.has_replays and not is_draining:
+        if self.has_replays and not holds_replays:
             replays = (each for each in self.partitions.values() if each.replay is not None)
             chosen += [each for each in replays if each not in self.candidates]
         for partition in chosen:
@@ -309,7 +310,7 @@ class Subscription:
                 self.candidates.pop(partition, None)
                 continue
             replay = partition.replay
-            if replay is not None and (is_draining or not partition.is_free(now)):
+            if replay is not None and (holds_replays or not partition.is_free(now)):
                 replay = None
             if replay is None or partition.has_replayed:  # a partition's changes and its dead letters take turns
                 partition.has_replayed = False

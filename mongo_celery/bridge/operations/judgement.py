@@ -530,7 +530,9 @@ class _Judge:
         repartitioning = []
         for each in self._served:
             found = each.repartitioning
-            if found is not None and _seconds(found.since, seen.at) >= REPARTITIONING_SECONDS:
+            if found is None or each.state == "stopped":  # that is a finding of its own
+                continue
+            if _seconds(found.since, seen.at) >= REPARTITIONING_SECONDS:
                 text = (
                     f"{each.name} waits for its {found.partitions} partitions since {moment(found.since)}: "
                     f"{cut(found.waits)}. Until then the old ones serve."

@@ -331,7 +331,7 @@ class StreamReader:
         """
         Read single events up to the one that cannot be read whole. Events before it arrive whole.
 
-        Many read errors in a row, as a pipeline makes that always fails, come slowly: each costs several openings.
+        Many read errors in a row come slowly: each costs several openings.
         """
         if self._read_errors >= _READ_ERRORS_AT_ONCE:
             self._stopping.wait(self._pauses.nth())
@@ -400,7 +400,7 @@ class StreamReader:
             mark = Mark(None, *place)
         else:
             token, time_ = token_of(event), event.get("clusterTime")
-            if not isinstance(time_, Timestamp):  # a user's pipeline may have put something else there
+            if not isinstance(time_, Timestamp):  # a damaged event may have none
                 time_ = time_of_token(token, self._position.time)
             mark = Mark(token, token_data(token), time_)
         if error is None:
