@@ -34,6 +34,7 @@ from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.operations.whereabouts import Whereabouts, find_whereabouts
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, iterate_forms
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
@@ -898,6 +899,28 @@ def test_what_waits_in_memory_or_runs_is_not_called_handled(led: Led, left: Docu
     assert (snapshot.caught_up, found.lasts) == (False, False)
     assert snapshot.reported_at is not None
     assert found.handled_until is None or found.handled_until < snapshot.reported_at
+
+
+def test_a_dead_letter_of_a_key_is_found_by_the_rule_that_spreads_the_keys(led: Led) -> None:
+    """P16: with `partition_by` a key is no `_id`, and a text and a number that look alike are two keys."""
+    layout = layouts_in_force(led.store.subscriptions.read_all())["summarise"]
+    for number, key in enumerate([42, "42"]):
+        place = Place(1, 0, number, 1, hash_of_key(led.bridge.wiring, "summarise", layout, key, None))
+        letter = dead_letter(
+            bridge=NAME,
+            subscription="summarise",
+            token=token(number),
+            key="a change",
+            kept=next(iterate_forms(bson.encode({"documentKey": {"_id": "another"}})))(),
+            error="no",
+            traceback="",
+            attempts=1,
+            place=place,
+            cause=FAILED,
+        )
+        led.store.dead_letters.collection.insert_one(letter)
+    (found,) = find(led, "42").dead_letters
+    assert found.startswith(token(0)["_data"])
 
 
 def test_a_handler_that_nobody_serves_has_handled_nothing_up_to_now(led: Led, make_bridge: MakeBridge) -> None:

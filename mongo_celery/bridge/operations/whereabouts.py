@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.operations.acts import reached, refuse_unknown
 from mongo_celery.bridge.operations.bridge_snapshot import PartitionStatus
-from mongo_celery.bridge.operations.keys import hash_of_key, key_of, keys_of, quote_key
+from mongo_celery.bridge.operations.keys import hash_of_key, key_of, quote_key
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
@@ -91,7 +91,7 @@ def find_whereabouts(wiring: Wiring, handler: str, text: str, source: str | None
             lines = store.backlog.outline(partition_id, partition.token or "", partition.stored.to, STORED_MAX + 1)
             stored = sum(each.hash == hash_ for each in lines) if len(lines) <= STORED_MAX else None
         blocking = _blocking_hash(store.backlog, partition_id, partition)
-        letters = store.dead_letters.find(Selection(subscription=handler, keys=keys_of(text)), [handler], _LETTERS_MAX)
+        letters = store.dead_letters.find(Selection(subscription=handler, hash=hash_), [handler], _LETTERS_MAX)
         parked = hash_ in store.partitions.collect_parked_hashes(handler, layout.term)
     is_led = snapshot.leader is not None and handler in snapshot.leader.handlers
     lasts = snapshot.caught_up and found.is_registered and is_led

@@ -243,6 +243,7 @@ class Selection:
         subscription: of these only. None for all.
         ids: of these only: beginnings of tokens. Empty for all.
         keys: of these documents only: values of `_id`, any of which may be meant. Empty for all.
+        hash: of the changes of one key only, as `hash_of_key` gives it. None for all.
         since: set aside at this time or later.
         until: set aside before this time.
     """
@@ -250,6 +251,7 @@ class Selection:
     subscription: str | None = None
     ids: Sequence[str] = field(default=())
     keys: Sequence[Any] = field(default=())
+    hash: int | None = None
     since: datetime | None = None
     until: datetime | None = None
 
@@ -381,6 +383,8 @@ class DeadLetters(StateCollection):
             query["$or"] = [{"_id": _range(f"{self._bridge}/{name}/{id_}")} for name in names for id_ in ids]
         if selection.keys:
             query[_KEY] = {"$in": [*selection.keys]}
+        if selection.hash is not None:
+            query["hash"] = to_signed(selection.hash)
         times = {"$gte": selection.since, "$lt": selection.until}
         at = {name: moment for name, moment in times.items() if moment is not None}
         return {**query, "at": at} if at else query
