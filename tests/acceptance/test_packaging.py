@@ -68,7 +68,7 @@ def test_the_wheel_runs_in_a_clean_place(built: Path, tmp_path: Path) -> None:
 
     assert "demo" in _run(programs / "mongo-celery", "--help", folder=tmp_path)
     commands = _run(programs / "celery", "--help", folder=tmp_path)
-    assert {"listener", "changes", "outbox", "transactions", "locks"} <= set(commands.split())
+    assert {"listener", "changes", "outbox", "transactions"} <= set(commands.split())
     code = "import mongo_celery as m; [getattr(m, name) for name in m.__all__]; print(m.__version__)"
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert _run(programs / "python", "-c", code, folder=tmp_path).strip() == version
