@@ -421,6 +421,7 @@ def test_stored_ids_and_documents_beyond_the_limit_are_refused(rig: CollectionRi
 # -- delivery ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs_mongodb(5, 0)
 def test_a_look_reads_what_is_due_and_no_document_that_is_held_back(rig: CollectionRig) -> None:
     """With keys and without: 60 of each are there, and 10 are due."""
     outbox, parcels = rig.messages(), rig.database["outbox"]
