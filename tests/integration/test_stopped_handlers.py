@@ -61,22 +61,25 @@ def lead(bridge: Bridge, until: Callable[[BridgeSnapshot], object]) -> BridgeSna
         thread.join(60)
 
 
-def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
-    database: Database[Document],
-    mongo_url: str,
-    redis_url: str,
-    state_database: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """P9, P12, P16: it says so in log and verdict; the others are led, and so is it once its rule is there."""
-    caplog.set_level(logging.ERROR, "mongo_celery.listener")
+@pytest.fixture
+def bridge(database: Database[Document], mongo_url: str, redis_url: str, state_database: str) -> Callable[..., Bridge]:
+    """Give a function that makes the bridge anew, from pairs of a handler and its rule, as a deploy does."""
 
-    def bridge(*handlers: tuple[Callable[[Change], None], Any]) -> Bridge:
+    def make(*handlers: tuple[Callable[[Change], None], Any], **options: Any) -> Bridge:
         app = Celery("rules", broker=redis_url, set_as_current=False)
-        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)
+        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False, **options)
         for handler, rule in handlers:
             made.on_change(f"{database.name}.items", partition_by=rule)(handler)
         return made
+
+    return make
+
+
+def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
+    bridge: Callable[..., Bridge], database: Database[Document], state_database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P9, P12, P16: it says so in log and verdict; the others are led, and so is it once its rule is there."""
+    caplog.set_level(logging.ERROR, "mongo_celery.listener")
 
     lead(
         bridge((moved, region), (other, None)),
@@ -104,18 +107,10 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
 
 
 def test_a_stopped_handler_is_led_once_nothing_is_under_way_by_its_old_rule(
-    database: Database[Document], mongo_url: str, redis_url: str, state_database: str
+    bridge: Callable[..., Bridge], database: Database[Document], state_database: str
 ) -> None:
     """P17: without a restart, as after `changes resume`."""
-
-    def bridge(rule: Any) -> Bridge:
-        app = Celery("rules", broker=redis_url, set_as_current=False)
-        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)
-        for handler in (moved, other):
-            made.on_change(f"{database.name}.items", partition_by=rule if handler is moved else None)(handler)
-        return made
-
-    lead(bridge(region), lambda status: all(each.partitions for each in status.handlers))
+    lead(bridge((moved, region), (other, None)), lambda status: all(each.partitions for each in status.handlers))
     paused = database.client[state_database]["partitions"]
     mine = {"_id": {"$regex": "^shop/moved/"}}
     paused.update_many(mine, {"$set": {"state": "paused"}})
@@ -130,23 +125,18 @@ def test_a_stopped_handler_is_led_once_nothing_is_under_way_by_its_old_rule(
             paused.update_many(mine, {"$set": {"state": "flowing"}})
         return bool(stopped) and first.state != "stopped"
 
-    status = lead(bridge(None), is_led)
+    status = lead(bridge((moved, None), (other, None)), is_led)
     assert status.handlers[0].state != "stopped"
 
 
 def test_a_dead_letter_of_a_stopped_handler_is_replayed(
-    database: Database[Document], mongo_url: str, redis_url: str, state_database: str
+    bridge: Callable[..., Bridge], database: Database[Document], redis_url: str, state_database: str
 ) -> None:
     """P17: its parked keys have to be settled before it has other partitions."""
-
-    def bridge(rule: Any) -> Bridge:
-        app = Celery("rules", broker=redis_url, set_as_current=False)
-        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False, partitions=1)
-        made.on_change(f"{database.name}.items", partition_by=rule)(moved)
-        made.on_change(f"{database.name}.items")(other)
-        return made
-
-    lead(bridge(region), lambda status: all(each.partitions for each in status.handlers))
+    lead(
+        bridge((moved, region), (other, None), partitions=1),
+        lambda status: all(each.partitions for each in status.handlers),
+    )
     state, hash_ = database.client[state_database], 2
     partition = state["partitions"].find_one({"_id": {"$regex": "^shop/moved/"}}) or {}
     generation, fence = int(partition["partitioningTerm"]), int(partition["fencingToken"])
@@ -172,7 +162,7 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
     )
     state["dead_letters"].insert_one(letter)
 
-    stopped = bridge(None)
+    stopped = bridge((moved, None), (other, None), partitions=1)
     replays, broker = stopped.wiring.store.replays, Redis.from_url(redis_url)
     name = letter["_id"]
     assert replays.request(name, generation=generation, partition=0, hash_=hash_, over_newer=False) == "done"
@@ -180,21 +170,9 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
 
 
 def test_a_switch_without_an_answer_stops_no_other_handler_and_is_tried_again(
-    database: Database[Document],
-    mongo_url: str,
-    redis_url: str,
-    state_database: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    bridge: Callable[..., Bridge], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P12: also before anything is read."""
-
-    def bridge(rule: Any) -> Bridge:
-        app = Celery("rules", broker=redis_url, set_as_current=False)
-        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)
-        for handler in (moved, other):
-            made.on_change(f"{database.name}.items", partition_by=rule if handler is moved else None)(handler)
-        return made
 
     def logged() -> list[str]:
         return [vars(record).get("event", "") for record in caplog.records]
@@ -203,9 +181,9 @@ def test_a_switch_without_an_answer_stops_no_other_handler_and_is_tried_again(
         message = "the answer is lost"
         raise AutoReconnect(message)
 
-    lead(bridge(region), lambda status: all(each.partitions for each in status.handlers))
+    lead(bridge((moved, region), (other, None)), lambda status: all(each.partitions for each in status.handlers))
     caplog.set_level(logging.INFO, "mongo_celery.listener")
     around(monkeypatch, (Partitions, "retire"), lose, behind=True)
     ended = {"layout_changed", "lease_lost"}
-    lead(bridge(None), lambda _: not ended.isdisjoint(logged()))
+    lead(bridge((moved, None), (other, None)), lambda _: not ended.isdisjoint(logged()))
     assert [each for each in logged() if each in {"layout_failed", *ended}] == ["layout_failed", "layout_changed"]

@@ -200,14 +200,14 @@ class Operations:
         """
         Run the handler again for dead letters. The listener dispatches them.
 
-        Of a parked key all that wait are replayed, from the first one on. If nothing chooses, all of the bridge are.
+        Of a parked key it replays all that wait, from the first one on. If nothing chooses, it replays all of them.
 
         Args:
             handler: only those of this handler.
             ids: only these: beginnings of their ids, or whole `_id`s.
             key: only those of this document: its `_id`, as JSON or as text.
-            since: only those set aside at this time or later.
-            until: only those set aside before this time.
+            since: only those that became dead letters at this time or later.
+            until: only those that became dead letters before this time.
             limit: how many at most.
             over_newer: let them overwrite what newer changes have written through `fenced()`.
             reason: for the audit record.
